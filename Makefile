@@ -1,0 +1,80 @@
+# Everything runs in .venv, which the first target makes. `make help` lists the targets.
+
+PYTHON ?= python3
+# Further options for pip, for example an index that has CPU-only builds of torch.
+PIP_ARGS ?=
+# What `make check-wheel` uses: a fresh environment outside the repository.
+WHEEL_DIR ?= dist
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format wheel check-wheel clean
+
+help:
+	@echo "make demo         generate with the full cache and with H2O at 20 %, on the bundled model"
+	@echo "make test         run the tests"
+	@echo "make lint         style, types and the import contract"
+	@echo "make format       put the code in the house style"
+	@echo "make wheel        build the wheel into $(WHEEL_DIR)/"
+	@echo "make check-wheel  install that wheel into an empty environment and use it there"
+	@echo "make clean        remove .venv and everything built"
+	@echo ""
+	@echo "PYTHON=...    the Python to use (3.11 to 3.13), now: $(PYTHON)"
+	@echo "PIP_ARGS=...  further pip options. On Linux the usual torch brings several GB of GPU"
+	@echo "              libraries; --extra-index-url with a CPU-only index avoids them."
+
+demo: $(VENV)/.demo
+	$(BIN)/h2okv demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/.test
+	rm -rf $(WHEEL_DIR)
+	$(PIP) wheel --quiet --no-deps --no-build-isolation -w $(WHEEL_DIR) .
+	@ls -l $(WHEEL_DIR)/*.whl
+
+check-wheel: wheel
+	PIP_ARGS="$(PIP_ARGS)" bash scripts/check_wheel.sh "$(PYTHON)" $(WHEEL_DIR)/*.whl
+
+clean:
+	rm -rf $(VENV) build $(WHEEL_DIR) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps: a second run installs nothing unless the pins or the metadata have changed.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "h2okv needs Python 3.11 to 3.13, but $(PYTHON) is not: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) cannot make a virtual environment: install its venv package" >&2; rm -rf $(VENV); exit 1; }
+
+# The build backend is installed first, and pinned, so that building needs no environment of its own.
+$(VENV)/.demo: $(PINS) | $(BIN)/python
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.demo
+	$(INSTALL) --no-build-isolation -e '.[lint]'
+	@touch $@

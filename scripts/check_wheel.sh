@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs a wheel into an empty environment and uses it outside the repository.
+# Usage: check_wheel.sh PYTHON WHEEL   (PIP_ARGS: further options for pip)
+set -euo pipefail
+python=$1
+wheel=$(realpath "$2")
+constraints=$(realpath "$(dirname "$0")/../constraints.txt")
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+cd "$dir"
+
+"$python" -m venv venv
+# shellcheck disable=SC2086  # PIP_ARGS is a list of options
+venv/bin/python -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-} \
+    -c "$constraints" "$wheel"
+export HF_HUB_OFFLINE=1
+venv/bin/h2okv generate --max-new-tokens 24 "The old man looked at the sea and"
+venv/bin/h2okv generate --max-new-tokens 24 --json "The old man looked at the sea and" \
+    | venv/bin/python -m json.tool > /dev/null
+venv/bin/h2okv demo
+echo "the wheel works outside the repository: $(basename "$wheel")"
