@@ -1,0 +1,20 @@
+"""H2O: heavy-hitter KV-cache eviction for Hugging Face models (arXiv 2306.14048)."""
+
+from h2okv.budget import Budget
+from h2okv.cache import H2OCache
+from h2okv.cache.support import check_model
+from h2okv.integration import enable, register
+from h2okv.policy import Policy, policy_names, register_policy
+
+__version__ = "0.1.0"
+__all__ = [
+    "Budget",
+    "H2OCache",
+    "Policy",
+    "check_model",
+    "enable",
+    "policy_names",
+    "register_policy",
+]
+
+register()

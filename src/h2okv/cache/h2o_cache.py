@@ -1,0 +1,215 @@
+"""The object that a user passes as ``past_key_values``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    get_layer_types_and_kwargs,
+)
+
+from h2okv.budget import Budget
+from h2okv.cache.scored import ScoredLayer
+from h2okv.cache.simulated import SimulatedLayer
+from h2okv.cache.slots import SlotLayer
+from h2okv.cache.support import check_config
+from h2okv.policy import Policy, get_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class H2OCache(Cache):
+    """A KV cache that keeps heavy hitters and recent tokens (H2O, arXiv 2306.14048, Algorithm 1).
+
+    For each layer, sequence and KV head on its own it holds ``K = sink + heavy + recent`` entries.
+    Every block of new tokens attends to what is kept and to itself, adds its attention to the
+    scores (fp32, summed over the query heads of a KV head), and then the cache is evicted down to
+    ``K``. Layers that are not full attention (sliding window, linear) keep transformers' own cache.
+
+    Use it with a model whose attention is ``"h2o"``::
+
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
+        cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
+        model.generate(**inputs, past_key_values=cache)
+
+    Args:
+        config: the model's config.
+        heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
+        recent: newest tokens to keep, given like ``heavy``.
+        sink: first tokens to keep whatever their score, in tokens.
+        policy: a name of `h2okv.policy_names()` or a `Policy` object.
+        simulate: keep everything and mask instead of dropping; slow, for tests and analysis.
+        max_tokens: upper limit of the budget in tokens; a larger budget is an error.
+        seed: for policies that draw at random.
+
+    Raises:
+        ValueError: if the budget or the policy makes no sense, or the model is not supported.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        heavy: int | float = 0.1,
+        recent: int | float = 0.1,
+        sink: int = 0,
+        *,
+        policy: str | Policy = "h2o",
+        simulate: bool = False,
+        max_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.budget = Budget(heavy=heavy, recent=recent, sink=sink, max_tokens=max_tokens)
+        self.policy = get_policy(policy, seed)
+        check_config(config)
+        layer_class = SimulatedLayer if simulate else SlotLayer
+        layers: list[Any] = []
+        kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        for kind, options in zip(kinds, arguments, strict=True):
+            if kind == "full_attention":
+                layers.append(layer_class(len(layers), self.budget, self.policy))
+            else:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
+        self._last_updated: ScoredLayer | None = None
+        self._scored = [layer for layer in layers if isinstance(layer, ScoredLayer)]
+        if not self._scored:
+            raise ValueError(
+                f"model type {config.model_type!r} has no full-attention layer (its layers: "
+                f"{', '.join(sorted(set(kinds)))}), so there is nothing for H2O to evict; "
+                "use transformers' own cache."
+            )
+        super().__init__(layers=layers)
+
+    def __repr__(self) -> str:
+        parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
+        return f"H2OCache(policy={self.policy.name!r}, {parts}, layers={len(self.layers)})"
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a layer's new keys and values; called by the model.
+
+        Args:
+            key_states: ``[B, H, T, D]``.
+            value_states: ``[B, H, T, Dv]``.
+            layer_idx: the layer's index.
+            *args: passed on to the layer.
+            **kwargs: passed on to the layer.
+
+        Returns:
+            What the layer's attention works on.
+
+        Raises:
+            ValueError: if the model's attention is not ``"h2o"``, or the batch, dtype or model
+                differs from the one whose entries the cache holds.
+        """
+        # The layer before must have been attended to by now; asking here, not at the next
+        # forward, stops a model without H2O attention before it has made a single token.
+        if self._last_updated is not None:
+            self._last_updated.require_attention()
+        layer = self.layers[layer_idx]
+        self._last_updated = layer if isinstance(layer, ScoredLayer) else None
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def num_seen_tokens(self) -> int:
+        """Tokens that went through, padding included. Waits for the device."""
+        return int(self._scored[0].get_seq_length())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Entries held for one KV head, of the row that holds most. Waits for the device."""
+        counts = [
+            int((layer.positions >= 0).sum(dim=-1).max())
+            for layer in self._scored
+            if layer.positions is not None
+        ]
+        return max(counts, default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all layers: keys, values, and H2O's scores and positions."""
+        return sum(layer.nbytes for layer in self._scored) + self._other_nbytes()
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of keys and values that transformers' own cache would hold for the same tokens."""
+        return sum(layer.full_nbytes for layer in self._scored) + self._other_nbytes()
+
+    def _other_nbytes(self) -> int:
+        total = 0
+        for layer in self.layers:
+            if not isinstance(layer, ScoredLayer):
+                held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+                total += sum(tensor.nbytes for tensor in held if tensor is not None)
+        return total
+
+    def kept_positions(self, layer_idx: int) -> torch.Tensor:
+        """Returns which tokens a layer holds.
+
+        Args:
+            layer_idx: the layer's index.
+
+        Returns:
+            int ``[B, H, S]``, original positions (padding not counted), -1 for an empty slot; the
+            order of the slots means nothing.
+
+        Raises:
+            ValueError: if the layer has no scores or nothing was read yet.
+        """
+        return self._layer(layer_idx).positions.clone()
+
+    def scores(self, layer_idx: int) -> torch.Tensor:
+        """Returns the accumulated attention of what a layer holds.
+
+        Args:
+            layer_idx: the layer's index.
+
+        Returns:
+            fp32 ``[B, H, S]``, in the order of `kept_positions`; 0 in an empty slot.
+
+        Raises:
+            ValueError: if the layer has no scores or nothing was read yet.
+        """
+        layer = self._layer(layer_idx)
+        return torch.where(layer.positions >= 0, layer.scores, 0.0)
+
+    def _layer(self, layer_idx: int) -> ScoredLayer:
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx={layer_idx} is out of range; the model has layers 0 to "
+                f"{len(self.layers) - 1}."
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, ScoredLayer):
+            raise ValueError(
+                f"layer_idx={layer_idx} is not a full-attention layer and has no H2O entries; "
+                f"choose one of {[layer.layer_idx for layer in self._scored]}."
+            )
+        if layer.positions is None:
+            raise ValueError("the cache is empty; run the model with it first.")
+        return layer
+
+    def check_integrity(self) -> None:
+        """Checks what must hold between any two forwards; for tests and after an interruption.
+
+        Raises:
+            ValueError: if a layer breaks the contract, naming the layer and what it breaks.
+        """
+        lengths = {int(layer.get_seq_length()) for layer in self._scored}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"layers have seen different numbers of tokens ({sorted(lengths)}): a forward was "
+                "interrupted; call cache.reset() and read the prompt again."
+            )
+        for layer in self._scored:
+            if layer.positions is not None:
+                layer.check_integrity()

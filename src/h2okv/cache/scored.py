@@ -1,0 +1,328 @@
+"""What every H2O cache layer shares: the contract's state and the way attention reaches it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from h2okv.budget import Budget, TokenBudget
+from h2okv.policy import Policy
+from h2okv.policy.selection import protected_entries
+
+LAYER_ATTRIBUTE = "_h2okv_layer"
+"""Attribute on the key tensor by which the attention function finds the cache layer."""
+
+
+class ScoredLayer(CacheLayerMixin):
+    """One attention layer's cache with scores; subclasses hold the entries.
+
+    The model calls `update` and then the attention function, which calls `attend` on the layer
+    that it finds on the key tensor. All the work happens in `attend`.
+
+    Args:
+        layer_idx: the layer's index in the model.
+        budget: the user's budget.
+        policy: the eviction policy.
+    """
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, layer_idx: int, budget: Budget, policy: Policy) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.budget = budget
+        self.policy = policy
+        # Tensors, not ints: a Python int that changes with every step would recompile every step.
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)
+        self.awaits_attention = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops all entries; the subclass drops its own state too."""
+        self.is_initialized = False
+        self.keys = self.values = None
+        self.scores: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        self.row_budgets: list[TokenBudget] = []
+        self.num_real_tokens: torch.Tensor | None = None
+        self.owner: int | None = None
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> None:
+        """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_kv_heads = key_states.shape[:2]
+        self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
+        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
+        with torch.inference_mode(False):
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
+            self.num_real_tokens = torch.zeros(
+                self.batch_size, dtype=torch.int64, device=self.device
+            )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Passes the new keys and values on, marked with this layer.
+
+        Args:
+            key_states: ``[B, H, T, D]``.
+            value_states: ``[B, H, T, Dv]``.
+            *args: ignored, as in transformers' layers.
+            **kwargs: ignored, as in transformers' layers.
+
+        Returns:
+            The same tensors; the cache itself changes in `attend`.
+
+        Raises:
+            ValueError: if the attention of this model never reached `attend`, or the shapes do
+                not match the entries held.
+        """
+        self.require_attention()
+        if self.is_initialized:
+            self._check_match(key_states)
+        else:
+            self.lazy_initialization(key_states, value_states)
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        self.awaits_attention = True
+        return key_states, value_states
+
+    def require_attention(self) -> None:
+        """Raises if keys were handed out and no H2O attention came back for them."""
+        if self.awaits_attention:
+            raise ValueError(
+                f"H2OCache: layer {self.layer_idx} got keys, but the model's attention is not 'h2o' "
+                "(or an earlier forward was interrupted); call "
+                "model.set_attn_implementation('h2o') or use h2okv.enable(model), then cache.reset()."
+            )
+
+    def _check_match(self, key_states: torch.Tensor) -> None:
+        batch, heads, _, size = key_states.shape
+        if batch != self.batch_size:
+            raise ValueError(
+                f"H2OCache holds a batch of {self.batch_size} and got a batch of {batch}; "
+                "call cache.reset() or make a new H2OCache."
+            )
+        held = (self.num_kv_heads, self.key_size, self.dtype)
+        if (heads, size, key_states.dtype) != held:
+            raise ValueError(
+                f"H2OCache holds layer {self.layer_idx} of another model: (KV heads, head size, "
+                f"dtype) = {held} and got {(heads, size, key_states.dtype)}; "
+                "call cache.reset() or make a new H2OCache."
+            )
+
+    def claim(self, module: torch.nn.Module) -> None:
+        """Ties the entries to the attention module that wrote them.
+
+        Args:
+            module: the attention module that is about to attend.
+
+        Raises:
+            ValueError: if the entries were written by another module.
+        """
+        if self.owner is None:
+            self.owner = id(module)
+        elif self.owner != id(module):
+            raise ValueError(
+                f"H2OCache: the entries of layer {self.layer_idx} were written by another model; "
+                "call cache.reset() or make a new H2OCache."
+            )
+
+    @torch.no_grad()
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attends, scores and evicts: one block of the contract. Mutates the layer.
+
+        No gradient passes: what is evicted could not be trained through.
+
+        Args:
+            query: ``[B, HQ, T, D]``.
+            key: ``[B, H, T, D]``, the block's keys.
+            value: ``[B, H, T, Dv]``, the block's values.
+            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+            scale: factor on the logits.
+            softcap: soft cap of the logits (Gemma 2) or ``None``.
+
+        Returns:
+            ``[B, HQ, T, Dv]``.
+
+        Raises:
+            ValueError: if the block is a prompt without tokens, or the attention of a block of
+                more than one token is not finite.
+        """
+        self.awaits_attention = False
+        if not self.row_budgets:
+            length = query.shape[2]
+            counts = [length] * self.batch_size if real is None else real.sum(dim=1).tolist()
+            self._resolve_budget(counts)
+        return self._attend(query, key, value, real, scale, softcap)
+
+    @abstractmethod
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """The subclass's part of `attend`."""
+
+    def _resolve_budget(self, lengths: list[int]) -> None:
+        """Fixes the budget of each sequence from its prompt's real tokens; mutates the layer."""
+        if 0 in lengths:
+            raise ValueError(
+                f"row {lengths.index(0)} of the batch is all padding; give every row a token, or "
+                "leave the row out."
+            )
+        self.row_budgets = [self.policy.apportion(self.budget.resolve(n)) for n in lengths]
+
+        def column(part: str) -> torch.Tensor:
+            values = [getattr(tokens, part) for tokens in self.row_budgets]
+            return torch.tensor(values, dtype=torch.int64, device=self.device).view(-1, 1, 1)
+
+        with torch.inference_mode(False):
+            self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
+
+    def check_finite(self, sums: torch.Tensor) -> None:
+        """Refuses attention that is not a number; for blocks, where a host sync is affordable.
+
+        Args:
+            sums: probabilities received in this block, fp32 ``[B, H, N]``.
+
+        Raises:
+            ValueError: if one of them is NaN or infinite.
+        """
+        if not bool(torch.isfinite(sums).all()):
+            raise ValueError(
+                f"attention of layer {self.layer_idx} is not finite (NaN or infinity); check the "
+                f"model's weights, or use a wider dtype than {self.dtype}."
+            )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
+        """Returns the block's own size and offset; kept entries need no mask from the model."""
+        return query_length, self.cumulative_length
+
+    def get_seq_length(self) -> torch.Tensor | int:  # type: ignore[override]
+        """Returns the tokens seen, padding included (not the tokens held)."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        """Returns -1: any number of tokens may pass."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything; the next forward is a prompt."""
+        self._forget()
+        self.awaits_attention = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuses: evicted entries cannot come back.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
+            "generate without assistant_model, prompt_lookup_num_tokens and other speculative modes."
+        )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Takes each row from another one, scores included (beam search).
+
+        Args:
+            beam_idx: int64 ``[B]``, source row of each row.
+        """
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row.
+
+        Args:
+            repeats: copies of each row, next to each other.
+        """
+        rows = torch.arange(self.batch_size, device=self.device)
+        self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the named rows, in this order.
+
+        Args:
+            indices: int64 ``[B']``, rows to keep; may repeat.
+        """
+        if not self.is_initialized:
+            return
+        indices = indices.to(self.device)
+        for name in self.row_tensors():
+            held = getattr(self, name, None)
+            if held is not None:
+                with torch.inference_mode(False):
+                    chosen = held.new_empty((len(indices), *held.shape[1:]))
+                torch.index_select(held, 0, indices, out=chosen)
+                setattr(self, name, chosen)
+        if self.row_budgets:
+            self.row_budgets = [self.row_budgets[row] for row in indices.tolist()]
+        self.batch_size = len(indices)
+
+    def row_tensors(self) -> tuple[str, ...]:
+        """Names the attributes whose first dimension is the batch."""
+        return (
+            "keys", "values", "scores", "positions", "num_real_tokens", "sink", "recent", "total",
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Checks the layer against the contract.
+
+        Raises:
+            ValueError: naming what is broken.
+        """
+        self.require_attention()
+        positions, scores = self.positions, self.scores
+        taken = positions >= 0
+        newest = self.num_real_tokens.view(-1, 1, 1) - 1
+        counts = taken.sum(dim=-1, keepdim=True)
+        expected = newest + 1
+        if self.policy.evicts:
+            expected = torch.minimum(expected, self.total)
+        ordered = positions.sort(dim=-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        protected = protected_entries(positions, newest, self.sink, self.recent) & taken
+        due = torch.minimum(newest + 1, self.sink + self.recent)
+        problems = {
+            "holds another number of entries than the budget": counts != expected,
+            "holds a token twice": twice,
+            "holds a token that it has not seen": positions > newest,
+            "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
+            "has a score that is negative or not finite": taken & ~(scores >= 0),
+            "has a score that is not finite": taken & ~torch.isfinite(scores),
+        }
+        for problem, found in problems.items():
+            if bool(found.any()):
+                raise ValueError(f"layer {self.layer_idx} {problem}; call cache.reset().")
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held: keys, values, scores and positions."""
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the keys and values that a full cache would hold for the tokens seen."""
+        if not self.is_initialized:
+            return 0
+        entry = (self.key_size + self.value_size) * torch.empty((), dtype=self.dtype).element_size()
+        return self.batch_size * self.num_kv_heads * int(self.cumulative_length) * entry

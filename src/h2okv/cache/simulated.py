@@ -1,0 +1,91 @@
+"""The same contract by masking a full cache: the oracle for tests, and for analysis."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from h2okv.cache.scored import ScoredLayer
+from h2okv.ops.reference import attention_with_scores
+from h2okv.policy.selection import protected_entries
+
+
+class SimulatedLayer(ScoredLayer):
+    """Keeps every token and marks which are still alive; slow, large, and easy to check.
+
+    State: ``keys [B, H, N, D]``, ``values [B, H, N, Dv]``, ``scores [B, H, N]`` fp32,
+    ``positions [B, H, N]`` int32 (-1 = padding or evicted); N is the tokens seen with padding.
+    """
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `ScoredLayer.attend`."""
+        length = key.shape[2]
+        if real is None:
+            real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
+        past = self._append(key, value, real)
+        causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
+        visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
+        output, sums = attention_with_scores(query, self.keys, self.values, visible, scale, softcap)
+        self.check_finite(sums)
+        self.scores = self.scores + sums.to(torch.float32)
+        self.num_real_tokens += real.sum(dim=1)
+        self.cumulative_length += length
+        if self.policy.evicts:
+            self._evict()
+        return output
+
+    def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> int:
+        """Adds the block's entries; returns how many there were. Mutates the layer."""
+        shape = key.shape[:3]
+        positions = self.num_real_tokens.unsqueeze(1) + real.cumsum(dim=1) - 1
+        positions = torch.where(real, positions, -1).to(torch.int32).unsqueeze(1).expand(shape)
+        scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        if self.positions is None:
+            self.keys, self.values, self.scores, self.positions = key, value, scores, positions
+            return 0
+        past = self.positions.shape[2]
+        self.keys = torch.cat([self.keys, key], dim=2)
+        self.values = torch.cat([self.values, value], dim=2)
+        self.scores = torch.cat([self.scores, scores], dim=2)
+        self.positions = torch.cat([self.positions, positions], dim=2)
+        return past
+
+    def _evict(self) -> None:
+        """Marks what goes, by a plain sort of everything alive; mutates the layer."""
+        newest = self.num_real_tokens.view(-1, 1, 1) - 1
+        priority = self.policy.priority(self.scores, self.positions, newest, self.layer_idx)
+        protected = protected_entries(self.positions, newest, self.sink, self.recent)
+        alive = (self.positions >= 0).cpu().numpy()
+        # Last key first: the dead, then the unprotected, then by priority, then by age.
+        order = np.lexsort(
+            (
+                self.positions.cpu().numpy(),
+                priority.cpu().numpy(),
+                protected.cpu().numpy(),
+                alive,
+            ),
+            axis=-1,
+        )
+        place = np.empty_like(order)
+        np.put_along_axis(place, order, np.arange(order.shape[-1])[None, None], axis=-1)
+        total = self.total.cpu().numpy()
+        keep = alive & (place >= order.shape[-1] - total)
+        kept = torch.from_numpy(keep).to(self.device)
+        self.positions = torch.where(kept, self.positions, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that real dropping would hold for the entries alive (the mask itself saves none)."""
+        if self.positions is None:
+            return 0
+        size = self.keys.element_size()
+        entry = (self.key_size + self.value_size) * size + 4 + self.positions.element_size()
+        return int((self.positions >= 0).sum()) * entry

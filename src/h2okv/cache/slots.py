@@ -1,0 +1,225 @@
+"""The exact H2O cache of one layer: a fixed number of slots."""
+
+from __future__ import annotations
+
+import torch
+
+from h2okv.cache.scored import ScoredLayer
+from h2okv.ops.blockwise import Visibility
+from h2okv.ops.decode import decode_with_scores, write_slot
+from h2okv.ops.dispatch import block_attention
+from h2okv.policy.selection import free_slot, keep_indices, protected_entries
+
+_GROWTH = 256
+"""Slots added at a time when nothing is evicted (policy ``full``)."""
+
+
+class SlotLayer(ScoredLayer):
+    """Keys, values, scores and positions in ``S = K + 1`` slots, of which one is always free.
+
+    The order of the slots means nothing. A decode step writes into the free slot, attends over
+    all slots, adds to the scores and finds the slot to free next; nothing is moved or sorted.
+
+    State, all on the layer's device: ``keys [B, H, S, D]``, ``values [B, H, S, Dv]``,
+    ``scores [B, H, S]`` fp32, ``positions [B, H, S]`` int32 (-1 = empty), ``free [B, H, 1]`` int64.
+
+    Args:
+        layer_idx: the layer's index in the model.
+        budget: the user's budget.
+        policy: the eviction policy.
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.free: torch.Tensor | None = None
+        self.enabled: torch.Tensor | None = None
+        self.last_growth = 0
+
+    def row_tensors(self) -> tuple[str, ...]:
+        """Names the attributes whose first dimension is the batch."""
+        return (*super().row_tensors(), "free", "enabled")
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `ScoredLayer.attend`."""
+        if query.shape[2] == 1 and self.positions is not None:
+            return self._decode(query, key, value, real, scale, softcap)
+        return self._block(query, key, value, real, scale, softcap)
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """A block of one token: tensor code without a host sync."""
+        if not self.policy.evicts:
+            self._grow()
+        write_slot(self.keys, self.free, key)
+        write_slot(self.values, self.free, value)
+        position = self.num_real_tokens.to(torch.int32).view(-1, 1, 1)
+        if real is not None:
+            position = torch.where(real.unsqueeze(1), position, -1)
+        entry = position.expand_as(self.free)
+        self.positions.scatter_(-1, self.free, entry)
+        self.scores.scatter_(-1, self.free, 0.0)
+        output, sums = decode_with_scores(
+            query, self.keys, self.values, self.positions < 0, scale, softcap
+        )
+        if real is None:
+            self.num_real_tokens += 1
+        else:
+            sums = sums * real.unsqueeze(1)
+            output = output * real[:, None, :, None].to(output.dtype)
+            self.num_real_tokens += real[:, 0]
+        self.scores += sums
+        self.cumulative_length += 1
+        self._free_one()
+        return output
+
+    def _free_one(self) -> None:
+        """Finds the slot that the next token takes, and evicts what it holds; mutates the layer."""
+        newest = self.num_real_tokens.view(-1, 1, 1) - 1
+        self.free = free_slot(
+            self.policy.priority(self.scores, self.positions, newest, self.layer_idx),
+            self.positions,
+            protected_entries(self.positions, newest, self.sink, self.recent),
+            self.enabled,
+        )
+        self.positions.scatter_(-1, self.free, -1)
+
+    def _block(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """A prompt, or a later turn: attends, scores, and evicts down to the budget once."""
+        length = key.shape[2]
+        scores, positions = self._block_entries(length, real)
+        past = 0
+        if self.positions is not None:
+            past = self.positions.shape[2]
+            key = torch.cat([self.keys, key], dim=2)
+            value = torch.cat([self.values, value], dim=2)
+            scores = torch.cat([self.scores, scores], dim=2)
+            positions = torch.cat([self.positions, positions], dim=2)
+        visibility = Visibility(
+            past=past,
+            entries=None if past == 0 and real is None else positions >= 0,
+            queries=real,
+        )
+        output, sums = block_attention(query, key, value, visibility, scale, softcap)
+        self.check_finite(sums)
+        self.num_real_tokens += length if real is None else real.sum(dim=1)
+        self.cumulative_length += length
+        self._compact(key, value, scores + sums, positions)
+        self.last_growth = int(self.cumulative_length)
+        return output
+
+    def _block_entries(
+        self, length: int, real: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores (zero) and positions of the block's tokens, ``[B, H, T]``."""
+        shape = (self.batch_size, self.num_kv_heads, length)
+        start = self.num_real_tokens.unsqueeze(1)
+        if real is None:
+            positions = start + torch.arange(length, device=self.device)
+        else:
+            positions = torch.where(real, start + real.cumsum(dim=1) - 1, -1)
+        positions = positions.to(torch.int32).unsqueeze(1).expand(shape)
+        return torch.zeros(shape, dtype=torch.float32, device=self.device), positions
+
+    def _compact(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Moves what stays into slots; mutates the layer."""
+        newest = self.num_real_tokens.view(-1, 1, 1) - 1
+        total, limit = self.total, max(tokens.total for tokens in self.row_budgets)
+        if not self.policy.evicts:
+            total = (positions >= 0).sum(dim=-1, keepdim=True)
+            limit = int(total.max())
+        indices, kept = keep_indices(
+            self.policy.priority(scores, positions, newest, self.layer_idx),
+            positions,
+            protected_entries(positions, newest, self.sink, self.recent),
+            total,
+            limit,
+        )
+        columns = indices.unsqueeze(-1)
+        self._hold(
+            key.gather(2, columns.expand(-1, -1, -1, key.shape[-1])),
+            value.gather(2, columns.expand(-1, -1, -1, value.shape[-1])),
+            scores.gather(2, indices),
+            torch.where(kept, positions.gather(2, indices), -1),
+            limit + (1 if self.policy.evicts else _GROWTH),
+        )
+        if self.policy.evicts:
+            self.enabled = self._slots_within_budget()
+
+    def _slots_within_budget(self) -> torch.Tensor | None:
+        """Marks ``K + 1`` slots for each sequence; ``None`` if all sequences have one budget."""
+        num_slots = self.positions.shape[2]
+        if all(tokens.total + 1 == num_slots for tokens in self.row_budgets):
+            return None
+        taken = self.positions >= 0
+        # Of the empty slots, as many stay open as the sequence's own budget leaves.
+        rank = (~taken).cumsum(dim=-1)
+        return taken | (rank <= self.total + 1 - taken.sum(dim=-1, keepdim=True))
+
+    def _hold(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        num_slots: int,
+    ) -> None:
+        """Puts entries into the first of ``num_slots`` new slots; mutates the layer."""
+        held = positions.shape[2]
+        shape = (self.batch_size, self.num_kv_heads, num_slots)
+        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
+        with torch.inference_mode(False):
+            slots = {
+                "keys": key.new_zeros(*shape, self.key_size),
+                "values": value.new_zeros(*shape, self.value_size),
+                "scores": scores.new_zeros(shape),
+                "positions": positions.new_full(shape, -1),
+            }
+        for (name, slot), entries in zip(
+            slots.items(), (key, value, scores, positions), strict=True
+        ):
+            slot[:, :, :held] = entries
+            setattr(self, name, slot)
+        self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+
+    def _grow(self) -> None:
+        """Makes room for one more entry when nothing is evicted; mutates the layer."""
+        num_slots = self.positions.shape[2]
+        # An upper bound of the entries held: padding counts too.
+        if int(self.cumulative_length) - self.last_growth >= _GROWTH - 1:
+            self._hold(self.keys, self.values, self.scores, self.positions, num_slots + _GROWTH)
+            self.last_growth = int(self.cumulative_length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: keys, values, scores and positions."""
+        held = (self.keys, self.values, self.scores, self.positions)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)

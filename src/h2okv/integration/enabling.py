@@ -1,0 +1,76 @@
+"""Switching a loaded model to H2O attention and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from h2okv.cache.support import check_model
+from h2okv.integration.hf import ATTENTION_NAME
+
+
+@contextmanager
+def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Gives a loaded model H2O attention inside a ``with`` block.
+
+    The model's attention implementation is changed on entry and restored on exit, also after an
+    error. Inside, a padded batch without an attention mask is refused.
+
+    Args:
+        model: a loaded model; its config's attention implementation is mutated for the block.
+
+    Yields:
+        The model.
+
+    Raises:
+        ValueError: if the model is not supported.
+    """
+    check_model(model)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
+    hook = model.register_forward_pre_hook(_check_padding, with_kwargs=True)
+    try:
+        yield model
+    finally:
+        hook.remove()
+        model.set_attn_implementation(before)
+
+
+def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    input_ids = kwargs.get("input_ids", args[0] if args else None)
+    if input_ids is not None and input_ids.shape[-1] > 1:
+        mask = kwargs.get("attention_mask")
+        check_padded_batch(input_ids, mask, getattr(module.config, "pad_token_id", None))
+
+
+def check_padded_batch(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None
+) -> None:
+    """Refuses a batch that is padded but whose mask calls the padding text.
+
+    Args:
+        input_ids: ``[B, T]``.
+        attention_mask: ``[B, tokens seen + T]`` or ``None``.
+        pad_token_id: the padding token, or ``None`` if the model has none.
+
+    Raises:
+        ValueError: if some rows, and not all, begin or end with the padding token, unmasked.
+    """
+    if pad_token_id is None or input_ids.shape[0] == 1:
+        return
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        real = attention_mask[:, -input_ids.shape[1] :].to(torch.bool).to(input_ids.device)
+    padding = (input_ids == pad_token_id) & real
+    for side, column in (("left", 0), ("right", -1)):
+        rows = padding[:, column]
+        if bool(rows.any()) and not bool(rows.all()):
+            row = int(rows.nonzero()[0])
+            raise ValueError(
+                f"row {row} of the batch is padded on the {side} with token {pad_token_id}, but the "
+                "attention mask does not say so; pass attention_mask with 0 for padding."
+            )

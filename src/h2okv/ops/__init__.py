@@ -1,0 +1,1 @@
+"""Attention that also returns what each key received. Tensors in, tensors out."""

@@ -1,0 +1,42 @@
+"""Plain attention with score sums: the truth that every faster path is held to."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attention_with_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends with the whole T x N matrix in memory.
+
+    Args:
+        query: ``[B, HQ, T, D]``; HQ is a multiple of H, consecutive query heads share a KV head.
+        key: ``[B, H, N, D]``.
+        value: ``[B, H, N, Dv]``.
+        visible: bool, broadcastable to ``[B, H, T, N]``; a query that sees nothing gives zeros.
+        scale: factor on the logits.
+        softcap: if given, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+
+    Returns:
+        ``(output, sums)``: output ``[B, HQ, T, Dv]`` in the query's dtype; sums ``[B, H, N]``, the
+        probability that each key received, over queries and the KV head's group. Computed in fp32,
+        or in fp64 for fp64 input.
+    """
+    batch, num_heads, length, _ = query.shape
+    num_kv_heads = key.shape[1]
+    compute = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(compute).view(batch, num_kv_heads, num_heads // num_kv_heads, length, -1)
+    logits = grouped @ key.to(compute).unsqueeze(2).transpose(-1, -2) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    hidden = ~visible.unsqueeze(2)
+    probabilities = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
+    probabilities = probabilities.masked_fill(hidden, 0.0)
+    output = probabilities @ value.to(compute).unsqueeze(2)
+    return output.flatten(1, 2).to(query.dtype), probabilities.sum(dim=(2, 3))

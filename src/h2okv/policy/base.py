@@ -1,0 +1,59 @@
+"""The frame that every eviction policy shares."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from h2okv.budget import TokenBudget
+
+
+class Policy(ABC):
+    """Decides which entries of a layer's cache go first.
+
+    The frame (``policy/selection.py``) protects the sinks and the recent window, evicts down to
+    the budget and breaks ties (the older entry goes first). A policy says how the budget is divided
+    among these parts and gives the remaining entries a priority; that is all.
+    """
+
+    name: ClassVar[str]
+    """What the user writes in ``H2OCache(policy=...)``."""
+    evicts: ClassVar[bool] = True
+    """False for a policy that never evicts and so has no budget."""
+
+    def apportion(self, budget: TokenBudget) -> TokenBudget:
+        """Divides the user's budget; the total must not change.
+
+        Args:
+            budget: the parts that the user asked for, in tokens.
+
+        Returns:
+            The parts that the frame works with.
+        """
+        return budget
+
+    @abstractmethod
+    def priority(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """Ranks the entries outside the protected windows; the lowest is evicted first.
+
+        It must depend on nothing but its arguments, elementwise over B and H, so that a sequence
+        gets the same priorities alone and in a batch.
+
+        Args:
+            scores: accumulated attention, fp32 ``[B, H, N]``.
+            positions: original positions, int32 ``[B, H, N]``; -1 marks an empty slot, whose
+                priority is ignored.
+            newest: position of the newest token of each sequence, int64 ``[B, 1, 1]``.
+            layer_idx: the layer that asks.
+
+        Returns:
+            fp32 ``[B, H, N]``, finite.
+        """

@@ -1,0 +1,34 @@
+"""Heavy hitters, with and without the recent window."""
+
+from __future__ import annotations
+
+import torch
+
+from h2okv.budget import TokenBudget
+from h2okv.policy.base import Policy
+
+
+class H2OPolicy(Policy):
+    """Keeps the recent window and the highest accumulated attention (arXiv 2306.14048, Alg. 1)."""
+
+    name = "h2o"
+
+    def priority(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """The accumulated attention itself."""
+        return scores
+
+
+class HeavyPolicy(H2OPolicy):
+    """Heavy hitters alone, without a recent window (arXiv 2306.14048, Table 9)."""
+
+    name = "heavy"
+
+    def apportion(self, budget: TokenBudget) -> TokenBudget:
+        """Gives the recent window's share to the heavy hitters."""
+        return TokenBudget(sink=budget.sink, heavy=budget.heavy + budget.recent, recent=0)

@@ -1,0 +1,54 @@
+"""Random eviction: what remains of H2O without its scores."""
+
+from __future__ import annotations
+
+import torch
+
+from h2okv.policy.base import Policy
+
+# Multipliers of the splitmix64 finaliser, as signed 64-bit integers.
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+_STEP = -0x61C8864680B583EB
+
+
+class RandomPolicy(Policy):
+    """Keeps the sinks and the recent window, and a random choice in place of the heavy hitters.
+
+    Every eviction draws anew. The draw is a hash of seed, layer, head, position and step, not a
+    generator's state: a sequence loses the same entries alone, in a batch, and in the simulation.
+
+    Args:
+        seed: chooses the draw.
+    """
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def priority(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """Uniform in [0, 1), fresh for every newest token."""
+        heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
+        key = _mix(heads + 1024 * layer_idx + 1048576 * self.seed)
+        draw = _mix(_mix(key + newest) + positions.to(torch.int64))
+        # 24 bits: as many as fp32 holds exactly.
+        return ((draw >> 20) & 0xFFFFFF).to(torch.float32) / 16777216.0
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    """Scrambles int64 values (the splitmix64 finaliser, with logical shifts)."""
+    value = value + _STEP
+    value = (value ^ _shift(value, 30)) * _MIX_1
+    value = (value ^ _shift(value, 27)) * _MIX_2
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,74 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from h2okv.policy.base import Policy
+from h2okv.policy.full import FullPolicy
+from h2okv.policy.h2o import H2OPolicy, HeavyPolicy
+from h2okv.policy.random import RandomPolicy
+from h2okv.policy.recent import RecentPolicy, SinkRecentPolicy
+
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        FullPolicy,
+        RecentPolicy,
+        SinkRecentPolicy,
+        H2OPolicy,
+        HeavyPolicy,
+        RandomPolicy,
+    )
+}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Returns the names that ``H2OCache(policy=...)`` takes."""
+    return tuple(_POLICIES)
+
+
+def register_policy(policy: type[Policy]) -> type[Policy]:
+    """Makes a policy known by its ``name``; usable as a class decorator.
+
+    Args:
+        policy: the class; its instances are made without arguments.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: if the name belongs to another class already.
+    """
+    known = _POLICIES.get(policy.name)
+    if known is not None and known is not policy:
+        raise ValueError(
+            f"policy name {policy.name!r} is taken by {known.__name__}; choose another name."
+        )
+    _POLICIES[policy.name] = policy
+    return policy
+
+
+def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
+    """Makes a policy from its name.
+
+    Args:
+        policy: a name of ``policy_names()``, or a policy object, which is returned as it is.
+        seed: for policies that draw at random.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: if the name is unknown.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    found = _POLICIES.get(policy)
+    if found is None:
+        near = difflib.get_close_matches(str(policy), _POLICIES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"policy={policy!r} is unknown; {hint}choose one of {', '.join(_POLICIES)}."
+        )
+    return RandomPolicy(seed) if found is RandomPolicy else found()
