@@ -1,0 +1,1 @@
+"""Training of the bundled model: tokenizer, data, training, export and model card."""
