@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from typing import Any
 
@@ -49,7 +50,7 @@ class ScoredLayer(CacheLayerMixin):
         self.positions: torch.Tensor | None = None
         self.row_budgets: list[TokenBudget] = []
         self.num_real_tokens: torch.Tensor | None = None
-        self.owner: int | None = None
+        self.owner: weakref.ref[torch.nn.Module] | None = None
 
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -127,8 +128,8 @@ class ScoredLayer(CacheLayerMixin):
             ValueError: if the entries were written by another module.
         """
         if self.owner is None:
-            self.owner = id(module)
-        elif self.owner != id(module):
+            self.owner = weakref.ref(module)
+        elif self.owner() is not module:
             raise ValueError(
                 f"H2OCache: the entries of layer {self.layer_idx} were written by another model; "
                 "call cache.reset() or make a new H2OCache."

@@ -1,0 +1,209 @@
+"""The cache object in a user's hands: what it reports and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import h2okv
+
+
+@pytest.fixture
+def model(make_llama):
+    return make_llama()
+
+
+def read(model, cache, length=32, batch=1, seed=0):
+    input_ids = torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return model(input_ids, past_key_values=cache).logits
+
+
+def test_reports_what_it_holds(model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    assert (cache.nbytes, cache.full_nbytes, cache.num_seen_tokens) == (0, 0, 0)
+    read(model, cache, batch=3)
+    assert cache.num_seen_tokens == 32
+    assert cache.num_cached_tokens == 10
+    positions, scores = cache.kept_positions(0), cache.scores(1)
+    assert positions.shape == scores.shape == (3, 2, 11)
+    assert scores.dtype == torch.float32 and not positions.is_floating_point()
+    # 2 layers, 3 rows, 2 KV heads, 11 slots of 16 + 16 fp32 numbers, a score and a position.
+    assert cache.nbytes == 2 * 3 * 2 * 11 * (32 * 4 + 4 + 4)
+    assert cache.full_nbytes == 2 * 3 * 2 * 32 * 32 * 4
+
+
+def test_what_it_returns_is_a_copy(model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    read(model, cache)
+    cache.kept_positions(0).fill_(7)
+    cache.scores(0).fill_(-1)
+    cache.check_integrity()
+
+
+def test_scores_of_a_head_add_up_to_the_queries_when_nothing_is_evicted(model):
+    cache = h2okv.H2OCache(model.config, heavy=20, recent=20)
+    read(model, cache, length=32)
+    # Two query heads share a KV head, and every query gives out a probability of 1.
+    torch.testing.assert_close(cache.scores(0).sum(-1), torch.full((1, 2), 64.0))
+
+
+def test_reset_starts_again(model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    first = read(model, cache)
+    read(model, cache, length=1)
+    cache.reset()
+    assert cache.num_seen_tokens == 0
+    assert torch.equal(read(model, cache), first)
+    cache.reset()
+    read(model, cache, batch=4)  # another batch size is fine on an empty cache
+
+
+def test_a_copy_lives_its_own_life(model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    read(model, cache)
+    other = copy.deepcopy(cache)
+    expected = read(model, cache, length=1, seed=1)
+    assert torch.equal(read(model, other, length=1, seed=1), expected)
+
+
+def test_two_caches_on_one_model(model):
+    inputs = [(12, 1), (1, 2), (1, 3), (5, 4)]
+    alone = []
+    for offset in (0, 100):
+        cache = h2okv.H2OCache(model.config, heavy=3, recent=3)
+        alone.append([read(model, cache, n, seed=s + offset) for n, s in inputs])
+    caches = [h2okv.H2OCache(model.config, heavy=3, recent=3) for _ in range(2)]
+    for step, (length, seed) in enumerate(inputs):
+        for which, offset in enumerate((0, 100)):
+            logits = read(model, caches[which], length, seed=seed + offset)
+            assert torch.equal(logits, alone[which][step])
+
+
+def test_without_an_h2o_cache_the_attention_is_plain(make_llama):
+    model, reference = make_llama(), make_llama(attention="sdpa")
+    input_ids = torch.randint(2, 97, (2, 20))
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        for own_mask in (None, mask):
+            caches = DynamicCache(), DynamicCache()
+            for tokens, seen in ((input_ids, 20), (input_ids[:, :3], 23), (input_ids[:, :1], 24)):
+                part = None if own_mask is None else own_mask[:, :seen]
+                logits = [
+                    each(tokens, attention_mask=part, past_key_values=cache).logits
+                    for each, cache in zip((model, reference), caches, strict=True)
+                ]
+                keep = slice(None) if own_mask is None or seen > 20 else mask[:, :20].bool()
+                torch.testing.assert_close(logits[0][keep], logits[1][keep], atol=1e-5, rtol=1e-5)
+        assert torch.equal(model(input_ids).logits, reference(input_ids).logits)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_model_without_h2o_attention_is_refused(make_llama, layers):
+    model = make_llama(layers=layers, attention="sdpa")
+    cache = h2okv.H2OCache(model.config)
+    with pytest.raises(ValueError, match=r"set_attn_implementation\('h2o'\)"):
+        model.generate(torch.randint(2, 97, (1, 8)), past_key_values=cache, max_new_tokens=3)
+
+
+def test_another_batch_size_is_refused(model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    read(model, cache, batch=2)
+    with pytest.raises(ValueError, match="batch of 2 and got a batch of 3"):
+        read(model, cache, batch=3)
+
+
+def test_another_model_is_refused(make_llama, model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    read(model, cache)
+    with pytest.raises(ValueError, match="another model"):
+        read(make_llama(seed=9), cache, length=1)
+    with pytest.raises(ValueError, match=r"another model: .*\(4, 16, torch.float32\)"):
+        read(make_llama(kv_heads=4), cache)
+    with pytest.raises(ValueError, match=r"another model: .*bfloat16"):
+        read(copy.deepcopy(model).bfloat16(), cache)
+
+
+def test_nan_is_refused(model):
+    broken = copy.deepcopy(model)
+    broken.model.layers[0].mlp.up_proj.weight.data[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="layer 1 is not finite"):
+        read(broken, h2okv.H2OCache(broken.config))
+
+
+def test_a_row_of_padding_is_refused(model):
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1] = 0
+    cache = h2okv.H2OCache(model.config)
+    with pytest.raises(ValueError, match="row 1 of the batch is all padding"), torch.no_grad():
+        model(torch.randint(2, 97, (2, 8)), attention_mask=mask, past_key_values=cache)
+
+
+def test_a_mask_that_is_not_causal_is_refused(model):
+    mask = torch.zeros(1, 1, 8, 8)
+    cache = h2okv.H2OCache(model.config)
+    with pytest.raises(ValueError, match="takes a 2D mask"), torch.no_grad():
+        model(torch.randint(2, 97, (1, 8)), attention_mask=mask, past_key_values=cache)
+
+
+def test_crop_says_why_not(model):
+    cache = h2okv.H2OCache(model.config)
+    read(model, cache)
+    with pytest.raises(ValueError, match="assistant_model"):
+        cache.crop(-1)
+
+
+def test_interrupted_forward_is_found(model):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    read(model, cache)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, cache, length=1)
+    hook.remove()
+    with pytest.raises(ValueError, match="interrupted"):
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda layer: layer.positions[0, 0].fill_(-1), "another number of entries"),
+        (lambda layer: layer.positions[0, 0, :2].fill_(30), "twice"),
+        (lambda layer: layer.scores[0, 0].fill_(-1.0), "negative"),
+        (lambda layer: layer.scores[0, 0].fill_(torch.inf), "not finite"),
+        (lambda layer: layer.positions[0, 0, :1].fill_(99), "has not seen"),
+    ],
+)
+def test_check_integrity_finds_damage(model, break_it, message):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    read(model, cache)
+    cache.check_integrity()
+    break_it(cache.layers[1])
+    with pytest.raises(ValueError, match=message):
+        cache.check_integrity()
+
+
+def test_layer_index_and_empty_cache_are_checked(model):
+    cache = h2okv.H2OCache(model.config)
+    with pytest.raises(ValueError, match="cache is empty"):
+        cache.scores(0)
+    with pytest.raises(ValueError, match="layers 0 to 1"):
+        cache.kept_positions(5)
+
+
+def test_decode_keeps_its_tensors(model):
+    """Static shapes: a step changes no shape and moves no entry."""
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    read(model, cache)
+    layer = cache.layers[0]
+    before = (layer.keys.data_ptr(), layer.values.data_ptr(), layer.scores.data_ptr())
+    held = layer.positions.clone()
+    read(model, cache, length=1)
+    assert before == (layer.keys.data_ptr(), layer.values.data_ptr(), layer.scores.data_ptr())
+    assert int((layer.positions != held).sum(-1).max()) <= 2  # the written and the freed slot

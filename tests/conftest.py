@@ -1,0 +1,75 @@
+"""Fixtures that several folders use: the data beside the checkout, and tiny models."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    # Tiny models are slower on several threads than on one.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip("the development data (../shared) is not beside this checkout")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def make_llama():
+    """Builds a tiny random Llama with attention far from uniform, so that evictions matter."""
+
+    def make(
+        heads: int = 4,
+        kv_heads: int = 2,
+        layers: int = 2,
+        seed: int = 0,
+        attention: str = "h2o",
+        sharpness: float = 6.0,
+        **options,
+    ) -> LlamaForCausalLM:
+        config = LlamaConfig(
+            hidden_size=16 * heads,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=97,
+            max_position_embeddings=512,
+            bos_token_id=1,
+            eos_token_id=None,
+            pad_token_id=0,
+            **options,
+        )
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).eval()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= sharpness
+            layer.self_attn.k_proj.weight.data *= sharpness
+        model.set_attn_implementation(attention)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def kept_sets():
+    """Lists what a cache holds: for each layer, row and head the set of positions."""
+
+    def collect(cache) -> list[list[list[set[int]]]]:
+        return [
+            [
+                [{p for p in head if p >= 0} for head in row]
+                for row in cache.kept_positions(layer).tolist()
+            ]
+            for layer in range(len(cache.layers))
+        ]
+
+    return collect

@@ -1,0 +1,162 @@
+"""The matrix that every policy passes, one added by a user too."""
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.budget import TokenBudget
+from h2okv.policy.registry import get_policy
+
+
+class Oldest(h2okv.Policy):
+    """The recipe of docs/policies.md: evict the newest of the unprotected, keep the oldest."""
+
+    name = "oldest"
+
+    def priority(self, scores, positions, newest, layer_idx):
+        return -positions.float()
+
+
+POLICIES = [*h2okv.policy_names(), Oldest()]
+
+
+def name_of(policy):
+    return policy if isinstance(policy, str) else policy.name
+
+
+@pytest.fixture(params=POLICIES, ids=name_of)
+def policy(request):
+    return request.param
+
+
+def generate(model, policy, batch=1, length=40, **options):
+    cache = h2okv.H2OCache(model.config, heavy=5, recent=5, policy=policy, **options)
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(2, 97, (batch, length), generator=generator)
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=20,
+        do_sample=False,
+    )
+    return output[:, length:], cache
+
+
+def test_generates_within_the_budget(make_llama, policy):
+    tokens, cache = generate(make_llama(), policy, batch=2)
+    assert tokens.shape == (2, 20)
+    cache.check_integrity()
+    expected = 59 if name_of(policy) == "full" else 10  # the last token made is never read
+    assert cache.num_cached_tokens == expected
+
+
+def test_equals_the_simulation(make_llama, kept_sets, policy):
+    model = make_llama()
+    tokens, cache = generate(model, policy)
+    simulated_tokens, simulation = generate(model, policy, simulate=True)
+    assert torch.equal(tokens, simulated_tokens)
+    assert kept_sets(cache) == kept_sets(simulation)
+
+
+def test_apportions_the_whole_budget(policy):
+    budget = TokenBudget(sink=2, heavy=5, recent=7)
+    assert get_policy(policy).apportion(budget).total == budget.total
+
+
+def test_priority_is_elementwise_over_rows(policy):
+    policy = get_policy(policy)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(3, 2, 9, generator=generator)
+    positions = torch.randint(0, 50, (3, 2, 9), generator=generator, dtype=torch.int32)
+    newest = torch.tensor([50, 51, 60]).view(3, 1, 1)
+    together = policy.priority(scores, positions, newest, 1)
+    assert together.shape == scores.shape and bool(torch.isfinite(together).all())
+    for row in range(3):
+        part = slice(row, row + 1)
+        alone = policy.priority(scores[part], positions[part], newest[part], 1)
+        assert torch.equal(alone, together[part])
+
+
+def kept(model, policy, **options):
+    cache = h2okv.H2OCache(model.config, policy=policy, **options)
+    with torch.no_grad():
+        model(torch.arange(2, 42)[None], past_key_values=cache)
+    positions = cache.kept_positions(0)[0]
+    return [{p for p in head if p >= 0} for head in positions.tolist()], cache
+
+
+def test_recent_keeps_the_newest(make_llama):
+    heads, _ = kept(make_llama(), "recent", heavy=4, recent=4)
+    assert heads == [set(range(32, 40))] * 2
+
+
+def test_sink_recent_keeps_both_ends(make_llama):
+    model = make_llama()
+    assert kept(model, "sink_recent", heavy=4, recent=4)[0] == [{0, 1, 2, 3, 36, 37, 38, 39}] * 2
+    assert kept(model, "sink_recent", heavy=4, recent=4, sink=1)[0] == [{0, *range(32, 40)}] * 2
+
+
+def test_heavy_keeps_the_highest_scores_only(make_llama):
+    model = make_llama()
+    heads, _ = kept(model, "heavy", heavy=4, recent=4)
+    _, everything = kept(model, "full", heavy=4, recent=4)
+    scores = everything.scores(0)[0, :, :40]
+    positions = everything.kept_positions(0)[0, :, :40]
+    for head, expected in enumerate(scores.topk(8, dim=-1).indices):
+        assert heads[head] == set(positions[head, expected].tolist())
+
+
+def test_h2o_keeps_recent_and_heavy(make_llama):
+    model = make_llama()
+    heads, _ = kept(model, "h2o", heavy=4, recent=4, sink=1)
+    _, everything = kept(model, "full", heavy=4, recent=4)
+    for head in range(2):
+        scores = dict(
+            zip(
+                everything.kept_positions(0)[0, head].tolist(),
+                everything.scores(0)[0, head].tolist(),
+                strict=True,
+            )
+        )
+        middle = sorted(range(1, 36), key=lambda p: scores[p])[-4:]
+        assert heads[head] == {0, *middle, 36, 37, 38, 39}
+
+
+def test_random_depends_on_the_seed_and_on_nothing_else(make_llama):
+    model = make_llama()
+    first, _ = kept(model, "random", heavy=8, recent=4, seed=1)
+    again, _ = kept(model, "random", heavy=8, recent=4, seed=1)
+    other, _ = kept(model, "random", heavy=8, recent=4, seed=2)
+    assert first == again != other
+    assert first[0] != first[1]
+    assert all(set(range(36, 40)) <= head for head in first)
+
+
+def test_random_is_uniform():
+    """Each of 1,000 entries is among the lowest tenth about a tenth of the time."""
+    policy = get_policy("random")
+    positions = torch.arange(1000, dtype=torch.int32).view(1, 1, -1)
+    draws = torch.stack(
+        [
+            policy.priority(positions.float(), positions, torch.tensor([[[step]]]), 0)[0, 0]
+            for step in range(1000, 3000)
+        ]
+    )
+    assert abs(float(draws.mean()) - 0.5) < 0.002
+    assert abs(float((draws < 0.1).float().mean()) - 0.1) < 0.002
+    per_entry = (draws < 0.1).float().mean(dim=0)
+    assert float(per_entry.std()) < 0.01  # binomial: 0.0067
+
+
+def test_unknown_policy_names_the_nearest(make_llama):
+    with pytest.raises(ValueError, match="policy='h20' is unknown; did you mean 'h2o'"):
+        h2okv.H2OCache(make_llama().config, policy="h20")
+
+
+def test_a_registered_policy_has_a_name_of_its_own():
+    class Impostor(Oldest):
+        name = "h2o"
+
+    with pytest.raises(ValueError, match="'h2o' is taken by H2OPolicy"):
+        h2okv.register_policy(Impostor)

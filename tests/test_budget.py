@@ -1,0 +1,48 @@
+import pytest
+
+from h2okv import Budget
+
+
+def test_fractions_are_of_the_prompt():
+    tokens = Budget(heavy=0.1, recent=0.29).resolve(100)
+    assert (tokens.heavy, tokens.recent, tokens.sink, tokens.total) == (10, 29, 0, 39)
+
+
+def test_a_fraction_of_a_short_prompt_keeps_a_token():
+    tokens = Budget().resolve(3)
+    assert (tokens.heavy, tokens.recent) == (1, 1)
+
+
+def test_tokens_and_fractions_mix():
+    tokens = Budget(heavy=7, recent=0.5, sink=2).resolve(11)
+    assert (tokens.sink, tokens.heavy, tokens.recent) == (2, 7, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heavy": 0, "recent": 0}, "keep nothing"),
+        ({"heavy": 0.0, "recent": 0.0, "sink": 4}, "keep nothing"),
+        ({"heavy": -1}, "heavy=-1 is negative"),
+        ({"recent": -0.1}, r"recent=-0\.1 is not a fraction"),
+        ({"heavy": 1.5}, r"heavy=1\.5 is not a fraction"),
+        ({"heavy": float("nan")}, "heavy=nan"),
+        ({"heavy": 0.7, "recent": 0.7}, "at most 1"),
+        ({"heavy": True}, "heavy=True"),
+        ({"heavy": "0.1"}, "heavy='0.1'"),
+        ({"sink": -1}, "sink=-1"),
+        ({"sink": 0.1}, r"sink=0\.1"),
+        ({"heavy": 60, "recent": 50, "max_tokens": 100}, "110 tokens is above max_tokens=100"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ],
+)
+def test_nonsense_is_refused_by_name_and_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        Budget(**options)
+
+
+def test_a_fraction_is_checked_against_the_maximum_when_the_prompt_is_known():
+    budget = Budget(heavy=0.5, recent=0.5, max_tokens=100)
+    assert budget.resolve(100).total == 100
+    with pytest.raises(ValueError, match="above max_tokens=100"):
+        budget.resolve(200)
