@@ -14,8 +14,8 @@ cd "$dir"
 venv/bin/python -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-} \
     -c "$constraints" "$wheel"
 export HF_HUB_OFFLINE=1
-venv/bin/h2okv generate --max-new-tokens 24 "The old man looked at the sea and"
-venv/bin/h2okv generate --max-new-tokens 24 --json "The old man looked at the sea and" \
+venv/bin/h2okv generate --heavy 32 --recent 32 --max-new-tokens 24 "The old man looked at the sea and"
+venv/bin/h2okv generate --heavy 32 --recent 32 --max-new-tokens 24 --json "The old man looked at the sea and" \
     | venv/bin/python -m json.tool > /dev/null
 venv/bin/h2okv demo
 echo "the wheel works outside the repository: $(basename "$wheel")"

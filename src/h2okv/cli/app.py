@@ -1,0 +1,81 @@
+"""The commands put together, and what a failing one prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+import typer
+from transformers.utils import logging as transformers_logging
+
+from h2okv.cli.demo import demo
+from h2okv.cli.exit_codes import BAD_INPUT
+from h2okv.cli.generate import HELP, generate
+
+_app = typer.Typer(
+    name="h2okv",
+    help="Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face language models.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_app.command("generate", help=HELP)(generate)
+_app.command("demo")(demo)
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs one command.
+
+    Args:
+        args: The words after `h2okv`.
+
+    Returns:
+        The exit code: 0, 2 after bad input (one sentence on stderr), 130 after Ctrl-C.
+    """
+    _quieten_libraries()
+    try:
+        code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+        return _fail(
+            "the output pipe was closed by its reader, so the rest of the text is lost;"
+            " write to a file or let the reader read to the end"
+        )
+    except typer.TyperException as error:
+        return _fail(f"{error.format_message()} See h2okv --help.")
+    except torch.OutOfMemoryError as error:
+        return _fail(
+            f"the device is out of memory ({_sentence(error)}); choose a smaller model,"
+            " a shorter prompt or --dtype bfloat16"
+        )
+    except ValueError as error:
+        return _fail(_sentence(error))
+    return code if isinstance(code, int) else 0
+
+
+def _quieten_libraries() -> None:
+    """Keeps stderr for this command's own sentences."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets a question mark, not a crash.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _fail(sentence: str) -> int:
+    print(f"h2okv: {sentence.rstrip('.')}.", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _drop_stdout() -> None:
+    """Gives the interpreter somewhere to flush what is left, or it complains on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

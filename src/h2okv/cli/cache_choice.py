@@ -1,0 +1,68 @@
+"""The cache that the user asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import DynamicCache, PreTrainedConfig
+
+import h2okv
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """A policy and its budget.
+
+    Attributes:
+        policy: A name of `h2okv.policy_names()`.
+        heavy: Heavy hitters, in tokens (int) or as a fraction of the prompt (float).
+        recent: Newest tokens, in tokens or as a fraction.
+        sink: First tokens.
+    """
+
+    policy: str
+    heavy: int | float
+    recent: int | float
+    sink: int
+
+    def make(self, config: PreTrainedConfig, seed: int) -> h2okv.H2OCache:
+        """Makes the cache, empty.
+
+        Args:
+            config: The model's configuration.
+            seed: For policies that draw at random.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: If the policy is unknown or the budget makes no sense.
+        """
+        return h2okv.H2OCache(
+            config,
+            heavy=self.heavy,
+            recent=self.recent,
+            sink=self.sink,
+            policy=self.policy,
+            seed=seed,
+        )
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        if self.policy == "full":
+            return "policy full"
+        sink = f" + sink {self.sink}" if self.sink else ""
+        return f"{self.policy}, heavy {self.heavy} + recent {self.recent}{sink}"
+
+
+def full_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Makes the cache that transformers uses by itself, which keeps everything.
+
+    Args:
+        config: The model's configuration.
+
+    Returns:
+        The cache, empty.
+    """
+    return DynamicCache(config=config)

@@ -1,0 +1,198 @@
+"""One generation with one cache, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, PreTrainedModel
+from transformers.cache_utils import Cache
+
+import h2okv
+from h2okv.cli.loading import Described
+from h2okv.cli.options import Sampling
+from h2okv.cli.prefill_progress import PrefillProgress
+from h2okv.cli.text_stream import TextStream
+
+_WARM_UP_PROMPT = 256
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be generated, whatever cache it is done with.
+
+    Attributes:
+        model: From `load_weights`.
+        described: From `describe`.
+        input_ids: The prompt, int [1, T].
+        sampling: How to choose the tokens, and how many.
+    """
+
+    model: PreTrainedModel
+    described: Described
+    input_ids: torch.Tensor
+    sampling: Sampling
+
+    @property
+    def room(self) -> int:
+        """How many tokens can be generated before the model's context is full."""
+        if self.described.context is None:
+            return self.sampling.max_new_tokens
+        left = self.described.context - self.input_ids.shape[1]
+        return min(self.sampling.max_new_tokens, left)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one run gave, and what it cost.
+
+    Attributes:
+        text: The new text.
+        token_ids: The new tokens.
+        finish_reason: `length`, `context` (the model's context is full), `eos` or `interrupted`.
+        time_to_first_token: Seconds; None if no token came.
+        tokens_per_second: While decoding, the first token not counted; None below two tokens.
+        kv_bytes: Bytes that the cache held at the end, the scores and positions included.
+        kv_bytes_full: Key and value bytes that a full cache would have held.
+        num_seen_tokens: Tokens that went through the cache.
+        num_cached_tokens: Tokens of which it still held the key and value, for each head.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    time_to_first_token: float | None
+    tokens_per_second: float | None
+    kv_bytes: int
+    kv_bytes_full: int
+    num_seen_tokens: int
+    num_cached_tokens: int
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
+        return self.finish_reason == "interrupted"
+
+
+class _NumbersOnly(LogitsProcessor):
+    """Ends a generation whose numbers have overflowed, for it would go on with any text at all."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if bool(torch.isnan(scores).any()):
+            raise ValueError(
+                f"the model's output is not a number (NaN) after {input_ids.shape[1]} tokens;"
+                " its data type may be too narrow, try --dtype float32"
+            )
+        return scores
+
+
+def generate_once(
+    job: Job, cache: Cache, write: Callable[[str], None], show_progress: bool = False
+) -> Generation:
+    """Generates from a prompt and measures it; Ctrl-C ends it with what there is.
+
+    Args:
+        job: What to generate.
+        cache: An `H2OCache`, or a cache of transformers for the model's own attention.
+        write: Takes the text while it is made.
+        show_progress: Whether to draw a progress bar for the prompt.
+
+    Returns:
+        The text and its measurements.
+    """
+    model = job.model
+    attention = h2okv.enable(model) if isinstance(cache, h2okv.H2OCache) else nullcontext()
+    interrupted = False
+    torch.manual_seed(job.sampling.seed)
+    start = time.perf_counter()
+    with PrefillProgress(model, job.input_ids.shape[1], show_progress) as progress:
+        stream = TextStream(job.described.tokenizer, job.input_ids, write, progress.close)
+        try:
+            with attention:
+                _generate(job, cache, stream)
+        except KeyboardInterrupt:
+            interrupted = True
+            progress.close()
+            stream.end()
+    reason = "interrupted" if interrupted else _finish_reason(job, stream)
+    return _measured(stream, start, cache, reason)
+
+
+def warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
+    """Runs a few tokens with each cache, so that none of them pays for what happens only once.
+
+    Args:
+        job: What will be generated.
+        make_caches: Each gives a new cache.
+
+    Raises:
+        KeyboardInterrupt: If Ctrl-C came meanwhile.
+    """
+    short = replace(
+        job,
+        input_ids=job.input_ids[:, :_WARM_UP_PROMPT],
+        sampling=Sampling(max_new_tokens=_WARM_UP_TOKENS),
+    )
+    for make_cache in make_caches:
+        if generate_once(short, make_cache(), lambda _: None).interrupted:
+            raise KeyboardInterrupt
+
+
+def _generate(job: Job, cache: Cache, stream: TextStream) -> None:
+    input_ids = job.input_ids.to(job.model.device)
+    options: dict[str, Any] = {"do_sample": False}
+    if job.sampling.temperature > 0:
+        options = {
+            "do_sample": True,
+            "temperature": job.sampling.temperature,
+            "top_p": job.sampling.top_p,
+            "top_k": 0,
+        }
+    generate: Any = job.model.generate  # its type gets lost on the way through torch's Module
+    generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=job.room,
+        logits_processor=[_NumbersOnly()],
+        streamer=stream,
+        **options,
+    )
+
+
+def _finish_reason(job: Job, stream: TextStream) -> str:
+    if len(stream.token_ids) < job.room:
+        return "eos"
+    return "length" if job.room == job.sampling.max_new_tokens else "context"
+
+
+def _measured(stream: TextStream, start: float, cache: Cache, finish_reason: str) -> Generation:
+    times = stream.arrival_times
+    speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    if isinstance(cache, h2okv.H2OCache):
+        held, full = cache.nbytes, cache.full_nbytes
+        seen, cached = cache.num_seen_tokens, cache.num_cached_tokens
+    else:
+        held = full = _nbytes(cache)
+        seen = cached = int(cache.get_seq_length())
+    return Generation(
+        text=stream.text,
+        token_ids=stream.token_ids,
+        finish_reason=finish_reason,
+        time_to_first_token=times[0] - start if times else None,
+        tokens_per_second=speed,
+        kv_bytes=int(held),
+        kv_bytes_full=int(full),
+        num_seen_tokens=int(seen),
+        num_cached_tokens=int(cached),
+    )
+
+
+def _nbytes(cache: Cache) -> int:
+    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -1,0 +1,133 @@
+"""Loading a model and its tokenizer, with one clear sentence for whatever is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import h2okv
+from h2okv.assets import bundled_model_path
+from h2okv.cli.checkpoint import check_complete, check_finite, locate
+
+BUNDLED = "bundled"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model known by its config and tokenizer, its weights not loaded yet.
+
+    Attributes:
+        name: What the user calls it.
+        source: What `from_pretrained` takes.
+        config: Its configuration.
+        tokenizer: Its tokenizer.
+        context: The most tokens that it can read and write; None for no fixed limit.
+    """
+
+    name: str
+    source: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None
+
+
+def describe(name: str) -> Described:
+    """Reads what is cheap to read, so that most mistakes show before the weights load.
+
+    Args:
+        name: A folder, a Hub id, or `BUNDLED`.
+
+    Returns:
+        The model's description.
+
+    Raises:
+        ValueError: If it is not a model, or not one that h2okv supports.
+    """
+    source = locate(str(bundled_model_path()) if name == BUNDLED else name)
+    config = _read(
+        name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False)
+    )
+    h2okv.check_model(config)
+    tokenizer = _read(
+        name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    )
+    return Described(name, source, config, tokenizer, _context(config))
+
+
+def load_weights(
+    described: Described, dtype: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
+    """Loads a described model, ready to generate.
+
+    Args:
+        described: From `describe`.
+        dtype: The data type; None for the checkpoint's own.
+        device: Where it shall run.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: If its weights are missing, damaged, incomplete or not finite.
+    """
+    model, info = _read(
+        described.name,
+        "weights",
+        lambda: AutoModelForCausalLM.from_pretrained(
+            described.source,
+            config=described.config,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            trust_remote_code=False,
+        ),
+    )
+    check_complete(described.name, sorted(info["missing_keys"]))
+    check_finite(described.name, model)
+    model.to(device)
+    model.eval()
+    return model
+
+
+def _read(name: str, part: str, load: Any) -> Any:
+    """Runs a loader whose failures have as many types as there are file formats."""
+    try:
+        return load()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(_reason(name, part, error)) from error
+
+
+def _reason(name: str, part: str, error: Exception) -> str:
+    text = str(error)
+    if "connect" in text and isinstance(error, OSError):
+        return (
+            f"--model {name!r} is no folder here, and the Hub cannot be reached for it; check the"
+            " name and the network, or give a folder"
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first_line = lines[0] if lines else "no reason given"
+    return (
+        f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}:"
+        f" {first_line[:200].rstrip('.')}); get the model again or choose another"
+    )
+
+
+def _context(config: PreTrainedConfig) -> int | None:
+    text_config = config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if limit is None or not isinstance(rope, dict):
+        return limit
+    original = rope.get("original_max_position_embeddings", limit)
+    return max(limit, int(original * (rope.get("factor") or 1)))
