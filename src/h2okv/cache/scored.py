@@ -38,7 +38,7 @@ class ScoredLayer(CacheLayerMixin):
         self.budget = budget
         self.policy = policy
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
-        self.cumulative_length = torch.zeros((), dtype=torch.int64)
+        self.cumulative_length: torch.Tensor = torch.zeros((), dtype=torch.int64)  # type: ignore[assignment]
         self.awaits_attention = False
         self._forget()
 
@@ -52,9 +52,7 @@ class ScoredLayer(CacheLayerMixin):
         self.num_real_tokens: torch.Tensor | None = None
         self.owner: weakref.ref[torch.nn.Module] | None = None
 
-    def lazy_initialization(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> None:
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_kv_heads = key_states.shape[:2]
@@ -98,9 +96,10 @@ class ScoredLayer(CacheLayerMixin):
         """Raises if keys were handed out and no H2O attention came back for them."""
         if self.awaits_attention:
             raise ValueError(
-                f"H2OCache: layer {self.layer_idx} got keys, but the model's attention is not 'h2o' "
-                "(or an earlier forward was interrupted); call "
-                "model.set_attn_implementation('h2o') or use h2okv.enable(model), then cache.reset()."
+                f"H2OCache: layer {self.layer_idx} got keys, but the model's attention is not "
+                "'h2o' (or an earlier forward was interrupted); call "
+                "model.set_attn_implementation('h2o') or use h2okv.enable(model), then "
+                "cache.reset()."
             )
 
     def _check_match(self, key_states: torch.Tensor) -> None:
@@ -239,7 +238,8 @@ class ScoredLayer(CacheLayerMixin):
         """
         raise ValueError(
             "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
-            "generate without assistant_model, prompt_lookup_num_tokens and other speculative modes."
+            "generate without assistant_model, prompt_lookup_num_tokens and other speculative "
+            "modes."
         )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

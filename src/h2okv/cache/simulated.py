@@ -83,7 +83,7 @@ class SimulatedLayer(ScoredLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that real dropping would hold for the entries alive (the mask itself saves none)."""
+        """Bytes that dropping would hold for the entries alive (the mask itself saves none)."""
         if self.positions is None:
             return 0
         size = self.keys.element_size()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 REFUSED = {
     "falcon": "it computes attention itself (and ALiBi inside it), not through transformers' "
     "AttentionInterface",
-    "bloom": "it computes attention with ALiBi itself, not through transformers' AttentionInterface",
-    "mpt": "it computes attention with ALiBi itself, not through transformers' AttentionInterface",
+    "bloom": "it computes attention with ALiBi itself, not through transformers' "
+    "AttentionInterface",
+    "mpt": "it computes attention with ALiBi itself, not through transformers' "
+    "AttentionInterface",
     "gpt_oss": "its softmax has a learned sink logit in every head, which the scores do not model",
 }
 """Model types that are known not to work, with the reason."""
@@ -46,7 +49,7 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
     Raises:
         ValueError: naming the model type and the reason.
     """
-    check_config(getattr(model, "config", model))
+    check_config(model.config if isinstance(model, PreTrainedModel) else model)
 
 
 def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | None:
@@ -57,9 +60,7 @@ def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | N
     for candidate in (config, text_config):
         # Remote-code models are not in the mapping; nothing is known about them in advance.
         if type(candidate) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
-            if isinstance(model_class, (list, tuple)):
-                model_class = model_class[0]
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
             if not model_class._can_set_attn_implementation():
                 return "it computes attention itself, not through transformers' AttentionInterface"
     return None

@@ -2,5 +2,6 @@
 
 from h2okv.integration.enabling import enable
 from h2okv.integration.hf import register
+from h2okv.integration.recipe import recipe_path
 
-__all__ = ["enable", "register"]
+__all__ = ["enable", "recipe_path", "register"]

@@ -71,6 +71,6 @@ def check_padded_batch(
         if bool(rows.any()) and not bool(rows.all()):
             row = int(rows.nonzero()[0])
             raise ValueError(
-                f"row {row} of the batch is padded on the {side} with token {pad_token_id}, but the "
-                "attention mask does not say so; pass attention_mask with 0 for padding."
+                f"row {row} of the batch is padded on the {side} with token {pad_token_id}, but "
+                "the attention mask does not say so; pass attention_mask with 0 for padding."
             )

@@ -105,8 +105,9 @@ def h2o_attention(
             )
     if attention_mask is not None and attention_mask.shape[-2:] != (1, query.shape[2]):
         raise ValueError(
-            f"H2OCache got an attention mask of shape {list(attention_mask.shape)}; it needs causal "
-            "attention and takes a 2D mask [batch, tokens seen + new tokens] with 0 for padding."
+            f"H2OCache got an attention mask of shape {list(attention_mask.shape)}; it needs "
+            "causal attention and takes a 2D mask [batch, tokens seen + new tokens] with 0 for "
+            "padding."
         )
     if not torch.compiler.is_compiling():
         layer.claim(module)

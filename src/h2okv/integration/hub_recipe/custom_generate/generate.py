@@ -1,0 +1,42 @@
+"""Generation with the H2O cache, as a recipe for ``generate(custom_generate=...)``."""
+
+import h2okv
+
+
+def generate(
+    model,
+    heavy=0.1,
+    recent=0.1,
+    sink=0,
+    policy="h2o",
+    past_key_values=None,
+    **kwargs,
+):
+    """Runs ``model.generate`` with an ``H2OCache`` and H2O attention.
+
+    Args:
+        model: the model; its attention is H2O's during the call and its own again afterwards.
+        heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
+        recent: newest tokens to keep, given like ``heavy``.
+        sink: first tokens to keep whatever their score, in tokens.
+        policy: eviction policy, a name of ``h2okv.policy_names()``.
+        past_key_values: an ``H2OCache`` to go on with (mutated); a new one if ``None``.
+        **kwargs: what ``generate`` takes.
+
+    Returns:
+        What ``model.generate`` returns.
+
+    Raises:
+        ValueError: if the budget makes no sense or the model is not supported.
+    """
+    if past_key_values is None:
+        past_key_values = h2okv.H2OCache(
+            model.config, heavy=heavy, recent=recent, sink=sink, policy=policy
+        )
+    elif not isinstance(past_key_values, h2okv.H2OCache):
+        raise ValueError(
+            f"past_key_values is a {type(past_key_values).__name__}; this recipe goes on with an "
+            "h2okv.H2OCache, or makes one if past_key_values is left out."
+        )
+    with h2okv.enable(model):
+        return model.generate(past_key_values=past_key_values, **kwargs)

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+import h2okv
+
+
+@pytest.fixture
+def model(make_llama):
+    return make_llama(attention="sdpa")
+
+
+def generate(model, **options):
+    input_ids = torch.arange(2, 42)[None]
+    return model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=12,
+        do_sample=False,
+        **options,
+    )
+
+
+def by_recipe(model, **options):
+    return generate(
+        model, custom_generate=str(h2okv.recipe_path()), trust_remote_code=True, **options
+    )
+
+
+def test_recipe_generates_with_an_h2o_cache(model):
+    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
+    with h2okv.enable(model):
+        expected = generate(model, past_key_values=cache)
+    assert torch.equal(by_recipe(model), expected)
+    assert not torch.equal(expected, generate(model))  # the budget is small enough to matter
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_recipe_takes_a_budget(model):
+    whole = by_recipe(model, heavy=40, recent=40)
+    assert torch.equal(whole, generate(model))
+    assert not torch.equal(by_recipe(model, heavy=2, recent=2), whole)
+
+
+def test_recipe_goes_on_with_a_cache(model):
+    cache = h2okv.H2OCache(model.config, heavy=6, recent=6)
+    by_recipe(model, past_key_values=cache)
+    assert cache.num_seen_tokens == 51
+    cache.check_integrity()
+
+
+def test_recipe_refuses_another_cache(model):
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+        by_recipe(model, past_key_values=DynamicCache())
