@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
 
@@ -29,13 +30,24 @@ def run(model, cache, input_ids, mask, blocks):
     return torch.cat(logits, dim=1)
 
 
+def held_scores(cache, layer, row):
+    """Scores of what a row holds, by head and ascending position, ``[H, entries]``."""
+    positions, scores = cache.kept_positions(layer)[row], cache.scores(layer)[row]
+    return torch.stack(
+        [s[p.argsort()][(p.sort().values >= 0)] for p, s in zip(positions, scores, strict=True)]
+    )
+
+
 def tokens(seed, batch, length):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, 97, (batch, length), generator=generator)
 
 
-def left_padding(pads, length):
-    mask = torch.ones(len(pads), length, dtype=torch.long)
+def padding(pads, blocks, holes=0.0, seed=0):
+    """Left padding of the prompt, and holes anywhere in the later blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(len(pads), sum(blocks), generator=generator) >= holes).long()
+    mask[:, : blocks[0]] = 1
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
     return mask
@@ -56,14 +68,15 @@ budgets = st.one_of(
     pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7, 16]), max_size=8),
     prompt=st.integers(10, 40),
+    holes=st.sampled_from([0.0, 0.0, 0.3]),
     seed=st.integers(0, 10**6),
 )
 def test_dropping_equals_masking(
-    make_llama, kept_sets, policy, kv_heads, budget, sink, pads, blocks, prompt, seed
+    make_llama, kept_sets, policy, kv_heads, budget, sink, pads, blocks, prompt, holes, seed
 ):
     model = make_llama(kv_heads=kv_heads, seed=seed)
     blocks = [prompt, *blocks, 1]
-    mask = left_padding(pads, sum(blocks))
+    mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
     heavy, recent = budget
     results = []
@@ -73,9 +86,11 @@ def test_dropping_equals_masking(
         )
         logits = run(model, cache, input_ids, mask, blocks)
         cache.check_integrity()
-        results.append((logits[mask.bool()], kept_sets(cache)))
-    (dropped, kept), (masked, alive) = results
+        scores = [held_scores(cache, 1, row) for row in range(len(pads))]
+        results.append((logits[mask.bool()], kept_sets(cache), scores))
+    (dropped, kept, received), (masked, alive, expected) = results
     assert kept == alive
+    torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
@@ -84,25 +99,32 @@ def test_dropping_equals_masking(
     policy=st.sampled_from(POLICIES),
     pads=st.lists(st.integers(0, 20), min_size=2, max_size=4),
     fraction=st.booleans(),
+    holes=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 10**6),
 )
-def test_padded_row_equals_the_row_alone(make_llama, kept_sets, policy, pads, fraction, seed):
+def test_padded_row_equals_the_row_alone(
+    make_llama, kept_sets, policy, pads, fraction, holes, seed
+):
     model = make_llama(seed=seed)
     blocks = [30, 1, 1, 1, 5, 1, 1]
     heavy, recent = (0.2, 0.2) if fraction else (4, 5)
-    mask, input_ids = left_padding(pads, sum(blocks)), tokens(seed, len(pads), sum(blocks))
+    mask = padding(pads, blocks, holes, seed)
+    input_ids = tokens(seed, len(pads), sum(blocks))
     together = h2okv.H2OCache(model.config, heavy, recent, policy=policy)
     logits = run(model, together, input_ids, mask, blocks)
-    for row, pad in enumerate(pads):
+    for row in range(len(pads)):
         alone = h2okv.H2OCache(model.config, heavy, recent, policy=policy)
-        own_mask = mask[row : row + 1, pad:]
-        expected = run(
-            model, alone, input_ids[row : row + 1, pad:], own_mask, [30 - pad, *blocks[1:]]
-        )
+        real = mask[row].bool()
+        own_blocks = [int(part.sum()) for part in real.split(blocks) if part.any()]
+        own_ids = input_ids[row : row + 1, real]
+        expected = run(model, alone, own_ids, torch.ones_like(own_ids), own_blocks)
         assert [layer[0] for layer in kept_sets(alone)] == [
             layer[row] for layer in kept_sets(together)
         ]
-        torch.testing.assert_close(logits[row, pad:], expected[0], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            held_scores(together, 1, row), held_scores(alone, 1, 0), atol=1e-3, rtol=1e-4
+        )
+        torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -110,8 +132,8 @@ def test_padded_row_equals_the_row_alone(make_llama, kept_sets, policy, pads, fr
 def test_budget_of_the_whole_length_is_full_attention(make_llama, policy, simulate):
     model, reference = make_llama(), make_llama(attention="eager")
     input_ids = tokens(3, 2, 40)
-    mask = left_padding([0, 6], 40)
     blocks = [25, 1, 1, 8, 1, 4]
+    mask = padding([0, 6], blocks)
     cache = h2okv.H2OCache(model.config, heavy=20, recent=20, policy=policy, simulate=simulate)
     expected = run(reference, DynamicCache(), input_ids, mask, blocks)
     actual = run(model, cache, input_ids, mask, blocks)
@@ -123,15 +145,11 @@ def test_token_by_token_is_algorithm_1(make_llama, kept_sets):
     model = make_llama(layers=1, kv_heads=4)
     input_ids = tokens(7, 1, 30)
     cache = h2okv.H2OCache(model.config, heavy=3, recent=4)
-    captured = []
     attention = model.model.layers[0].self_attn
-    attention.q_proj.register_forward_hook(lambda _, __, out: captured.append(out))
     run(model, cache, input_ids, torch.ones_like(input_ids), [1] * 30)
     with torch.no_grad():
         hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(input_ids))
         cos, sin = model.model.rotary_emb(hidden, torch.arange(30)[None])
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
         shape = (1, 30, 4, 16)
         query, key = apply_rotary_pos_emb(
             attention.q_proj(hidden).view(shape).transpose(1, 2),
@@ -151,6 +169,23 @@ def test_token_by_token_is_algorithm_1(make_llama, kept_sets):
                 candidates = [p for p in kept if p <= token - 4]
                 kept.remove(min(candidates, key=lambda p: (scores[p], p)))
         assert set(kept) == kept_sets(cache)[0][0][head]
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_on_equal_scores_the_older_goes_first(make_llama, kept_sets, simulate):
+    class Equal(h2okv.Policy):
+        name = "equal"
+
+        def priority(self, scores, positions, newest, layer_idx):
+            return torch.zeros_like(scores)
+
+    model = make_llama()
+    input_ids = tokens(5, 1, 40)
+    for blocks in ([20], [20, 1, 1], [20, 1, 6]):
+        cache = h2okv.H2OCache(model.config, heavy=6, recent=2, policy=Equal(), simulate=simulate)
+        run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
+        seen = sum(blocks)
+        assert kept_sets(cache)[0][0] == [set(range(seen - 8, seen))] * 2
 
 
 def test_evicted_entries_never_return(make_llama, kept_sets):

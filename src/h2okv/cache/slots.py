@@ -80,7 +80,6 @@ class SlotLayer(ScoredLayer):
             self.num_real_tokens += 1
         else:
             sums = sums * real.unsqueeze(1)
-            output = output * real[:, None, :, None].to(output.dtype)
             self.num_real_tokens += real[:, 0]
         self.scores += sums
         self.cumulative_length += 1
