@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from h2okv.cli.demo import demo
 from h2okv.cli.exit_codes import BAD_INPUT
 from h2okv.cli.generate import HELP, generate
+from h2okv.cli.output import OutputClosedError
 
 _app = typer.Typer(
     name="h2okv",
@@ -37,22 +38,18 @@ def run(args: Sequence[str]) -> int:
     _quieten_libraries()
     try:
         code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_stdout()
-        return _fail(
-            "the output pipe was closed by its reader, so the rest of the text is lost;"
-            " write to a file or let the reader read to the end"
-        )
     except typer.TyperException as error:
-        return _fail(f"{error.format_message()} See h2okv --help.")
+        return _fail(f"{_one_line(error.format_message()).rstrip('.')}; see h2okv --help")
+    except OutputClosedError as error:
+        _drop_stdout()
+        return _fail(str(error))
     except torch.OutOfMemoryError as error:
         return _fail(
-            f"the device is out of memory ({_sentence(error)}); choose a smaller model,"
+            f"the device is out of memory ({_one_line(str(error))}); choose a smaller model,"
             " a shorter prompt or --dtype bfloat16"
         )
     except ValueError as error:
-        return _fail(_sentence(error))
+        return _fail(_one_line(str(error)))
     return code if isinstance(code, int) else 0
 
 
@@ -67,8 +64,8 @@ def _quieten_libraries() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _fail(sentence: str) -> int:

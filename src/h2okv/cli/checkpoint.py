@@ -20,6 +20,8 @@ def locate(name: str) -> str:
     Raises:
         ValueError: If it is a path and no model is there.
     """
+    if not name.strip():
+        raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
     path = Path(name).expanduser()
     if path.is_dir():
         _check_config_file(path)
@@ -29,7 +31,7 @@ def locate(name: str) -> str:
             f"--model {name!r} is a file; give the folder that holds config.json and the weights"
         )
     looks_like_a_path = name.startswith(("/", ".", "~")) or name.count("/") != 1 and "/" in name
-    if looks_like_a_path or "\\" in name or not name.strip():
+    if looks_like_a_path or "\\" in name:
         raise ValueError(
             f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
             " a Hub id such as owner/name"

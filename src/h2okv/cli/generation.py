@@ -108,13 +108,12 @@ def generate_once(
     model = job.model
     attention = h2okv.enable(model) if isinstance(cache, h2okv.H2OCache) else nullcontext()
     interrupted = False
-    torch.manual_seed(job.sampling.seed)
-    start = time.perf_counter()
-    with PrefillProgress(model, job.input_ids.shape[1], show_progress) as progress:
+    with attention, PrefillProgress(model, job.input_ids.shape[1], show_progress) as progress:
         stream = TextStream(job.described.tokenizer, job.input_ids, write, progress.close)
+        torch.manual_seed(job.sampling.seed)
+        start = time.perf_counter()
         try:
-            with attention:
-                _generate(job, cache, stream)
+            _generate(job, cache, stream)
         except KeyboardInterrupt:
             interrupted = True
             progress.close()

@@ -1,0 +1,182 @@
+"""Each mistake gives one sentence with what, the value and the remedy, and exit code 2."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, T5Config
+
+WIDE_PROMPT = "the cat sat on the mat " * 200
+
+
+def assert_one_sentence(outcome, *words):
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("h2okv: ")
+    assert outcome.err.endswith(".\n")
+    assert outcome.err.count("\n") == 1
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.err
+
+
+OPTIONS = {
+    "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0", "recent=0")),
+    "budget of zero as a fraction": (("--heavy", "0.0", "--recent", "0.0"), ("heavy=0.0",)),
+    "negative heavy": (("--heavy", "-1"), ("heavy=-1", "negative")),
+    "negative recent": (("--recent", "-0.5"), ("recent=-0.5",)),
+    "negative sink": (("--sink", "-3"), ("sink=-3",)),
+    "fraction above 1": (("--heavy", "1.5"), ("heavy=1.5", "(0, 1]")),
+    "fractions above 1 together": (("--heavy", "0.7", "--recent", "0.6"), ("1.3", "at most 1")),
+    "amount that is no number": (("--heavy", "lots"), ("--heavy 'lots'", "--heavy 64")),
+    "amount with a comma": (("--recent", "0,1"), ("--recent '0,1'", "--recent 0.1")),
+    "amount that is not finite": (("--heavy", "nan"), ("--heavy 'nan'",)),
+    "unknown policy": (("--policy", "h2"), ("policy='h2'", "sink_recent")),
+    "unknown dtype": (("--dtype", "int4"), ("--dtype 'int4'", "bfloat16")),
+    "unknown device": (("--device", "warp"), ("--device 'warp'", "cpu")),
+    "absent device": (("--device", "cuda:99"), ("--device 'cuda:99'", "cpu")),
+    "device without memory": (("--device", "meta"), ("--device 'meta'",)),
+    "no new tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0", "1 or more")),
+    "negative temperature": (("--temperature", "-1"), ("--temperature -1", "0.8")),
+    "infinite temperature": (("--temperature", "inf"), ("--temperature inf",)),
+    "top-p above 1": (("--temperature", "1", "--top-p", "1.1"), ("--top-p 1.1",)),
+    "top-p without sampling": (("--top-p", "0.9"), ("--top-p 0.9", "--temperature")),
+    "negative seed": (("--seed", "-1"), ("--seed -1",)),
+    "seed that is no number": (("--seed", "x"), ("--seed", "--help")),
+    "unknown comparison": (("--compare", "recent"), ("--compare 'recent'", "--compare full")),
+    "unknown option": (("--heavi", "1"), ("--heavi", "--help")),
+    "empty prompt": (("",), ("prompt is empty",)),
+    "blank prompt": (("  \n",), ("prompt is empty",)),
+    "prompt that is not text": (("\udcff",), ("not UTF-8",)),
+    "prompt beyond the context": ((WIDE_PROMPT,), ("tokens", "context", "256", "255")),
+    "file that is not there": (("--file", "nowhere.txt"), ("--file 'nowhere.txt'", "text file")),
+    "file that is a folder": (("--file", "."), ("--file '.'", "text file")),
+    "prompt given twice": (("--file", "a.txt", "a prompt"), ("twice", "leave one out")),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("json_option", [(), ("--json",)], ids=["text", "json"])
+def test_options(h2okv_command, model_folder, args, words, json_option):
+    needs_prompt = all(arg.startswith("-") or i % 2 for i, arg in enumerate(args))
+    prompt = ("a prompt",) if needs_prompt and "--file" not in args else ()
+    outcome = h2okv_command("generate", "--model", model_folder, *json_option, *args, *prompt)
+    assert_one_sentence(outcome, *words)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"), [(b"", "prompt is empty"), (b"caf\xe9", "stdin is not UTF-8")]
+)
+def test_stdin(h2okv_command, model_folder, monkeypatch, data, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert_one_sentence(h2okv_command("generate", "--model", model_folder), words)
+
+
+def test_no_prompt_at_a_terminal(h2okv_command, model_folder, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    outcome = h2okv_command("generate", "--model", model_folder)
+    assert_one_sentence(outcome, "no prompt", "--file", "stdin")
+
+
+def test_unknown_command(h2okv_command):
+    assert_one_sentence(h2okv_command("generat"), "generat", "--help")
+
+
+def test_demo_without_room_for_a_prompt(h2okv_command, model_folder):
+    outcome = h2okv_command("demo", "--model", model_folder, "--max-new-tokens", 256)
+    assert_one_sentence(outcome, "--max-new-tokens 256", "fewer")
+
+
+def edit_config(folder, **values):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | values))
+
+
+def cut(path, keep):
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def spoil_weights(folder, name, value):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights[name].view(-1)[7] = value
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def use_config(folder, config):
+    (folder / "config.json").unlink()
+    config.save_pretrained(folder)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+CHECKPOINTS = {
+    "no config": (lambda f: (f / "config.json").unlink(), ("no config.json", "save_pretrained")),
+    "broken config": (lambda f: cut(f / "config.json", 40), ("config.json", "JSON", "again")),
+    "empty config": (lambda f: (f / "config.json").write_text("{}"), ("model_type",)),
+    "unknown type": (lambda f: edit_config(f, model_type="blah"), ("configuration", "blah")),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ("weights", "again")),
+    "cut weights": (lambda f: cut(f / "model.safetensors", 5000), ("weights", "again")),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0), ("weights", "again")),
+    "missing layer": (lambda f: edit_config(f, num_hidden_layers=3), ("incomplete", "layers.2")),
+    "other shapes": (lambda f: edit_config(f, intermediate_size=32), ("weights", "again")),
+    "NaN": (lambda f: spoil_weights(f, NORM, torch.nan), ("NaN", NORM, "float32")),
+    "infinity": (lambda f: spoil_weights(f, NORM, torch.inf), ("infinity", NORM)),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
+    "broken tokenizer": (lambda f: cut(f / "tokenizer.json", 100), ("tokenizer", "again")),
+    "small vocabulary": (lambda f: edit_config(f, vocab_size=5), ("tokenizer", "knows only 5")),
+    "encoder-decoder": (lambda f: use_config(f, T5Config()), ("'t5'", "not supported")),
+    "own attention": (lambda f: use_config(f, BloomConfig()), ("'bloom'", "not supported")),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+def test_checkpoints(h2okv_command, save_model, spoil, words):
+    folder = save_model()
+    spoil(folder)
+    assert_one_sentence(h2okv_command("generate", "--model", folder, "a prompt"), *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/nowhere/at/all", ("does not exist", "config.json")),
+        ("./nowhere", ("does not exist", "config.json")),
+        (__file__, ("is a file", "folder")),
+        ("nobody-here/no-such-model", ("the Hub cannot be reached", "folder")),
+    ],
+)
+def test_models_that_are_not_there(h2okv_command, name, words):
+    outcome = h2okv_command("generate", "--model", name, "a prompt")
+    assert_one_sentence(outcome, repr(name), *words)
+
+
+def test_model_with_an_empty_name(h2okv_command):
+    assert_one_sentence(h2okv_command("generate", "--model", "", "a prompt"), "--model is empty")
+
+
+OVERFLOWS = {
+    # Finite in float16 each, but not what they are multiplied to.
+    "attention": (
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+    ),
+    "logits": ("model.norm.weight", "lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("names", OVERFLOWS.values(), ids=OVERFLOWS.keys())
+def test_numbers_that_overflow_while_generating(h2okv_command, save_model, names):
+    folder = save_model()
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name in names:
+        weights[name] *= 6e4 / weights[name].abs().max()
+    save_file(weights, path, metadata={"format": "pt"})
+    args = ("generate", "--model", folder, "--json", "a prompt")
+    assert_one_sentence(h2okv_command(*args, "--dtype", "float16"), "NaN", "dtype")

@@ -1,0 +1,177 @@
+import io
+import json
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BUDGET = ("--heavy", "16", "--recent", "16")
+RUN_FIELDS = {
+    "text": str,
+    "token_ids": list,
+    "finish_reason": str,
+    "time_to_first_token_s": float,
+    "tokens_per_second": float,
+    "kv_bytes": int,
+    "kv_bytes_full": int,
+    "num_seen_tokens": int,
+    "num_cached_tokens": int,
+}
+SETTINGS_FIELDS = {
+    "model": str,
+    "policy": str,
+    "heavy": int,
+    "recent": float,
+    "sink": int,
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "seed": int,
+    "dtype": str,
+    "device": str,
+    "prompt_tokens": int,
+}
+
+
+@pytest.fixture
+def generate(h2okv_command, model_folder, prompt):
+    def call(*args, model=model_folder, text=prompt):
+        words = [text] if text is not None else []
+        return h2okv_command("generate", "--model", model, *args, *words)
+
+    return call
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    def give(data: bytes):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    return give
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
+    outcome = generate(*BUDGET, "--max-new-tokens", 20)
+    assert outcome.code == 0
+    assert outcome.out.strip()
+    assert "tokens/s" not in outcome.out
+    assert outcome.err.startswith("20 tokens (length) | first after ")
+    assert outcome.err.endswith("tokens seen, 32 kept\n")
+
+
+def test_json_is_one_object_with_these_fields(generate):
+    outcome = generate("--heavy", "16", "--recent", "0.5", "--json", "--max-new-tokens", 9)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.count("\n") == 1
+    result = json.loads(outcome.out)
+    assert {name: type(value) for name, value in result.items()} == SETTINGS_FIELDS | RUN_FIELDS
+    assert len(result["token_ids"]) == 9
+    # The last token was made, but never went through the model.
+    assert result["num_seen_tokens"] == result["prompt_tokens"] + 8
+
+
+def test_a_budget_beyond_the_length_gives_what_transformers_gives(generate, model_folder, prompt):
+    result = json.loads(
+        generate("--heavy", "256", "--recent", "256", "--json", "--max-new-tokens", 30).out
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    expected = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0]
+    new_tokens = expected[inputs["input_ids"].shape[1] :].tolist()
+    assert result["token_ids"] == new_tokens
+    assert result["text"] == tokenizer.decode(new_tokens)
+
+
+def test_compare_full_in_json(generate):
+    result = json.loads(generate(*BUDGET, "--json", "--compare", "full").out)
+    full, agreement = result["full"], result["agreement"]
+    assert {name: type(value) for name, value in full.items()} == RUN_FIELDS
+    assert full["kv_bytes"] == full["kv_bytes_full"] == result["kv_bytes_full"]
+    assert full["num_cached_tokens"] == full["num_seen_tokens"] == result["num_seen_tokens"]
+    assert result["num_cached_tokens"] == 32
+    pairs = list(zip(result["token_ids"], full["token_ids"], strict=True))
+    assert agreement["compared"] == len(pairs)
+    assert agreement["equal"] == sum(a == b for a, b in pairs)
+
+
+def test_compare_full_agrees_wholly_when_nothing_is_evicted(generate):
+    wide = ("--heavy", "256", "--recent", "16")
+    result = json.loads(generate(*wide, "--json", "--compare", "full").out)
+    assert result["agreement"]["first_difference"] is None
+    assert result["agreement"]["equal"] == result["agreement"]["compared"]
+
+
+def test_compare_full_shows_both_texts_and_a_table(generate):
+    outcome = generate(*BUDGET, "--compare", "full", "--max-new-tokens", 12)
+    assert outcome.code == 0
+    assert outcome.out.count("---\n") == 2
+    for word in ("full cache", "h2o, heavy 16 + recent 16", "KV cache held", "of 12"):
+        assert word in outcome.out
+
+
+def test_sampling_repeats_with_its_seed(generate):
+    hot = (*BUDGET, "--json", "--temperature", "1.5", "--top-p", "0.95")
+    first, again, other = (
+        json.loads(generate(*hot, "--seed", seed).out)["token_ids"] for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("policy", ["full", "recent", "sink_recent", "h2o", "heavy", "random"])
+def test_every_policy(generate, policy):
+    result = json.loads(generate(*BUDGET, "--sink", 2, "--policy", policy, "--json").out)
+    assert result["policy"] == policy
+    assert (result["num_cached_tokens"] == 34) is (policy != "full")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype(generate, dtype):
+    result = json.loads(generate(*BUDGET, "--dtype", dtype, "--json", "--device", "cpu").out)
+    assert (result["dtype"], result["device"]) == (dtype, "cpu")
+
+
+def test_prompt_from_a_file(generate, tmp_path, prompt):
+    file = tmp_path / "prompt.txt"
+    file.write_text(prompt + "\n", encoding="utf-8")
+    from_file = generate(*BUDGET, "--file", file, text=None)
+    assert from_file.out == generate(*BUDGET).out
+
+
+@pytest.mark.parametrize("text", [None, "-"])
+def test_prompt_from_stdin(generate, stdin, prompt, text):
+    stdin(prompt.encode() + b"\n")
+    assert generate(*BUDGET, text=text).out == generate(*BUDGET).out
+
+
+def test_stops_where_the_context_ends(generate):
+    result = json.loads(generate(*BUDGET, "--json", "--max-new-tokens", 10_000).out)
+    assert result["finish_reason"] == "context"
+    assert result["prompt_tokens"] + len(result["token_ids"]) == 256
+
+
+def test_stops_at_the_end_token(generate, save_model):
+    free = json.loads(generate(*BUDGET, "--json").out)["token_ids"]
+    model = save_model(eos=free[5])
+    result = json.loads(generate(*BUDGET, "--json", model=model).out)
+    assert result["finish_reason"] == "eos"
+    assert result["token_ids"] == free[: free.index(free[5]) + 1]
+
+
+def test_a_share_of_a_short_prompt_brings_a_note(generate):
+    assert "note: only 2 tokens were kept" in generate(text="the cat sat on the mat").err
+    assert "note" not in generate(*BUDGET).err
+
+
+def test_help_shows_an_example(h2okv_command):
+    outcome = h2okv_command("generate", "--help")
+    assert outcome.code == 0
+    assert "h2okv generate --file chapter.txt --heavy 0.1 --recent 0.1" in outcome.out
+
+
+def test_no_command_shows_the_commands(h2okv_command):
+    outcome = h2okv_command()
+    assert outcome.code == 0
+    assert "generate" in outcome.out
+    assert "demo" in outcome.out

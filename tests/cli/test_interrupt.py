@@ -1,0 +1,102 @@
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from h2okv.cli.cache_choice import CacheChoice
+from h2okv.cli.comparison import run_alone, run_beside_full
+from h2okv.cli.exit_codes import exit_code
+from h2okv.cli.generation import Job, generate_once
+from h2okv.cli.loading import describe, load_weights
+from h2okv.cli.options import Sampling
+
+WAIT = 120
+CHOICE = CacheChoice(policy="h2o", heavy=16, recent=16, sink=0)
+
+
+@pytest.fixture
+def job(model_folder, prompt):
+    described = describe(str(model_folder))
+    model = load_weights(described, None, torch.device("cpu"))
+    input_ids = described.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    return Job(model, described, input_ids, Sampling(max_new_tokens=20))
+
+
+class InterruptAt:
+    """Stands for Ctrl-C at a given piece of text."""
+
+    def __init__(self, count):
+        self.count = count
+        self.pieces = []
+
+    def __call__(self, piece):
+        self.pieces.append(piece)
+        if len(self.pieces) == self.count:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_what_was_generated(job):
+    whole = generate_once(job, CHOICE.make(job.model.config, 0), lambda _: None)
+    cache = CHOICE.make(job.model.config, 0)
+    write = InterruptAt(3)
+    run = generate_once(job, cache, write)
+    assert run.interrupted
+    assert 3 <= len(run.token_ids) < 20
+    assert run.token_ids == whole.token_ids[: len(run.token_ids)]
+    assert run.text == "".join(write.pieces)
+    assert run.num_cached_tokens == 32
+    cache.check_integrity()
+    assert job.model.config._attn_implementation == "sdpa"
+
+
+def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, capsys):
+    monkeypatch.setattr("h2okv.cli.comparison.write_text", InterruptAt(3))
+    runs = run_beside_full(job, CHOICE, quiet=False)
+    assert [run.interrupted for run in runs] == [True]
+    assert exit_code(runs) == 130
+    assert "(interrupted)" in capsys.readouterr().err
+    assert exit_code(run_alone(replace(job), CHOICE, quiet=True)) == 0
+
+
+def start(*args, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "h2okv.cli", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        # A test run in the background ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def endless(save_model, prompt):
+    model = save_model(context=10**7)
+    budget = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "5000000")
+    return ("generate", "--model", model, *budget, prompt)
+
+
+def test_control_c_ends_with_the_summary_and_code_130(endless):
+    process = start(*endless)
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 130
+    assert b"(interrupted) | first after" in err
+    assert err.count(b"\n") == 1
+
+
+def test_a_closed_pipe_gives_one_sentence_and_code_2(endless):
+    process = start(*endless)
+    assert process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=WAIT) == 2
+    assert err.startswith(b"h2okv: the output was closed by its reader")
+    assert err.count(b"\n") == 1

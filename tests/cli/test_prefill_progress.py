@@ -1,0 +1,69 @@
+import io
+import sys
+
+import pytest
+import torch
+
+from h2okv.cli.prefill_progress import LONG_PROMPT, PrefillProgress, decoder_layers
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def replace_stderr(monkeypatch):
+    """To be called in the test: between set-up and test, pytest puts its own stderr in place."""
+
+    def replace(stream):
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return replace
+
+
+def hooks(model):
+    return [hook for module in model.modules() for hook in module._forward_hooks.values()]
+
+
+def test_finds_the_decoder_layers(make_llama):
+    model = make_llama(layers=3)
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama, replace_stderr):
+    terminal = replace_stderr(Terminal())
+    model = make_llama(attention="sdpa")
+    with PrefillProgress(model, LONG_PROMPT, wanted=True) as progress:
+        assert len(hooks(model)) == len(model.model.layers)
+        model(torch.ones(1, 4, dtype=torch.long))
+        progress.close()
+        assert hooks(model) == []
+    assert f"reading {LONG_PROMPT} tokens" in terminal.getvalue()
+
+
+def test_an_error_removes_the_hooks_too(make_llama, replace_stderr):
+    replace_stderr(Terminal())
+    model = make_llama()
+    with pytest.raises(KeyboardInterrupt), PrefillProgress(model, LONG_PROMPT, wanted=True):
+        raise KeyboardInterrupt
+    assert hooks(model) == []
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(LONG_PROMPT - 1, True), (LONG_PROMPT, False)])
+def test_no_bar_for_a_short_prompt_or_where_none_is_wanted(
+    make_llama, replace_stderr, tokens, wanted
+):
+    terminal = replace_stderr(Terminal())
+    model = make_llama()
+    with PrefillProgress(model, tokens, wanted):
+        assert hooks(model) == []
+    assert terminal.getvalue() == ""
+
+
+def test_no_bar_where_stderr_is_no_terminal(make_llama, replace_stderr):
+    stream = replace_stderr(io.StringIO())
+    with PrefillProgress(make_llama(), LONG_PROMPT, wanted=True):
+        pass
+    assert stream.getvalue() == ""

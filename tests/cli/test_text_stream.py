@@ -1,0 +1,75 @@
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from h2okv.cli.text_stream import TextStream
+
+
+def stream(tokenizer, prompt_ids, new_ids):
+    pieces, starts = [], []
+    prompt = torch.tensor([prompt_ids])
+    text_stream = TextStream(tokenizer, prompt, pieces.append, lambda: starts.append(1))
+    text_stream.put(prompt)
+    for token in new_ids:
+        text_stream.put(torch.tensor([token]))
+    text_stream.end()
+    assert text_stream.text == "".join(pieces)
+    assert text_stream.token_ids == list(new_ids)
+    assert len(text_stream.arrival_times) == len(new_ids)
+    assert len(starts) == min(1, len(new_ids))
+    return pieces
+
+
+def metaspace_tokenizer(words):
+    """Like a sentencepiece model: the decoder drops the space at the start of a text."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(words, trainer=trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+class TestByteLevel:
+    @settings(deadline=None)
+    @example("über naïve 漢字 🤖🏽‍🚀 é")
+    @example("\ufffd broken \ufffd")
+    @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+    def test_pieces_make_the_text_and_never_half_a_character(self, tokenizer, text):
+        ids = tokenizer(text)["input_ids"]
+        pieces = stream(tokenizer, tokenizer("a cat")["input_ids"], ids)
+        assert "".join(pieces) == text
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in piece for piece in pieces)
+
+    def test_a_word_is_shown_at_once(self, tokenizer):
+        ids = tokenizer("mat and log")["input_ids"]
+        assert stream(tokenizer, [5], ids) == [tokenizer.decode([token]) for token in ids]
+
+    def test_an_unfinished_character_is_shown_at_the_end(self, tokenizer):
+        half = tokenizer("é")["input_ids"][:1]
+        assert stream(tokenizer, [5], half) == ["\ufffd"]
+
+    def test_bytes_that_are_no_text_do_not_hold_up_the_rest(self, tokenizer):
+        broken = [tokenizer("é")["input_ids"][0], *tokenizer("cat")["input_ids"]]
+        assert "".join(stream(tokenizer, [5], broken)) == "\ufffdcat"
+
+    def test_special_tokens_are_not_shown(self, tokenizer):
+        ids = [*tokenizer("cat")["input_ids"], tokenizer.eos_token_id]
+        assert "".join(stream(tokenizer, [5], ids)) == "cat"
+
+    def test_nothing_generated(self, tokenizer):
+        assert stream(tokenizer, [5], []) == []
+
+
+def test_spaces_stay_with_a_decoder_that_drops_the_first():
+    text = "the cat sat on the mat and the dog sat on the log"
+    tokenizer = metaspace_tokenizer([text] * 4)
+    ids = tokenizer(text)["input_ids"]
+    for split in range(1, len(ids)):
+        shown = tokenizer.decode(ids[:split])
+        assert shown + "".join(stream(tokenizer, ids[:split], ids[split:])) == text
