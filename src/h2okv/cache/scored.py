@@ -31,6 +31,7 @@ class ScoredLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = False
+    cumulative_length: Any  # transformers says int; its static layer holds a tensor too
 
     def __init__(self, layer_idx: int, budget: Budget, policy: Policy) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class ScoredLayer(CacheLayerMixin):
         self.budget = budget
         self.policy = policy
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
-        self.cumulative_length: torch.Tensor = torch.zeros((), dtype=torch.int64)  # type: ignore[assignment]
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)
         self.awaits_attention = False
         self._forget()
 

@@ -1,17 +1,19 @@
 """Generation with the H2O cache, as a recipe for ``generate(custom_generate=...)``."""
 
+from typing import Any
+
 import h2okv
 
 
 def generate(
-    model,
-    heavy=0.1,
-    recent=0.1,
-    sink=0,
-    policy="h2o",
-    past_key_values=None,
-    **kwargs,
-):
+    model: Any,
+    heavy: int | float = 0.1,
+    recent: int | float = 0.1,
+    sink: int = 0,
+    policy: str = "h2o",
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Runs ``model.generate`` with an ``H2OCache`` and H2O attention.
 
     Args:
