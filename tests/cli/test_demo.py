@@ -9,6 +9,7 @@ def test_shows_both_texts_and_what_they_cost(h2okv_command, model_folder):
         "tokens per second",
         "KV cache held",
         "tokens that agree",
+        "same next token",
     ):
         assert row in outcome.out
     # 0.1 + 0.1 of 240 tokens.

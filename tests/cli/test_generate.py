@@ -93,13 +93,16 @@ def test_compare_full_in_json(generate):
     pairs = list(zip(result["token_ids"], full["token_ids"], strict=True))
     assert agreement["compared"] == len(pairs)
     assert agreement["equal"] == sum(a == b for a, b in pairs)
+    assert agreement["equal"] <= agreement["same_next_token"] < agreement["compared"]
 
 
 def test_compare_full_agrees_wholly_when_nothing_is_evicted(generate):
     wide = ("--heavy", "256", "--recent", "16")
     result = json.loads(generate(*wide, "--json", "--compare", "full").out)
     assert result["agreement"]["first_difference"] is None
-    assert result["agreement"]["equal"] == result["agreement"]["compared"]
+    compared = result["agreement"]["compared"]
+    assert result["agreement"]["equal"] == compared
+    assert result["agreement"]["same_next_token"] == compared
 
 
 def test_compare_full_shows_both_texts_and_a_table(generate):
@@ -108,6 +111,11 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     assert outcome.out.count("---\n") == 2
     for word in ("full cache", "h2o, heavy 16 + recent 16", "KV cache held", "of 12"):
         assert word in outcome.out
+
+
+def test_compare_full_with_sampling_asks_for_no_choices(generate):
+    result = json.loads(generate(*BUDGET, "--json", "--compare", "full", "--temperature", "1").out)
+    assert result["agreement"]["same_next_token"] is None
 
 
 def test_sampling_repeats_with_its_seed(generate):

@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from h2okv.cli.exit_codes import exit_code
 from h2okv.cli.generation import Job, generate_once
 from h2okv.cli.loading import describe, load_weights
 from h2okv.cli.options import Sampling
+from h2okv.cli.report import report
 
 WAIT = 120
 CHOICE = CacheChoice(policy="h2o", heavy=16, recent=16, sink=0)
@@ -55,11 +55,13 @@ def test_an_interrupt_keeps_what_was_generated(job):
 
 def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, capsys):
     monkeypatch.setattr("h2okv.cli.comparison.write_text", InterruptAt(3))
-    runs = run_beside_full(job, CHOICE, quiet=False)
-    assert [run.interrupted for run in runs] == [True]
-    assert exit_code(runs) == 130
+    comparison = run_beside_full(job, CHOICE, quiet=False)
+    assert comparison.run.interrupted
+    assert comparison.full is None
+    assert exit_code(comparison) == 130
+    report(CHOICE.label, comparison)
     assert "(interrupted)" in capsys.readouterr().err
-    assert exit_code(run_alone(replace(job), CHOICE, quiet=True)) == 0
+    assert exit_code(run_alone(job, CHOICE, quiet=True)) == 0
 
 
 def start(*args, **options):

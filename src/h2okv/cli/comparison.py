@@ -2,68 +2,84 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from transformers.cache_utils import Cache
+
+from h2okv.cli.agreement import Agreement
 from h2okv.cli.cache_choice import CacheChoice, full_cache
+from h2okv.cli.following import count_same_choices
 from h2okv.cli.generation import Generation, Job, generate_once, warm_up
-from h2okv.cli.output import discard, write_heading, write_summary, write_text
-from h2okv.cli.report import comparison_table, small_budget_note, summary_line
+from h2okv.cli.output import discard, write_heading, write_text
 
 
-def run_alone(job: Job, choice: CacheChoice, quiet: bool) -> list[Generation]:
-    """Generates with the chosen cache; the text streams to stdout, the summary to stderr.
+@dataclass(frozen=True)
+class Comparison:
+    """A generation, and the full cache's where it was asked for.
+
+    Attributes:
+        run: With the chosen cache.
+        full: With transformers' own cache; None if not asked for, or after Ctrl-C before it.
+        agreement: How far both agree; None without `full`.
+    """
+
+    run: Generation
+    full: Generation | None = None
+    agreement: Agreement | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended one of them."""
+        return self.run.interrupted or (self.full is not None and self.full.interrupted)
+
+
+def run_alone(job: Job, choice: CacheChoice, quiet: bool) -> Comparison:
+    """Generates with the chosen cache only.
 
     Args:
         job: What to generate.
         choice: The cache.
-        quiet: Whether to print nothing.
+        quiet: Whether to print nothing; otherwise the text streams to stdout.
 
     Returns:
-        One generation.
+        The generation, with nothing to compare it to.
     """
     cache = choice.make(job.model.config, job.sampling.seed)
     run = generate_once(job, cache, discard if quiet else write_text, show_progress=not quiet)
     if not quiet:
         write_text("\n")
-        _remark(run)
-    return [run]
+    return Comparison(run)
 
 
-def run_beside_full(job: Job, choice: CacheChoice, quiet: bool) -> list[Generation]:
-    """Generates with the chosen cache and with the full one; texts and a table go to stdout.
+def run_beside_full(job: Job, choice: CacheChoice, quiet: bool) -> Comparison:
+    """Generates with the chosen cache and then with the full one.
 
     Args:
         job: What to generate.
         choice: The cache.
-        quiet: Whether to print nothing.
+        quiet: Whether to print nothing; otherwise both texts stream to stdout.
 
     Returns:
-        The chosen cache's generation, then the full cache's; without the latter after Ctrl-C in
-        the former.
+        Both generations and their agreement; only the first one after Ctrl-C in it.
     """
     config, seed = job.model.config, job.sampling.seed
-    caches = {
-        choice.label: lambda: choice.make(config, seed),
-        "full cache": lambda: full_cache(config),
-    }
-    warm_up(job, list(caches.values()))
-    runs: list[Generation] = []
-    for label, make_cache in caches.items():
+    warm_up(job, [lambda: choice.make(config, seed), lambda: full_cache(config)])
+
+    def generate(label: str, cache: Cache) -> Generation:
         if not quiet:
             write_heading(label)
-        write = discard if quiet else write_text
-        runs.append(generate_once(job, make_cache(), write, show_progress=not quiet))
+        run = generate_once(job, cache, discard if quiet else write_text, show_progress=not quiet)
         if not quiet:
             write_text("\n\n")
-        if runs[-1].interrupted:
-            break
-    if not quiet and len(runs) == len(caches):
-        write_text(comparison_table(choice.label, *runs))
-    if not quiet:
-        _remark(runs[0])
-    return runs
+        return run
 
-
-def _remark(run: Generation) -> None:
-    write_summary(summary_line(run))
-    note = small_budget_note(run)
-    if note is not None:
-        write_summary(note)
+    run = generate(choice.label, choice.make(config, seed))
+    if run.interrupted:
+        return Comparison(run)
+    full = generate("full cache", full_cache(config))
+    same_next_token = None
+    # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
+    if job.sampling.temperature == 0 and not full.interrupted:
+        same_next_token = count_same_choices(job, choice.make(config, seed), full.token_ids)
+    agreement = Agreement.of(run.token_ids, full.token_ids, same_next_token)
+    return Comparison(run, full, agreement)

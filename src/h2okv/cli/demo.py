@@ -15,6 +15,7 @@ from h2okv.cli.generation import Job
 from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
 from h2okv.cli.options import Sampling, parse_device, parse_dtype
 from h2okv.cli.output import write_text
+from h2okv.cli.report import report
 
 # What the prompt may use of a context that is longer than the sample text's first pages.
 _MOST_PROMPT_TOKENS = 4096
@@ -40,7 +41,9 @@ def demo(
     )
     job = Job(loaded, described, input_ids, sampling)
     choice = CacheChoice(policy="h2o", heavy=0.1, recent=0.1, sink=0)
-    return exit_code(run_beside_full(job, choice, quiet=False))
+    comparison = run_beside_full(job, choice, quiet=False)
+    report(choice.label, comparison)
+    return exit_code(comparison)
 
 
 def _long_prompt(described: Described, max_new_tokens: int) -> torch.Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from h2okv.cli.generation import Generation
+from h2okv.cli.comparison import Comparison
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 
 
-def exit_code(runs: Sequence[Generation]) -> int:
-    """Returns 0 if all runs came to their end, 130 (as shells do for SIGINT) if one did not."""
-    return INTERRUPTED if any(run.interrupted for run in runs) else 0
+def exit_code(comparison: Comparison) -> int:
+    """Returns 0 if all came to its end, 130 (as shells do for SIGINT) if Ctrl-C ended it."""
+    return INTERRUPTED if comparison.interrupted else 0

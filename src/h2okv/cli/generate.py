@@ -17,7 +17,7 @@ from h2okv.cli.loading import BUNDLED, describe, load_weights
 from h2okv.cli.options import DTYPES, Sampling, parse_amount, parse_device, parse_dtype
 from h2okv.cli.output import write_text
 from h2okv.cli.prompt import encode_prompt, read_prompt
-from h2okv.cli.report import to_json
+from h2okv.cli.report import report, to_json
 
 HELP = """Generate text with an H2O cache.
 
@@ -71,10 +71,12 @@ def generate(
     loaded = load_weights(described, wanted_dtype, wanted_device)
     job = Job(loaded, described, input_ids, sampling)
     run = run_alone if compare is None else run_beside_full
-    generations = run(job, choice, quiet=json)
+    comparison = run(job, choice, quiet=json)
     if json:
-        write_text(to_json(_settings(job, choice), generations) + "\n")
-    return exit_code(generations)
+        write_text(to_json(_settings(job, choice), comparison) + "\n")
+    else:
+        report(choice.label, comparison)
+    return exit_code(comparison)
 
 
 def _settings(job: Job, choice: CacheChoice) -> dict[str, Any]:

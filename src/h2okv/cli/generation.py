@@ -92,7 +92,11 @@ class _NumbersOnly(LogitsProcessor):
 
 
 def generate_once(
-    job: Job, cache: Cache, write: Callable[[str], None], show_progress: bool = False
+    job: Job,
+    cache: Cache,
+    write: Callable[[str], None],
+    show_progress: bool = False,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Generation:
     """Generates from a prompt and measures it; Ctrl-C ends it with what there is.
 
@@ -101,6 +105,7 @@ def generate_once(
         cache: An `H2OCache`, or a cache of transformers for the model's own attention.
         write: Takes the text while it is made.
         show_progress: Whether to draw a progress bar for the prompt.
+        processors: What else looks at the logits before a token is chosen.
 
     Returns:
         The text and its measurements.
@@ -113,7 +118,7 @@ def generate_once(
         torch.manual_seed(job.sampling.seed)
         start = time.perf_counter()
         try:
-            _generate(job, cache, stream)
+            _generate(job, cache, stream, processors)
         except KeyboardInterrupt:
             interrupted = True
             progress.close()
@@ -142,7 +147,9 @@ def warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
             raise KeyboardInterrupt
 
 
-def _generate(job: Job, cache: Cache, stream: TextStream) -> None:
+def _generate(
+    job: Job, cache: Cache, stream: TextStream, processors: Sequence[LogitsProcessor]
+) -> None:
     input_ids = job.input_ids.to(job.model.device)
     options: dict[str, Any] = {"do_sample": False}
     if job.sampling.temperature > 0:
@@ -158,7 +165,7 @@ def _generate(job: Job, cache: Cache, stream: TextStream) -> None:
         attention_mask=torch.ones_like(input_ids),
         past_key_values=cache,
         max_new_tokens=job.room,
-        logits_processor=[_NumbersOnly()],
+        logits_processor=[_NumbersOnly(), *processors],
         streamer=stream,
         **options,
     )

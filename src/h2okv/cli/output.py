@@ -36,7 +36,7 @@ def write_heading(heading: str) -> None:
     write_text(f"--- {heading} ---\n")
 
 
-def write_summary(line: str) -> None:
+def write_remark(line: str) -> None:
     """Writes a line to stderr, so that a text piped on stays only text."""
     print(line, file=sys.stderr)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from h2okv.cli.agreement import Agreement
+from h2okv.cli.comparison import Comparison
 from h2okv.cli.generation import Generation
+from h2okv.cli.output import write_remark, write_text
 
 _NONE = "-"
 _FEW_TOKENS = 32
@@ -35,13 +37,33 @@ def summary_line(run: Generation) -> str:
     return " | ".join(parts)
 
 
-def comparison_table(label: str, run: Generation, full: Generation) -> str:
+def report(label: str, comparison: Comparison) -> None:
+    """Tells people what a generation cost, and how it compares to the full cache's.
+
+    The table goes to stdout, for it is the result of a comparison; remarks go to stderr.
+
+    Args:
+        label: What the chosen cache is called.
+        comparison: The generation, with or without the full cache's.
+    """
+    run = comparison.run
+    if comparison.full is not None and comparison.agreement is not None:
+        write_text(comparison_table(label, run, comparison.full, comparison.agreement))
+    else:
+        write_remark(summary_line(run))
+    note = small_budget_note(run)
+    if note is not None:
+        write_remark(note)
+
+
+def comparison_table(label: str, run: Generation, full: Generation, agreement: Agreement) -> str:
     """Sets a generation beside that of the full cache.
 
     Args:
         label: What the run is called.
         run: With a policy.
         full: With transformers' own cache.
+        agreement: How far they agree.
 
     Returns:
         The table as text, without colours.
@@ -61,8 +83,10 @@ def comparison_table(label: str, run: Generation, full: Generation) -> str:
     }
     for name, cell in rows.items():
         table.add_row(name, cell(full), cell(run))
-    agreement = Agreement.of(run.token_ids, full.token_ids)
     table.add_row("tokens that agree", "", agreement_text(agreement))
+    if agreement.same_next_token is not None:
+        same = f"{agreement.same_next_token} of {len(full.token_ids)} (after the full cache's text)"
+        table.add_row("same next token", "", same)
     # Rendered to text, so that a closed pipe shows where the text is written and nowhere else.
     console = Console(width=88)
     with console.capture() as captured:
@@ -96,26 +120,20 @@ def small_budget_note(run: Generation) -> str | None:
     )
 
 
-def to_json(settings: dict[str, Any], runs: Sequence[Generation]) -> str:
+def to_json(settings: dict[str, Any], comparison: Comparison) -> str:
     """Makes the object that `--json` prints.
 
     Args:
         settings: What the generation was asked for.
-        runs: The generation, and the full cache's if it was run.
+        comparison: The generation, with or without the full cache's.
 
     Returns:
         One JSON object on one line.
     """
-    run, *others = runs
-    result = {**settings, **_fields(run)}
-    for full in others:
-        agreement = Agreement.of(run.token_ids, full.token_ids)
-        result["full"] = _fields(full)
-        result["agreement"] = {
-            "compared": agreement.compared,
-            "equal": agreement.equal,
-            "first_difference": agreement.first_difference,
-        }
+    result = {**settings, **_fields(comparison.run)}
+    if comparison.full is not None and comparison.agreement is not None:
+        result["full"] = _fields(comparison.full)
+        result["agreement"] = asdict(comparison.agreement)
     return json.dumps(result, ensure_ascii=False, allow_nan=False)
 
 

@@ -1,0 +1,28 @@
+import torch
+
+from h2okv.cli.cache_choice import full_cache
+from h2okv.cli.following import count_same_choices
+from h2okv.cli.generation import Job, generate_once
+from h2okv.cli.loading import describe, load_weights
+from h2okv.cli.options import Sampling
+
+
+def test_counts_the_places_where_the_choice_is_the_given_one(model_folder, prompt):
+    described = describe(str(model_folder))
+    model = load_weights(described, None, torch.device("cpu"))
+    input_ids = described.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    job = Job(model, described, input_ids, Sampling(max_new_tokens=12))
+    own = generate_once(job, full_cache(model.config), lambda _: None).token_ids
+    assert count_same_choices(job, full_cache(model.config), own) == 12
+
+    # What follows the changed token is compared to one forward over the same changed text.
+    changed = [*own[:4], (own[4] + 1) % 300, *own[5:]]
+    tokens = torch.cat([input_ids, torch.tensor([changed])], dim=1)
+    with torch.no_grad():
+        choices = model(tokens).logits[0, input_ids.shape[1] - 1 : -1].argmax(-1).tolist()
+    expected = sum(a == b for a, b in zip(choices, changed, strict=True))
+    assert count_same_choices(job, full_cache(model.config), changed) == expected < 12
+
+
+def test_nothing_to_follow(model_folder):
+    assert count_same_choices(None, None, []) is None
