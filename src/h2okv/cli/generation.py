@@ -18,7 +18,7 @@ from h2okv.cli.options import Sampling
 from h2okv.cli.prefill_progress import PrefillProgress
 from h2okv.cli.text_stream import TextStream
 
-_WARM_UP_PROMPT = 256
+_WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
 
 
