@@ -69,6 +69,8 @@ def export(run: Path, tokenizer: PreTrainedTokenizerFast, out: Path) -> checkpoi
         fresh, old = Path(aside, "new"), Path(aside, "old")
         net.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
+        for file in fresh.iterdir():
+            file.chmod(0o644)  # the weights are written readable by their owner alone
         if (out / CARD).exists():
             shutil.copy2(out / CARD, fresh / CARD)
         if out.exists():

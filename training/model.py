@@ -47,11 +47,36 @@ def build_model(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
-def next_token_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Computes the mean loss of tokens 1.. of windows [B, T + 1] under bf16 autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+def head_loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Computes the mean loss of `target` [B, T] from the last hidden states [B, T, hidden]."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class NextTokenLoss:
+    """The mean loss of tokens 1.. of windows, under bf16 autocast.
+
+    Compiled by parts: one layer serves all layers, so a new window length costs seconds, not
+    minutes.
+
+    Args:
+        model: The model to train.
+        compiled: Whether to use torch.compile.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, compiled: bool = False) -> None:
+        self.model = model
+        self.head = head_loss
+        if compiled:
+            self.head = torch.compile(head_loss, dynamic=False)
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Computes the loss of windows [B, T + 1]."""
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+            return self.head(hidden, self.model.lm_head.weight, tokens[:, 1:])
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,9 +115,7 @@ class Trainer:
             self.optimizers.load_state_dict(states["optimizers"])
             torch.set_rng_state(states["rng"])
             console.print(f"resumed at step {self.progress.step}")
-        self.loss = model.next_token_loss
-        if settings.compile:
-            self.loss = torch.compile(model.next_token_loss, dynamic=False)
+        self.loss = model.NextTokenLoss(self.net, settings.compile)
         self._cut_log()
 
     @property
@@ -169,7 +168,7 @@ class Trainer:
         context = schedule.context(self.share)
         count = max(1, self.settings.batch_tokens // context)
         tokens = torch.from_numpy(self.windows.batch(self.progress.window, count, context + 1))
-        loss = self.loss(self.net, tokens)
+        loss = self.loss(tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         self.optimizers.step(schedule.learning_rate_share(self.share))
@@ -236,6 +235,8 @@ def main() -> None:
     """Runs the command line."""
     settings = parse_arguments()
     torch.set_num_threads(settings.threads)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a background process ignores Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     Trainer(settings, Console()).run()
 
 

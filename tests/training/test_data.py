@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from training.data import TrainingWindows, fact_window, held_out_windows, plain_window
 from training.text import HELD_OUT_BOOKS, read_held_out_book
 

@@ -1,4 +1,5 @@
 import numpy as np
+
 from training.facts import ANSWERS, KINDS, Fact, draw_facts
 
 

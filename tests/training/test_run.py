@@ -1,7 +1,7 @@
 import torch
-from training.optimizer import Optimizers
 
 from training import checkpoint, model, schedule
+from training.optimizer import Optimizers
 
 
 def test_schedule_ends_at_zero_and_context_grows():
@@ -30,7 +30,7 @@ def test_a_resumed_run_takes_the_same_step(tokenizer, tmp_path):
         return net, Optimizers(net)
 
     def step(net, optimizers):
-        model.next_token_loss(net, tokens).backward()
+        model.NextTokenLoss(net)(tokens).backward()
         optimizers.step(1.0)
 
     net, optimizers = make()

@@ -1,0 +1,118 @@
+"""Perplexity and recall under eviction: dense prefill, then teacher-forced token by token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+import h2okv
+from training.data import Window
+from training.quality import answer_recalled, stack
+
+POLICIES = ("recent", "sink_recent", "random", "heavy", "h2o")
+FAR = 256  # tokens since an answer was last said, from which its recall counts as "far"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a policy does at one budget.
+
+    Attributes:
+        policy: Name of the policy.
+        share: Budget as share of the prompt.
+        tokens: Budget in tokens; for "full" the whole window.
+        text_perplexity: On plain windows, second half.
+        fact_perplexity: On windows with facts, second half.
+        recall: Share of the answers recalled that are asked for in the second half.
+        far_recall: The same for answers that were last said `FAR` tokens ago or more.
+        answers: Number of answers in `recall`.
+        far_answers: Number of answers in `far_recall`.
+    """
+
+    policy: str
+    share: float
+    tokens: int
+    text_perplexity: float
+    fact_perplexity: float
+    recall: float
+    far_recall: float
+    answers: int
+    far_answers: int
+
+
+def make_cache(net: LlamaForCausalLM, policy: str, tokens: int) -> h2okv.H2OCache:
+    """Makes a cache that keeps `tokens` entries, half of them recent where the policy has both."""
+    return h2okv.H2OCache(net.config, heavy=tokens - tokens // 2, recent=tokens // 2, policy=policy)
+
+
+@torch.inference_mode()
+def second_half(
+    net: LlamaForCausalLM, tokens: torch.Tensor, cache: h2okv.H2OCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads the first half at once, then feeds the second half one token at a time.
+
+    Args:
+        net: A model whose attention is "h2o".
+        tokens: Windows [B, T].
+        cache: An empty cache.
+
+    Returns:
+        Loss and hit [B, T / 2] of the tokens of the second half.
+    """
+    half = tokens.shape[1] // 2
+    losses, hits = [], []
+    block = tokens[:, :half]
+    for target in tokens[:, half:].unbind(1):
+        output = net(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = output.logits[:, -1].float()
+        losses.append(F.cross_entropy(logits, target, reduction="none"))
+        hits.append(logits.argmax(-1) == target)
+        block = target[:, None]
+    return torch.stack(losses, 1), torch.stack(hits, 1)
+
+
+def measure(
+    net: LlamaForCausalLM, plain: list[Window], facts: list[Window], policy: str, share: float
+) -> Measured:
+    """Measures one policy at one budget.
+
+    Args:
+        net: A model whose attention is "h2o".
+        plain: Windows of book text.
+        facts: Windows with facts, of the same length.
+        policy: Name of the policy.
+        share: Budget as share of the prompt, which is the first half of the window.
+
+    Returns:
+        The measured values.
+    """
+    tokens = stack([*plain, *facts])
+    half = tokens.shape[1] // 2
+    budget = tokens.shape[1] if policy == "full" else round(share * half)
+    loss, hits = second_half(net, tokens, make_cache(net, policy, budget))
+    hits = torch.cat([hits.new_zeros(len(tokens), half - 1), hits], dim=1)[len(plain) :]
+    near, far = [], []
+    for row, window in enumerate(facts):
+        stated = {a.fact for a in window.answers if a.occurrence == 0 and a.stop <= half}
+        for answer in window.answers:
+            if answer.start < half or answer.fact not in stated:
+                continue
+            hit = answer_recalled(hits, row, answer.start, answer.stop)
+            near.append(hit)
+            if answer.gap >= FAR:
+                far.append(hit)
+    return Measured(
+        policy=policy,
+        share=share,
+        tokens=budget,
+        text_perplexity=math.exp(loss[: len(plain)].mean().item()),
+        fact_perplexity=math.exp(loss[len(plain) :].mean().item()),
+        recall=sum(near) / max(1, len(near)),
+        far_recall=sum(far) / max(1, len(far)),
+        answers=len(near),
+        far_answers=len(far),
+    )
