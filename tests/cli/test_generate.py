@@ -5,6 +5,8 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import h2okv
+
 BUDGET = ("--heavy", "16", "--recent", "16")
 RUN_FIELDS = {
     "text": str,
@@ -165,6 +167,21 @@ def test_stops_at_the_end_token(generate, save_model):
     result = json.loads(generate(*BUDGET, "--json", model=model).out)
     assert result["finish_reason"] == "eos"
     assert result["token_ids"] == free[: free.index(free[5]) + 1]
+
+
+@pytest.mark.parametrize(
+    "wish", [{"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 3}], ids=str
+)
+def test_a_checkpoint_that_wishes_otherwise(generate, save_model, wish):
+    model = save_model()
+    (model / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, **wish}))
+    outcome = generate(*BUDGET, model=model)
+    assert outcome.code == 0
+    assert outcome.out == generate(*BUDGET).out
+
+
+def test_version(h2okv_command):
+    assert h2okv_command("--version").out == f"h2okv {h2okv.__version__}\n"
 
 
 def test_a_share_of_a_short_prompt_brings_a_note(generate):

@@ -102,3 +102,11 @@ def test_a_closed_pipe_gives_one_sentence_and_code_2(endless):
     assert process.wait(timeout=WAIT) == 2
     assert err.startswith(b"h2okv: the output was closed by its reader")
     assert err.count(b"\n") == 1
+
+
+def test_an_interrupt_while_following_sets_the_code(job, monkeypatch):
+    monkeypatch.setattr("h2okv.cli.following.discard", InterruptAt(2))
+    comparison = run_beside_full(job, CHOICE, quiet=True)
+    assert comparison.full is not None
+    assert comparison.agreement.same_next_token is None
+    assert exit_code(comparison) == 130

@@ -6,22 +6,43 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 import typer
 from transformers.utils import logging as transformers_logging
 
+import h2okv
 from h2okv.cli.demo import demo
 from h2okv.cli.exit_codes import BAD_INPUT
 from h2okv.cli.generate import HELP, generate
-from h2okv.cli.output import OutputClosedError
+from h2okv.cli.output import OutputClosedError, write_text
 
 _app = typer.Typer(
     name="h2okv",
-    help="Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face language models.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        write_text(f"h2okv {h2okv.__version__}\n")
+        raise typer.Exit
+
+
+@_app.callback(help="Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face models.")
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Takes what comes before the command."""
+
+
 _app.command("generate", help=HELP)(generate)
 _app.command("demo")(demo)
 

@@ -21,16 +21,19 @@ class Comparison:
         run: With the chosen cache.
         full: With transformers' own cache; None if not asked for, or after Ctrl-C before it.
         agreement: How far both agree; None without `full`.
+        cut_short: Whether Ctrl-C came after both, while their agreement was looked into.
     """
 
     run: Generation
     full: Generation | None = None
     agreement: Agreement | None = None
+    cut_short: bool = False
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended one of them."""
-        return self.run.interrupted or (self.full is not None and self.full.interrupted)
+        """Whether Ctrl-C ended any part of it."""
+        runs = (self.run, self.full)
+        return self.cut_short or any(run is not None and run.interrupted for run in runs)
 
 
 def run_alone(job: Job, choice: CacheChoice, quiet: bool) -> Comparison:
@@ -77,9 +80,12 @@ def run_beside_full(job: Job, choice: CacheChoice, quiet: bool) -> Comparison:
     if run.interrupted:
         return Comparison(run)
     full = generate("full cache", full_cache(config))
-    same_next_token = None
+    same_next_token, cut_short = None, False
     # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
     if job.sampling.temperature == 0 and not full.interrupted:
-        same_next_token = count_same_choices(job, choice.make(config, seed), full.token_ids)
+        try:
+            same_next_token = count_same_choices(job, choice.make(config, seed), full.token_ids)
+        except KeyboardInterrupt:
+            cut_short = True
     agreement = Agreement.of(run.token_ids, full.token_ids, same_next_token)
-    return Comparison(run, full, agreement)
+    return Comparison(run, full, agreement, cut_short)

@@ -24,9 +24,9 @@ class _Follow(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         given = self._token_ids[len(self.choices)]
         self.choices.append(int(scores.argmax()))
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, given] = 0.0
-        return forced
+        scores.fill_(-torch.inf)
+        scores[:, given] = 0.0
+        return scores
 
 
 def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int | None:
@@ -41,7 +41,10 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
         token_ids: The text to follow.
 
     Returns:
-        The count; None if there is nothing to follow, or after Ctrl-C.
+        The count; None if there is nothing to follow.
+
+    Raises:
+        KeyboardInterrupt: If Ctrl-C came meanwhile.
     """
     if not token_ids:
         return None
@@ -49,5 +52,5 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
     forced = replace(job, sampling=Sampling(max_new_tokens=len(token_ids)))
     run = generate_once(forced, cache, discard, processors=[follow])
     if run.interrupted:
-        return None
+        raise KeyboardInterrupt
     return sum(a == b for a, b in zip(follow.choices, token_ids, strict=True))

@@ -165,6 +165,8 @@ def _generate(
         attention_mask=torch.ones_like(input_ids),
         past_key_values=cache,
         max_new_tokens=job.room,
+        use_cache=True,
+        num_beams=1,
         logits_processor=[_NumbersOnly(), *processors],
         streamer=stream,
         **options,

@@ -93,6 +93,9 @@ def load_weights(
     )
     check_complete(described.name, sorted(info["missing_keys"]))
     check_finite(described.name, model)
+    if model.generation_config is not None:
+        # A checkpoint may ask for a cache of its own; here the command brings the cache.
+        model.generation_config.cache_implementation = None
     model.to(device)
     model.eval()
     return model
