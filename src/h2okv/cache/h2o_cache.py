@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2okv.budget import Budget
 from h2okv.cache.scored import ScoredLayer
@@ -66,20 +62,19 @@ class H2OCache(Cache):
         self.policy = get_policy(policy, seed)
         check_config(config)
         layer_class = SimulatedLayer if simulate else SlotLayer
-        layers: list[Any] = []
-        kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        for kind, options in zip(kinds, arguments, strict=True):
-            if kind == "full_attention":
-                layers.append(layer_class(len(layers), self.budget, self.policy))
-            else:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
+        # transformers' own cache knows each layer's kind, in every version of transformers.
+        layers: list[Any] = DynamicCache(config=config).layers
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[index] = layer_class(index, self.budget, self.policy)
         self._last_updated: ScoredLayer | None = None
         self._scored = [layer for layer in layers if isinstance(layer, ScoredLayer)]
         if not self._scored:
             raise ValueError(
-                f"model type {config.model_type!r} has no full-attention layer (its layers: "
-                f"{', '.join(sorted(set(kinds)))}), so there is nothing for H2O to evict; "
-                "use transformers' own cache."
+                f"model type {config.model_type!r} has no full-attention layer (its cache layers: "
+                f"{', '.join(kinds)}), so there is nothing for H2O to evict; use transformers' own "
+                "cache."
             )
         super().__init__(layers=layers)
 
