@@ -33,6 +33,8 @@ class SlotLayer(ScoredLayer):
         super()._forget()
         self.free: torch.Tensor | None = None
         self.enabled: torch.Tensor | None = None
+        self.is_full = False
+        self.has_sinks = True
         self.last_growth = 0
 
     def row_tensors(self) -> tuple[str, ...]:
@@ -73,9 +75,9 @@ class SlotLayer(ScoredLayer):
         entry = position.expand_as(self.free)
         self.positions.scatter_(-1, self.free, entry)
         self.scores.scatter_(-1, self.free, 0.0)
-        output, sums = decode_with_scores(
-            query, self.keys, self.values, self.positions < 0, scale, softcap
-        )
+        full = self.is_full and real is None
+        hidden = None if full else self.positions < 0
+        output, sums = decode_with_scores(query, self.keys, self.values, hidden, scale, softcap)
         if real is None:
             self.num_real_tokens += 1
         else:
@@ -83,18 +85,22 @@ class SlotLayer(ScoredLayer):
             self.num_real_tokens += real[:, 0]
         self.scores += sums
         self.cumulative_length += 1
-        self._free_one()
+        self._free_one(full)
         return output
 
-    def _free_one(self) -> None:
+    def _free_one(self, full: bool) -> None:
         """Finds the slot that the next token takes, and evicts what it holds; mutates the layer."""
         newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        self.free = free_slot(
+        sink = self.sink if self.has_sinks else None
+        chosen = free_slot(
             self.policy.priority(self.scores, self.positions, newest, self.layer_idx),
             self.positions,
-            protected_entries(self.positions, newest, self.sink, self.recent),
+            protected_entries(self.positions, newest, sink, self.recent),
             self.enabled,
+            full,
         )
+        # In place: a recorded CUDA graph reads and writes the same memory in every step.
+        self.free.copy_(chosen)
         self.positions.scatter_(-1, self.free, -1)
 
     def _block(
@@ -172,6 +178,13 @@ class SlotLayer(ScoredLayer):
         )
         if self.policy.evicts:
             self.enabled = self._slots_within_budget()
+            # Python bools, known once for each block: a decode step may then leave out the masks.
+            self.is_full = self.enabled is None and bool(self._counts().eq(self.total).all())
+            self.has_sinks = any(tokens.sink for tokens in self.row_budgets)
+
+    def _counts(self) -> torch.Tensor:
+        """Entries held, int64 ``[B, H, 1]``."""
+        return (self.positions >= 0).sum(dim=-1, keepdim=True)
 
     def _slots_within_budget(self) -> torch.Tensor | None:
         """Marks ``K + 1`` slots for each sequence; ``None`` if all sequences have one budget."""

@@ -9,13 +9,11 @@ def write_slot(slots: torch.Tensor, free: torch.Tensor, entry: torch.Tensor) -> 
     """Writes one entry for each sequence and head into its free slot.
 
     Args:
-        slots: ``[B, H, S, D]``, contiguous; mutated.
+        slots: ``[B, H, S, D]``; mutated.
         free: int64 ``[B, H, 1]``, the slot to take.
         entry: ``[B, H, 1, D]``.
     """
-    batch, num_kv_heads, num_slots, size = slots.shape
-    rows = torch.arange(batch * num_kv_heads, device=slots.device) * num_slots
-    slots.view(-1, size).index_copy_(0, rows + free.view(-1), entry.reshape(-1, size))
+    slots.scatter_(2, free.unsqueeze(-1).expand_as(entry), entry)
 
 
 def decode_with_scores(
@@ -30,8 +28,9 @@ def decode_with_scores(
 
     Args:
         query: ``[B, HQ, 1, D]``.
-        keys: ``[B, H, S, D]``.
-        values: ``[B, H, S, Dv]``.
+        keys: ``[B, H, S, D]``, contiguous. A hidden slot may hold anything.
+        values: ``[B, H, S, Dv]``, contiguous. A hidden slot may hold anything finite: its
+            probability is zero, and zero times NaN would still be NaN.
         hidden: bool ``[B, H, S]``, slots to leave out; ``None`` if all are entries. A sequence
             with nothing to see gives zeros.
         scale: factor on the logits.
@@ -41,17 +40,25 @@ def decode_with_scores(
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``.
     """
     batch, num_heads, _, size = query.shape
-    num_kv_heads = keys.shape[1]
-    grouped = query.view(batch, num_kv_heads, num_heads // num_kv_heads, size)
+    num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
+    rows = batch * num_kv_heads
+    grouped = query.reshape(rows, num_heads // num_kv_heads, size)
+    flat_keys, flat_values = keys.view(rows, num_slots, size), values.view(rows, num_slots, -1)
     # Logits in fp32 whatever the model's dtype: bf16 logits would move the scores by percents.
-    logits = (grouped.to(torch.float32) * scale) @ keys.to(torch.float32).transpose(-1, -2)
+    logits = torch.bmm(grouped.float() * scale, flat_keys.float().transpose(1, 2))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
-        logits = logits.masked_fill(hidden.unsqueeze(2), torch.finfo(torch.float32).min)
+        unseen = hidden.view(rows, 1, num_slots)
+        logits = logits.masked_fill(unseen, torch.finfo(torch.float32).min)
     weights = torch.softmax(logits, dim=-1)
     if hidden is not None:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
-        weights = weights.masked_fill(hidden.unsqueeze(2), 0.0)
-    output = weights.to(values.dtype) @ values
-    return output.view(batch, num_heads, 1, -1), weights.sum(dim=2)
+        weights = weights.masked_fill(unseen, 0.0)
+    output = torch.bmm(weights.to(values.dtype), flat_values)
+    # A sum over one query head would be a copy.
+    sums = weights if num_heads == num_kv_heads else weights.sum(dim=1)
+    return (
+        output.view(batch, num_heads, 1, -1),
+        sums.view(batch, num_kv_heads, num_slots),
+    )

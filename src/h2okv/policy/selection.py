@@ -8,7 +8,7 @@ _OLDEST_LAST = torch.iinfo(torch.int32).max
 
 
 def protected_entries(
-    positions: torch.Tensor, newest: torch.Tensor, sink: torch.Tensor, recent: torch.Tensor
+    positions: torch.Tensor, newest: torch.Tensor, sink: torch.Tensor | None, recent: torch.Tensor
 ) -> torch.Tensor:
     """Marks the entries that eviction must not touch.
 
@@ -16,13 +16,17 @@ def protected_entries(
         positions: original positions, ``[B, H, N]``; -1 for an empty slot (the mark means nothing
             there).
         newest: position of the newest token, ``[B, 1, 1]``.
-        sink: protected first positions, ``[B, 1, 1]``.
+        sink: protected first positions, ``[B, 1, 1]``; ``None`` if there are none.
         recent: protected newest positions, ``[B, 1, 1]``.
 
     Returns:
         bool ``[B, H, N]``.
     """
-    return (positions < sink) | (positions > newest - recent)
+    # In the positions' own dtype: a comparison across dtypes converts the large side.
+    protected = positions > (newest - recent).to(positions.dtype)
+    if sink is not None:
+        protected |= positions < sink.to(positions.dtype)
+    return protected
 
 
 def keep_indices(
@@ -64,6 +68,7 @@ def free_slot(
     positions: torch.Tensor,
     protected: torch.Tensor,
     enabled: torch.Tensor | None,
+    full: bool = False,
 ) -> torch.Tensor:
     """Finds the slot that the next token takes: an empty one, else the first to be evicted.
 
@@ -74,14 +79,16 @@ def free_slot(
         positions: int32 ``[B, H, S]``; -1 marks an empty slot.
         protected: bool ``[B, H, S]``.
         enabled: bool ``[B, 1, S]``, slots within the sequence's budget + 1; ``None`` if all are.
+        full: True if no slot is empty or out of a budget, which saves looking for those.
 
     Returns:
         int64 ``[B, H, 1]``, the slot's index.
     """
-    rank = torch.where(protected, torch.inf, priority)
-    rank = torch.where(positions < 0, -torch.inf, rank)
-    if enabled is not None:
-        rank = torch.where(enabled, rank, torch.inf)
+    rank = priority.masked_fill(protected, torch.inf)
+    if not full:
+        rank = rank.masked_fill(positions < 0, -torch.inf)
+        if enabled is not None:
+            rank = rank.masked_fill(~enabled, torch.inf)
     lowest = rank.amin(dim=-1, keepdim=True)
-    age = torch.where(rank == lowest, positions, _OLDEST_LAST)
-    return age.argmin(dim=-1, keepdim=True)
+    age = positions.masked_fill(rank > lowest, _OLDEST_LAST)
+    return age.min(dim=-1, keepdim=True).indices
