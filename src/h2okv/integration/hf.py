@@ -6,57 +6,16 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from h2okv.cache.scored import LAYER_ATTRIBUTE, ScoredLayer
-from h2okv.ops.reference import attention_with_scores
+from h2okv.integration.masks import h2o_mask
+from h2okv.integration.plain import plain_attention
 
 ATTENTION_NAME = "h2o"
 
-# Arguments that some models give their attention and that change the probabilities.
-_UNMODELLED = ("position_bias", "s_aux")
-
-
-def h2o_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor | None:
-    """Makes the mask of a block; registered as ``"h2o"`` in ``AttentionMaskInterface``.
-
-    A causal block over itself (every block of an `H2OCache`, and the first one of any cache) needs
-    no T x T mask, only to know which tokens are padding. Everything else gets SDPA's mask.
-
-    Args:
-        q_length: T.
-        kv_length: keys that the cache's layer will return; T for an H2O layer.
-        mask_function: transformers' description of the mask.
-        attention_mask: bool ``[B, tokens seen + T]`` or ``None``.
-        **options: what else transformers gives a mask function.
-
-    Returns:
-        bool ``[B, 1, 1, T]`` (False for padding), ``None`` if there is no padding, or SDPA's mask.
-    """
-    if mask_function is not causal_mask_function or q_length != kv_length:
-        return sdpa_mask(
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **options,
-        )
-    if attention_mask is None:
-        return None
-    real = attention_mask[:, -q_length:].to(torch.bool)
-    # Reading the mask is free on the CPU and once per prompt elsewhere, but not in a decode step.
-    readable = real.device.type == "cpu" or q_length > 1
-    if readable and not torch.compiler.is_compiling() and bool(real.all()):
-        return None
-    return real[:, None, None, :]
+# Arguments that change the probabilities and that SDPA passes over in silence: learned sinks, and
+# the keys that an indexer chose.
+_IGNORED_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
 
 
 def h2o_attention(
@@ -93,59 +52,65 @@ def h2o_attention(
     """
     layer: ScoredLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
-        return _plain_attention(
+        _check_modelled(module, options, _IGNORED_BY_SDPA)
+        return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap, options
         )
-    layer.awaits_attention = False
-    for name in _UNMODELLED:
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} asks for attention with {name}, which H2O does not "
-                "model; use transformers' own cache for this model."
-            )
-    if attention_mask is not None and attention_mask.shape[-2:] != (1, query.shape[2]):
+    if not layer.awaits_attention:
         raise ValueError(
-            f"H2OCache got an attention mask of shape {list(attention_mask.shape)}; it needs "
-            "causal attention and takes a 2D mask [batch, tokens seen + new tokens] with 0 for "
-            "padding."
+            f"{type(module).__name__} attends twice to the same keys, which would count their "
+            "scores twice; use transformers' own cache for this model."
         )
+    layer.awaits_attention = False
+    _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
+    _check_causal(module, query, attention_mask, options)
     if not torch.compiler.is_compiling():
         layer.claim(module)
-    real = None if attention_mask is None else attention_mask[:, 0, 0, :].to(torch.bool)
+    real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, real, scale, softcap)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _plain_attention(
+def _check_modelled(
+    module: torch.nn.Module, options: dict[str, Any], unmodelled: tuple[str, ...]
+) -> None:
+    """Raises if the model asks for attention that would be ignored."""
+    for name in unmodelled:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} asks for attention with {name}, which H2O does not "
+                "model; use transformers' own cache and attention for this model."
+            )
+
+
+def _check_causal(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
+    mask: torch.Tensor | None,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """SDPA with the mask that `h2o_mask` made."""
+) -> None:
+    """Raises if a block with H2O entries is not plain causal attention."""
     length = query.shape[2]
-    if attention_mask is not None and attention_mask.shape[-2] == 1 < length:
-        causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        attention_mask = attention_mask & causal
-    if softcap is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[-2:] != (1, length)):
+        raise ValueError(
+            f"H2OCache got an attention mask of shape {list(mask.shape)} and {mask.dtype}; it "
+            "needs causal attention and takes a 2D mask [batch, tokens seen + new tokens] with 0 "
+            "for padding."
         )
-    # SDPA has no soft cap.
-    if attention_mask is None:
-        past = key.shape[2] - length
-        attention_mask = torch.ones(
-            length, key.shape[2], dtype=torch.bool, device=query.device
-        ).tril(past)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, _ = attention_with_scores(query, key, value, attention_mask, scale, softcap)
-    return output.transpose(1, 2).contiguous(), None
+    is_causal = options.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if length > 1 and not is_causal:
+        raise ValueError(
+            f"{type(module).__name__} asks for attention that is not causal, which H2O is not "
+            "defined for; use transformers' own cache for this model."
+        )
+    if options.get("sliding_window") is not None:
+        raise ValueError(
+            f"{type(module).__name__} asks for a sliding window in a layer that its config calls "
+            "full attention; set the config's layer_types right, or use transformers' own cache."
+        )
 
 
 def register() -> None:
