@@ -64,16 +64,27 @@ def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, ca
     assert exit_code(run_alone(job, CHOICE, quiet=True)) == 0
 
 
-def start(*args, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "h2okv.cli", *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        # A test run in the background ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **options,
-    )
+@pytest.fixture
+def start():
+    """Starts the command as a process of its own; whatever happens, it ends with the test."""
+    processes = []
+
+    def call(*args):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "h2okv.cli", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            # A test run in the background ignores SIGINT, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +94,7 @@ def endless(save_model, prompt):
     return ("generate", "--model", model, *budget, prompt)
 
 
-def test_control_c_ends_with_the_summary_and_code_130(endless):
+def test_control_c_ends_with_the_summary_and_code_130(start, endless):
     process = start(*endless)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -93,7 +104,7 @@ def test_control_c_ends_with_the_summary_and_code_130(endless):
     assert err.count(b"\n") == 1
 
 
-def test_a_closed_pipe_gives_one_sentence_and_code_2(endless):
+def test_a_closed_pipe_gives_one_sentence_and_code_2(start, endless):
     process = start(*endless)
     assert process.stdout.read(1)
     process.stdout.close()
