@@ -10,14 +10,81 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_OWN_ATTENTION = "it computes attention itself, not through transformers' AttentionInterface"
+_ALIBI = f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there"
+_SINK_LOGIT = "its softmax has a learned sink logit in every head, which the scores do not model"
+_POSITION_BIAS = "it adds learned relative-position biases to the logits, which are not modelled"
+_INDEXER = (
+    "an indexer of its own chooses the keys that a token sees, so that H2O would score others"
+)
+_HALF_MODEL = (
+    "it is half of an encoder-decoder model, and its positions count padding, so that a padded row "
+    "would not give what it gives alone"
+)
+_ENCODER = "it is an encoder, and H2O is defined for decoder-only models"
+_LATENT = (
+    "it caches one compressed latent for all heads (MLA), so that a head cannot drop a token that "
+    "another one keeps"
+)
+_SHARED_KEYS = (
+    "some of its layers attend to the keys of another layer, which has evicted for itself"
+)
+
 REFUSED = {
-    "falcon": "it computes attention itself (and ALiBi inside it), not through transformers' "
-    "AttentionInterface",
-    "bloom": "it computes attention with ALiBi itself, not through transformers' "
-    "AttentionInterface",
-    "mpt": "it computes attention with ALiBi itself, not through transformers' "
-    "AttentionInterface",
-    "gpt_oss": "its softmax has a learned sink logit in every head, which the scores do not model",
+    "bloom": _ALIBI,
+    "falcon": f"{_OWN_ATTENTION} (some Falcon checkpoints with ALiBi)",
+    "mpt": _ALIBI,
+    "codegen": _OWN_ATTENTION,
+    "git": _OWN_ATTENTION,
+    "gpt_neo": _OWN_ATTENTION,
+    "gptj": _OWN_ATTENTION,
+    "xglm": _OWN_ATTENTION,
+    "deepseek_v4": _SINK_LOGIT,
+    "flint": _SINK_LOGIT,
+    "gpt_oss": _SINK_LOGIT,
+    "granite_swa": _SINK_LOGIT,
+    "granitemoe_swa": _SINK_LOGIT,
+    "hy_v4": _SINK_LOGIT,
+    "mimo_v2_flash": _SINK_LOGIT,
+    "inkling_text": _POSITION_BIAS,
+    "inkling2_text": _POSITION_BIAS,
+    "minimax_m3_vl_text": _INDEXER,
+    "diffllama": "it attends twice to the same keys with different values, which would count every "
+    "score twice",
+    "doge": "it builds a mask of its own from the values of all tokens, evicted ones too",
+    "jetmoe": "it repeats the keys after the cache has seen them, one copy for each expert",
+    "minimax": "it accepts no cache but its own",
+    **dict.fromkeys(
+        (
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "pegasus",
+            "plbart",
+            "whisper",
+        ),
+        _HALF_MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            "bert",
+            "bert-generation",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        _ENCODER,
+    ),
 }
 """Model types that are known not to work, with the reason."""
 
@@ -53,14 +120,30 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
 
 
 def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | None:
+    """The reason why a model cannot be served; ``None`` if nothing speaks against it."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and H2O is defined for decoder-only models"
-    if text_config.model_type in REFUSED:
-        return REFUSED[text_config.model_type]
+    for candidate in (text_config, config):
+        if candidate.model_type in REFUSED:
+            return REFUSED[candidate.model_type]
+    if not getattr(text_config, "is_causal", True):
+        return "its config says is_causal=False, and H2O is defined for causal attention"
+    if getattr(text_config, "kv_lora_rank", None):
+        return _LATENT
+    sharing = getattr(text_config, "kv_sharing_modes", None) or ()
+    if getattr(text_config, "num_kv_shared_layers", 0) or any(sharing):
+        return _SHARED_KEYS
+    if "indexed_attention" in (getattr(text_config, "layer_types", None) or ()):
+        return _INDEXER
+    return None if _uses_interface(config, text_config) else _OWN_ATTENTION
+
+
+def _uses_interface(config: PreTrainedConfig, text_config: PreTrainedConfig) -> bool:
+    """Tells whether transformers can set the model's attention, as far as is known in advance."""
     for candidate in (config, text_config):
         # Remote-code models are not in the mapping; nothing is known about them in advance.
         if type(candidate) in MODEL_FOR_CAUSAL_LM_MAPPING:
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
             if not model_class._can_set_attn_implementation():
-                return "it computes attention itself, not through transformers' AttentionInterface"
-    return None
+                return False
+    return True

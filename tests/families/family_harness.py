@@ -1,0 +1,82 @@
+"""Builds a family's tiny model and drives it through a fixed sequence of blocks."""
+
+from copy import deepcopy
+from functools import lru_cache
+
+import torch
+from family_table import VOCABULARY, Family, config_options
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+import h2okv
+
+PROMPT = 40
+# A prompt, single tokens, a second turn of several tokens, single tokens again.
+BLOCKS = (PROMPT, 1, 1, 1, 1, 1, 7, 1, 1)
+TOLERANCE = 2e-4
+
+
+@lru_cache(maxsize=4)
+def tiny_model(family: Family, kv_heads: int | None) -> PreTrainedModel:
+    """The family's random model."""
+    config = AutoConfig.for_model(family.model_type, **config_options(family, kv_heads))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _fresh(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy: dynamic RoPE scaling remembers the longest text that a model has seen."""
+    return deepcopy(model)
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Random text without special tokens, ``[rows, length]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def full_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+@torch.no_grad()
+def forced_logits(
+    model: PreTrainedModel, cache: Cache, attention: str, blocks: tuple[int, ...] = BLOCKS
+) -> torch.Tensor:
+    """Logits of two rows of fixed text, read block by block."""
+    model = _fresh(model)
+    model.set_attn_implementation(attention)
+    ids = tokens(2, sum(blocks))
+    logits, start = [], 0
+    for size in blocks:
+        block = ids[:, start : start + size]
+        logits.append(model(block, past_key_values=cache, use_cache=True).logits)
+        start += size
+    return torch.cat(logits, dim=1)
+
+
+def generate(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, attention: str, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Six greedy tokens: (ids ``[B, 6]``, their logits ``[B, 6, V]``)."""
+    model = _fresh(model)
+    model.set_attn_implementation(attention)
+    made = model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=6,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return made.sequences[:, ids.shape[1] :], torch.stack(made.logits, dim=1)
+
+
+def kept_sets(cache: h2okv.H2OCache) -> dict[int, list[list[set[int]]]]:
+    """What each full-attention layer holds, for each row and head."""
+    kept = {}
+    for layer in cache._scored:
+        positions = cache.kept_positions(layer.layer_idx).tolist()
+        kept[layer.layer_idx] = [[{p for p in head if p >= 0} for head in row] for row in positions]
+    return kept

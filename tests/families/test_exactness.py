@@ -1,0 +1,91 @@
+"""Every family of the support table: what the contract promises, on a tiny random model."""
+
+import pytest
+import torch
+from family_harness import (
+    BLOCKS,
+    PROMPT,
+    TOLERANCE,
+    forced_logits,
+    full_cache,
+    generate,
+    kept_sets,
+    tiny_model,
+    tokens,
+)
+from family_table import variant_id, variants
+
+import h2okv
+
+every_family = pytest.mark.parametrize("variant", variants(), ids=variant_id, scope="module")
+
+
+@every_family
+def test_a_large_budget_gives_the_full_cache(variant):
+    model = tiny_model(*variant)
+    expected = forced_logits(model, full_cache(model), "eager")
+    cache = h2okv.H2OCache(model.config, heavy=sum(BLOCKS), recent=sum(BLOCKS))
+    logits = forced_logits(model, cache, "h2o")
+    cache.check_integrity()
+    assert cache.num_seen_tokens == cache.num_cached_tokens == sum(BLOCKS)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@every_family
+def test_generate_with_a_large_budget_gives_the_full_cache(variant):
+    model = tiny_model(*variant)
+    ids = tokens(2, PROMPT)
+    expected, expected_logits = generate(
+        model, ids, full_cache(model), "sdpa" if _has_sdpa(model) else "eager"
+    )
+    cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT)
+    made, logits = generate(model, ids, cache, "h2o")
+    cache.check_integrity()
+    torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)
+    assert torch.equal(made, expected)
+
+
+@every_family
+def test_dropping_equals_masking(variant):
+    model = tiny_model(*variant)
+    budget = {"heavy": 6, "recent": 4, "sink": 1}
+    dropping = h2okv.H2OCache(model.config, **budget)
+    masking = h2okv.H2OCache(model.config, **budget, simulate=True)
+    logits = forced_logits(model, dropping, "h2o")
+    expected = forced_logits(model, masking, "h2o")
+    dropping.check_integrity()
+    masking.check_integrity()
+    assert kept_sets(dropping) == kept_sets(masking)
+    assert dropping.num_cached_tokens == 11
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    # The test would be empty if nothing that mattered had been evicted.
+    whole = forced_logits(model, full_cache(model), "eager")
+    assert (logits - whole).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in variants() if not v[0].padding], ids=variant_id, scope="module"
+)
+def test_a_padded_row_gives_what_it_gives_alone(variant):
+    model = tiny_model(*variant)
+    short, long = tokens(1, 27, seed=2), tokens(1, PROMPT, seed=3)
+    padding = torch.zeros(1, PROMPT - 27, dtype=torch.long)
+    batch = torch.cat([torch.cat([padding, short], dim=1), long])
+    mask = torch.ones_like(batch)
+    mask[0, : PROMPT - 27] = 0
+    budget = {"heavy": 0.15, "recent": 0.1}
+    together = h2okv.H2OCache(model.config, **budget)
+    made, logits = generate(model, batch, together, "h2o", attention_mask=mask)
+    together.check_integrity()
+    for row, ids in enumerate((short, long)):
+        alone = h2okv.H2OCache(model.config, **budget)
+        made_alone, logits_alone = generate(model, ids, alone, "h2o")
+        torch.testing.assert_close(logits[row], logits_alone[0], atol=TOLERANCE, rtol=0)
+        assert torch.equal(made[row], made_alone[0])
+        for layer, kept in kept_sets(alone).items():
+            assert kept_sets(together)[layer][row] == kept[0]
+
+
+def _has_sdpa(model) -> bool:
+    # transformers runs Gemma 2 in eager mode, for SDPA has no soft cap.
+    return getattr(model.config, "attn_logit_softcapping", None) is None

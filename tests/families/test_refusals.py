@@ -1,0 +1,124 @@
+"""Models that H2O would serve wrongly are refused: by name, or at the latest by their attention."""
+
+import pytest
+import torch
+from family_harness import full_cache, tokens
+from family_table import FAMILIES, config_options
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import h2okv
+from h2okv.cache.support import REFUSED
+from h2okv.integration.hf import h2o_attention
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 89,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_refused_by_name_with_the_reason(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    config = AutoConfig.for_model(model_type)
+    with pytest.raises(ValueError) as caught:
+        h2okv.H2OCache(config)
+    message = str(caught.value)
+    assert "is not supported" in message and "use transformers' own cache" in message
+    if not getattr(config, "is_encoder_decoder", False):
+        assert repr(model_type) in message and REFUSED[model_type] in message
+    with pytest.raises(ValueError, match="is not supported"):
+        h2okv.check_model(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_no_family_of_the_table_is_refused(family):
+    assert family.model_type not in REFUSED
+    heads = family.kv_heads[0] if family.kv_heads else None
+    h2okv.check_model(AutoConfig.for_model(family.model_type, **config_options(family, heads)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "reason"),
+    [
+        ("deepseek_v2", {}, "MLA"),
+        ("deepseek_v3", {}, "MLA"),
+        ("gemma3n_text", {"num_kv_shared_layers": 15}, "keys of another layer"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "keys of another layer"),
+        ("llama", {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]}, "indexer"),
+        ("t5", {}, "encoder-decoder"),
+        ("gpt_neox_japanese", {}, "computes attention itself"),
+        ("llama", {"is_causal": False}, "is_causal=False"),
+        ("mistral", {"sliding_window": 4096}, "no full-attention layer"),
+        ("phi3", {"sliding_window": 2047}, "no full-attention layer"),
+        ("mamba", {}, "no full-attention layer"),
+        ("recurrent_gemma", {}, "no full-attention layer"),
+        ("falcon_h1", {}, "no full-attention layer"),
+    ],
+)
+def test_refused_by_the_config(model_type, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        h2okv.H2OCache(AutoConfig.for_model(model_type, **options))
+
+
+# Known reasons, checked on the model itself: each must fail loudly even if nobody had listed it.
+_LOUD = [
+    ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+    ("diffllama", {}, "attends twice"),
+    ("jetmoe", {"num_local_experts": 2, "kv_channels": 8}, "attention is not 'h2o'"),
+    ("bert", {"is_decoder": False}, "not causal"),
+    ("doge", {"keep_window_size": 2}, "needs causal"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options", "message"), _LOUD, ids=[x[0] for x in _LOUD])
+@torch.no_grad()
+def test_an_unlisted_model_fails_loudly(model_type, options, message, monkeypatch):
+    config = AutoConfig.for_model(model_type, **_SMALL | options)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.set_attn_implementation("h2o")
+    monkeypatch.delitem(REFUSED, model_type)
+    cache = h2okv.H2OCache(config, heavy=4, recent=4)
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 20), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_attention_that_sdpa_would_ignore_is_refused_without_a_cache_too():
+    config = AutoConfig.for_model(
+        "gpt_oss", **_SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.set_attn_implementation("h2o")
+    for options in ({"use_cache": False}, {"past_key_values": full_cache(model)}):
+        with pytest.raises(ValueError, match="s_aux"):
+            model(tokens(1, 20), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "message"),
+    [
+        ({"sliding_window": 4}, None, "sliding window in a layer"),
+        ({"is_causal": False}, None, "not causal"),
+        ({"position_bias": torch.zeros(1, 2, 5, 5)}, None, "position_bias"),
+        ({"block_indices": torch.zeros(1)}, None, "block_indices"),
+        ({}, torch.ones(1, 1, 5, 5, dtype=torch.bool), "needs causal"),
+        ({}, torch.zeros(1, 1, 1, 5), "needs causal"),
+        ({}, torch.full((1, 1, 1, 5), 4, dtype=torch.int32), "needs causal"),
+    ],
+    ids=["window", "bidirectional", "bias", "indexer", "dense", "additive", "window-mask"],
+)
+def test_the_attention_function_refuses(options, mask, message):
+    cache = h2okv.H2OCache(AutoConfig.for_model("llama", **_SMALL), heavy=2, recent=2)
+    query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+    key, value = cache.update(key, value, 0)
+    with pytest.raises(ValueError, match=message):
+        h2o_attention(torch.nn.Module(), query, key, value, mask, **options)

@@ -1,0 +1,161 @@
+"""Sliding windows in O(T) memory: the same numbers as transformers' T x T mask."""
+
+import pytest
+import torch
+from family_harness import TOLERANCE, full_cache, tokens
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from h2okv.integration.masks import WINDOW_DTYPE, h2o_mask
+from h2okv.integration.plain import plain_attention
+from h2okv.ops.windowed import windowed_attention
+
+SIZES = {"batch_size": 2, "device": torch.device("cpu")}
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[2]))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("past", [0, 5, 63])
+@pytest.mark.parametrize("window", [1, 5, 64, 111, 500])
+def test_equals_the_dense_mask(window, past, padded, softcap):
+    length = 150
+    total = past + length
+    query, key, value = _random(2, 4, length, 8), _random(2, 2, total, 8), _random(2, 2, total, 6)
+    real = torch.ones(2, total, dtype=torch.bool)
+    if padded:
+        real[0, : past + 70] = False
+    places = {"q_length": length, "kv_length": total, "q_offset": past, "kv_offset": 0}
+    pattern = {
+        "mask_function": sliding_window_causal_mask_function(window),
+        "local_size": window,
+        "attention_mask": real,
+    }
+    mask = h2o_mask(**places, **pattern, **SIZES)
+    dense = sdpa_mask(**places, **pattern, **SIZES, allow_is_causal_skip=False)
+    assert mask is None or mask.shape[-2] == 1
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    output, _ = plain_attention(module, query, key, value, mask, 0.5, 0.0, softcap, {})
+    logits = query.unflatten(1, (2, 2)) @ key.unsqueeze(2).transpose(-1, -2) * 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = logits.masked_fill(~dense.unsqueeze(2), -torch.inf).softmax(dim=-1)
+    expected = (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+    seen = real[:, past:]
+    torch.testing.assert_close(output[seen], expected[seen], atol=1e-5, rtol=0)
+
+
+def test_gradients_pass():
+    tensors = [_random(1, 2, 100, 8).requires_grad_() for _ in range(3)]
+    windowed_attention(*tensors, None, 7, 0.3).square().sum().backward()
+    dense = sdpa_mask(
+        batch_size=1,
+        q_length=100,
+        kv_length=100,
+        mask_function=sliding_window_causal_mask_function(7),
+        local_size=7,
+    )
+    copies = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    output = torch.nn.functional.scaled_dot_product_attention(*copies, attn_mask=dense, scale=0.3)
+    output.square().sum().backward()
+    for tensor, copy in zip(tensors, copies, strict=True):
+        torch.testing.assert_close(tensor.grad, copy.grad, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        (chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long)), {"local_size": 8}),
+        (chunked_causal_mask_function(8, torch.tensor([3, 0])), {"local_size": 8}),
+        (chunked_causal_mask_function(1, torch.zeros(2, dtype=torch.long)), {"local_size": 1}),
+        (sliding_window_causal_mask_function(8), {"allow_is_causal_skip": False}),
+        # What transformers does when it lays another pattern over the window.
+        (
+            sliding_window_causal_mask_function(8),
+            {"local_size": 8, "allow_is_causal_skip": False},
+        ),
+        (bidirectional_mask_function, {"allow_is_causal_skip": False}),
+    ],
+    ids=["chunked", "chunked-padded", "chunks-of-one", "unnamed", "overlaid", "bidirectional"],
+)
+def test_other_patterns_keep_their_dense_mask(pattern, options):
+    places = {"q_length": 20, "kv_length": 20, "mask_function": pattern, **SIZES}
+    mask = h2o_mask(**places, **options)
+    dense = sdpa_mask(**places, **options)
+    if options.get("local_size") == 1:
+        # Chunks of one token and a window of one are the same pattern.
+        assert mask.dtype == WINDOW_DTYPE
+    else:
+        assert torch.equal(mask, dense)
+
+
+def test_a_window_that_reaches_everything_is_causal():
+    pattern = {"mask_function": sliding_window_causal_mask_function(20), "local_size": 20}
+    assert h2o_mask(q_length=20, kv_length=20, **pattern, **SIZES) is None
+    assert h2o_mask(q_length=20, kv_length=20, mask_function=causal_mask_function, **SIZES) is None
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_training_passes_the_same_gradients(kind):
+    """No cache, gradients on: what a user gets who fine-tunes with the attention left at h2o."""
+    model = _gemma(kind)
+    ids = tokens(2, 30)
+    grads = []
+    for attention in ("eager", "h2o"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=0)
+    assert grads[0].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+@torch.no_grad()
+def test_h2o_attention_with_another_cache(kind):
+    """Two turns of a padded batch on transformers' own cache."""
+    model = _gemma(kind)
+    ids = tokens(2, 45)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    logits = []
+    for attention in ("eager", "h2o"):
+        model.set_attn_implementation(attention)
+        cache = full_cache(model)
+        first = model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache).logits
+        second = model(ids[:, 30:], attention_mask=mask, past_key_values=cache).logits
+        logits.append(torch.cat([first, second], dim=1))
+    seen = mask.to(torch.bool)
+    torch.testing.assert_close(logits[1][seen], logits[0][seen], atol=TOLERANCE, rtol=0)
+
+
+def _gemma(kind: str):
+    options = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 89,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 4,
+        "initializer_range": 0.3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    torch.manual_seed(0)
+    if kind == "gemma2":
+        config = Gemma2Config(**options, attn_logit_softcapping=3.0)
+        return Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    config = Gemma3TextConfig(**options)
+    return Gemma3ForCausalLM._from_config(config, attn_implementation="eager").eval()
