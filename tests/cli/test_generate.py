@@ -180,6 +180,17 @@ def test_a_checkpoint_that_wishes_otherwise(generate, save_model, wish):
     assert outcome.out == generate(*BUDGET).out
 
 
+def test_the_bundled_model_is_the_default(h2okv_command):
+    args = ("generate", *BUDGET, "--max-new-tokens", 4, "--device", "cpu", "--json")
+    result = json.loads(h2okv_command(*args, "It was late when the old man").out)
+    assert result["model"] == "bundled"
+    assert len(result["token_ids"]) == 4
+    # Stored in half precision, but computed in what every CPU is good at.
+    assert result["dtype"] == "float32"
+    args = (*args, "--dtype", "bfloat16")
+    assert json.loads(h2okv_command(*args, "It was late").out)["dtype"] == "bfloat16"
+
+
 def test_version(h2okv_command):
     assert h2okv_command("--version").out == f"h2okv {h2okv.__version__}\n"
 

@@ -71,7 +71,8 @@ def load_weights(
 
     Args:
         described: From `describe`.
-        dtype: The data type; None for the checkpoint's own.
+        dtype: The data type; None for the checkpoint's own, and for the bundled model on a CPU
+            float32.
         device: Where it shall run.
 
     Returns:
@@ -80,6 +81,9 @@ def load_weights(
     Raises:
         ValueError: If its weights are missing, damaged, incomplete or not finite.
     """
+    if dtype is None and described.name == BUNDLED and device.type == "cpu":
+        # It is stored in half precision to be small, but not every CPU computes well in that.
+        dtype = torch.float32
     model, info = _read(
         described.name,
         "weights",
