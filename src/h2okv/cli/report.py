@@ -134,7 +134,7 @@ def to_json(settings: dict[str, Any], comparison: Comparison) -> str:
     if comparison.full is not None and comparison.agreement is not None:
         result["full"] = _fields(comparison.full)
         result["agreement"] = asdict(comparison.agreement)
-    return json.dumps(result, ensure_ascii=False, allow_nan=False)
+    return json.dumps(result, allow_nan=False)
 
 
 def format_bytes(count: int) -> str:
