@@ -16,6 +16,11 @@ from h2okv.policy.selection import protected_entries
 LAYER_ATTRIBUTE = "_h2okv_layer"
 """Attribute on the key tensor by which the attention function finds the cache layer."""
 
+_NO_WAY_BACK = (
+    "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; generate "
+    "without assistant_model, prompt_lookup_num_tokens and other speculative modes."
+)
+
 
 class ScoredLayer(CacheLayerMixin):
     """One attention layer's cache with scores; subclasses hold the entries.
@@ -237,11 +242,15 @@ class ScoredLayer(CacheLayerMixin):
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
-            "generate without assistant_model, prompt_lookup_num_tokens and other speculative "
-            "modes."
-        )
+        raise ValueError(_NO_WAY_BACK)
+
+    def activate_past_recording(self) -> None:
+        """Refuses what transformers asks for before it generates tokens that it may take back.
+
+        Raises:
+            ValueError: always; `crop` alone would speak up when some text has been streamed.
+        """
+        raise ValueError(_NO_WAY_BACK)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Takes each row from another one, scores included (beam search).
