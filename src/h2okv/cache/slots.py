@@ -220,7 +220,8 @@ class SlotLayer(ScoredLayer):
         ):
             slot[:, :, :held] = entries
             setattr(self, name, slot)
-        self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+        with torch.inference_mode(False):
+            self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
 
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""
