@@ -5,6 +5,7 @@ import torch
 from family_harness import full_cache, tokens
 from family_table import FAMILIES, config_options
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import h2okv
 from h2okv.cache.support import REFUSED
@@ -52,7 +53,6 @@ def test_no_family_of_the_table_is_refused(family):
         ("deepseek_v3", {}, "MLA"),
         ("gemma3n_text", {"num_kv_shared_layers": 15}, "keys of another layer"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "keys of another layer"),
-        ("llama", {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]}, "indexer"),
         ("t5", {}, "encoder-decoder"),
         ("gpt_neox_japanese", {}, "computes attention itself"),
         ("llama", {"is_causal": False}, "is_causal=False"),
@@ -66,6 +66,14 @@ def test_no_family_of_the_table_is_refused(family):
 def test_refused_by_the_config(model_type, options, reason):
     with pytest.raises(ValueError, match=reason):
         h2okv.H2OCache(AutoConfig.for_model(model_type, **options))
+
+
+def test_indexed_layers_are_refused():
+    if "indexed_attention" not in DYNAMIC_LAYER_TYPE_MAPPING:
+        pytest.skip("this version of transformers has no indexed attention")
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, layer_types=["indexed_attention"])
+    with pytest.raises(ValueError, match="indexer"):
+        h2okv.H2OCache(config)
 
 
 # Known reasons, checked on the model itself: each must fail loudly even if nobody had listed it.

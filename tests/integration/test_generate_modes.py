@@ -1,0 +1,165 @@
+"""Every mode of ``generate`` in which the cache is promised to hold."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+import h2okv
+
+PROMPT = 40
+NEW = 12
+SMALL = {"heavy": 5, "recent": 4}
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "beams-with-sampling": {"num_beams": 3, "do_sample": True},
+    "several-samples": {"do_sample": True, "num_return_sequences": 3},
+    "several-beams": {"num_beams": 4, "num_return_sequences": 2},
+}
+every_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def _prompt(rows: int = 2, length: int = PROMPT, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _generate(model, ids, cache, attention="h2o", **options) -> torch.Tensor:
+    model.set_attn_implementation(attention)
+    torch.manual_seed(5)
+    options = {"do_sample": False, "max_new_tokens": NEW} | options
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+def _padded() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = _prompt()
+    mask = torch.ones_like(ids)
+    ids[0, :13], mask[0, :13] = 0, 0
+    return ids, mask
+
+
+@every_mode
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_a_large_budget_gives_the_full_cache(make_llama, options, is_padded):
+    model = make_llama()
+    ids, mask = _padded() if is_padded else (_prompt(), None)
+    expected = _generate(model, ids, DynamicCache(), "sdpa", attention_mask=mask, **options)
+    cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT)
+    made = _generate(model, ids, cache, attention_mask=mask, **options)
+    cache.check_integrity()
+    assert made.shape[0] == 2 * options.get("num_return_sequences", 1)
+    assert torch.equal(made, expected)
+
+
+@every_mode
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_a_small_budget_gives_what_masking_gives(make_llama, kept_sets, options, is_padded):
+    model = make_llama()
+    ids, mask = _padded() if is_padded else (_prompt(), None)
+    dropping = h2okv.H2OCache(model.config, **SMALL)
+    masking = h2okv.H2OCache(model.config, **SMALL, simulate=True)
+    made = _generate(model, ids, dropping, attention_mask=mask, **options)
+    expected = _generate(model, ids, masking, attention_mask=mask, **options)
+    dropping.check_integrity()
+    assert torch.equal(made, expected)
+    assert kept_sets(dropping) == kept_sets(masking)
+    whole = _generate(model, ids, DynamicCache(), "sdpa", attention_mask=mask, **options)
+    assert not torch.equal(made, whole), "nothing that mattered was evicted"
+
+
+@torch.no_grad()
+def test_scores_move_with_the_beams(make_llama):
+    """Reordered rows go on as the texts that they now hold would have gone on alone."""
+    model = make_llama()
+    ids = _prompt(rows=3)
+    cache = h2okv.H2OCache(model.config, **SMALL)
+    texts = [[] for _ in range(3)]
+    model(ids, past_key_values=cache)
+    origins = [0, 1, 2]
+    for step, order in enumerate([[2, 0, 0], [1, 1, 0], [0, 2, 1], [2, 2, 2]]):
+        cache.reorder_cache(torch.tensor(order))
+        origins = [origins[row] for row in order]
+        block = _prompt(rows=3, length=2, seed=10 + step)
+        texts = [texts[row] + block[at].tolist() for at, row in enumerate(order)]
+        model(block[:, :1], past_key_values=cache)
+        logits = model(block[:, 1:], past_key_values=cache).logits
+        cache.check_integrity()
+    for row in range(3):
+        alone = h2okv.H2OCache(model.config, **SMALL)
+        model(ids[origins[row]].unsqueeze(0), past_key_values=alone)
+        for token in texts[row]:
+            expected = model(torch.tensor([[token]]), past_key_values=alone).logits
+        torch.testing.assert_close(logits[row], expected[0], atol=1e-4, rtol=0)
+        held, entries = _entries(cache)[row], _entries(alone)[0]
+        assert held == pytest.approx(entries, abs=1e-4)
+
+
+def _entries(cache) -> list[dict[tuple[int, int, int], float]]:
+    """For each row: (layer, head, position) -> score."""
+    rows: list[dict[tuple[int, int, int], float]] = []
+    for layer in range(len(cache.layers)):
+        positions, scores = cache.kept_positions(layer), cache.scores(layer)
+        for row in range(positions.shape[0]):
+            if row == len(rows):
+                rows.append({})
+            for head in range(positions.shape[1]):
+                for position, score in zip(
+                    positions[row, head].tolist(), scores[row, head].tolist(), strict=True
+                ):
+                    if position >= 0:
+                        rows[row][layer, head, position] = score
+    return rows
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_a_second_generate_goes_on(make_llama, kept_sets, is_padded):
+    model = make_llama()
+    ids, mask = _padded() if is_padded else (_prompt(), torch.ones(2, PROMPT, dtype=torch.long))
+    turns = {}
+    caches = {
+        "full": DynamicCache(),
+        "large": h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT),
+        "dropping": h2okv.H2OCache(model.config, **SMALL),
+        "masking": h2okv.H2OCache(model.config, **SMALL, simulate=True),
+    }
+    for name, cache in caches.items():
+        attention = "sdpa" if name == "full" else "h2o"
+        first = _generate(model, ids, cache, attention, attention_mask=mask)
+        # The reply, and then a question of nine tokens.
+        second = torch.cat([first, _prompt(length=9, seed=1)], dim=1)
+        grown = torch.cat([mask, mask.new_ones(2, NEW + 9)], dim=1)
+        turns[name] = _generate(model, second, cache, attention, attention_mask=grown)
+        if name != "full":
+            cache.check_integrity()
+            assert cache.num_seen_tokens == PROMPT + NEW + 9 + NEW - 1
+    assert torch.equal(turns["large"], turns["full"])
+    assert torch.equal(turns["dropping"], turns["masking"])
+    assert kept_sets(caches["dropping"]) == kept_sets(caches["masking"])
+
+
+class _Heard(BaseStreamer):
+    """Counts what a user would have read."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces += 1
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("budget", [SMALL, {"heavy": PROMPT, "recent": PROMPT}])
+@pytest.mark.parametrize("mode", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_assisted_decoding_is_refused_before_any_text(make_llama, mode, budget):
+    model = make_llama()
+    options = {mode: make_llama(seed=1) if mode == "assistant_model" else 3}
+    heard = _Heard()
+    cache = h2okv.H2OCache(model.config, **budget)
+    # A prompt that repeats itself, so that prompt lookup has something to propose.
+    ids = _prompt(rows=1, length=10).repeat(1, 4)
+    with pytest.raises(ValueError, match=r"H2OCache.*assistant_model, prompt_lookup_num_tokens"):
+        _generate(model, ids, cache, streamer=heard, **options)
+    assert heard.pieces <= 1, "only the prompt may have been streamed"
