@@ -14,9 +14,7 @@ _OWN_ATTENTION = "it computes attention itself, not through transformers' Attent
 _ALIBI = f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there"
 _SINK_LOGIT = "its softmax has a learned sink logit in every head, which the scores do not model"
 _POSITION_BIAS = "it adds learned relative-position biases to the logits, which are not modelled"
-_INDEXER = (
-    "an indexer of its own chooses the keys that a token sees, so that H2O would score others"
-)
+_INDEXER = "an indexer of its own chooses the keys that a token sees, evicted ones included"
 _HALF_MODEL = (
     "it is half of an encoder-decoder model, and its positions count padding, so that a padded row "
     "would not give what it gives alone"
@@ -27,7 +25,7 @@ _LATENT = (
     "another one keeps"
 )
 _SHARED_KEYS = (
-    "some of its layers attend to the keys of another layer, which has evicted for itself"
+    "some of its layers attend to the keys of another layer, which evicts by its own scores"
 )
 
 REFUSED = {

@@ -1,0 +1,92 @@
+"""Writes the support table from the rows that the tests run.
+
+python tests/families/support_table.py           refresh docs/support-table.md and README.md
+python tests/families/support_table.py --check   only say whether they are up to date
+"""
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
+
+from family_table import FAMILIES, Family  # noqa: E402
+
+from h2okv.cache import support  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "support-table.md"
+README = ROOT / "README.md"
+START, END = "<!-- support-table:start -->", "<!-- support-table:end -->"
+
+_INTRODUCTION = """\
+Every row runs on a tiny random config in `tests/families`, with as many KV heads as query heads
+(MHA) and with fewer (GQA) where the config has the choice: a budget of the whole length gives the
+full cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives
+what it gives alone. Layers that are not full attention keep transformers' own cache.
+"""
+_OTHERS = """\
+Other model types are untested: they work, or stop with an error where their attention asks for what
+H2O does not model. A model in which every layer has a sliding window (Mistral-7B v0.1, Phi-3-mini-4k) or is recurrent
+(Mamba) has nothing for H2O to evict and is refused. So are, by name or by their config:
+"""
+_BY_CONFIG = {
+    "DeepSeek-V2, DeepSeek-V3, Kimi, MiniCPM3 and others with `kv_lora_rank`": support._LATENT,
+    "Gemma 3n, Gemma 4 with `num_kv_shared_layers`": support._SHARED_KEYS,
+    "DeepSeek-V3.2, GLM-5 and others with indexed attention": support._INDEXER,
+    "T5, BART and other encoder-decoder models": "H2O is defined for decoder-only models",
+}
+
+
+def _heads(family: Family) -> str:
+    if family.kv_heads is None:
+        return "MQA" if "one KV head" in family.note else "MHA"
+    return ", ".join("MHA" if heads == 4 else "GQA" for heads in family.kv_heads)
+
+
+def table() -> str:
+    """The Markdown between the README's markers."""
+    lines = [_INTRODUCTION, "| Family | Model type | Heads | Remarks |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        lines.append(
+            f"| {family.name} | `{family.model_type}` | {_heads(family)} | {family.note} |"
+        )
+    lines += ["", _OTHERS, "| Refused | Why |", "|---|---|"]
+    lines += [f"| {models} | {reason} |" for models, reason in _BY_CONFIG.items()]
+    reasons = defaultdict(list)
+    for model_type, reason in support.REFUSED.items():
+        reasons[reason].append(f"`{model_type}`")
+    lines += [f"| {', '.join(types)} | {reason} |" for reason, types in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def document() -> str:
+    """The whole of docs/support-table.md."""
+    return f"# Models\n\n{table()}"
+
+
+def refreshed(text: str) -> str:
+    """The README with the table between its markers."""
+    before, rest = text.split(START)
+    after = rest.split(END)[1]
+    return f"{before}{START}\n{table()}{END}{after}"
+
+
+def main(arguments: list[str]) -> int:
+    """Writes or checks the two files; returns the exit code."""
+    readme = README.read_text(encoding="utf-8")
+    wanted = {DOCUMENT: document(), README: refreshed(readme)}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if "--check" in arguments:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is out of date; run {Path(__file__).name}")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
