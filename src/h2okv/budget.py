@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A fraction such as 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
+# 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
 _ROUNDING_SLACK = 1e-6
 
 
@@ -69,7 +69,8 @@ class Budget:
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(
-                f"max_tokens={self.max_tokens!r} leaves no room; give at least 1, or None for no limit."
+                f"max_tokens={self.max_tokens!r} leaves no room; give at least 1, or None for no "
+                "limit."
             )
         if not isinstance(self.heavy, float) and not isinstance(self.recent, float):
             self._check_total(TokenBudget(self.sink, self.heavy, self.recent))

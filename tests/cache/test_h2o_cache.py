@@ -126,6 +126,26 @@ def test_another_model_is_refused(make_llama, model):
         read(copy.deepcopy(model).bfloat16(), cache)
 
 
+def test_a_text_read_anew_is_refused(model):
+    """Without use_cache, generate feeds the whole text again at every step."""
+    input_ids = torch.randint(2, 97, (1, 8))
+    cache = h2okv.H2OCache(model.config)
+    with pytest.raises(ValueError, match="leave out use_cache=False"):
+        model.generate(input_ids, past_key_values=cache, use_cache=False, max_new_tokens=3)
+
+
+def test_a_second_generate_goes_on(model):
+    """The same cache, the old text and a new turn: only the new tokens are read."""
+    cache = h2okv.H2OCache(model.config, heavy=6, recent=6)
+    first = torch.randint(2, 97, (2, 8), generator=torch.Generator().manual_seed(0))
+    answer = model.generate(first, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    turn = torch.cat([answer, first.flip(1)], dim=1)
+    assert cache.num_seen_tokens == 12
+    model.generate(turn, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert cache.num_seen_tokens == 8 + 5 + 8 + 4
+    cache.check_integrity()
+
+
 def test_nan_is_refused(model):
     broken = copy.deepcopy(model)
     broken.model.layers[0].mlp.up_proj.weight.data[3, 3] = torch.nan

@@ -140,6 +140,38 @@ class ScoredLayer(CacheLayerMixin):
                 "call cache.reset() or make a new H2OCache."
             )
 
+    def check_follows(
+        self, position_ids: torch.Tensor | None, real: torch.Tensor | None, length: int
+    ) -> None:
+        """Refuses a later block that does not go on where the last one ended.
+
+        ``generate(use_cache=False)`` reads the whole text anew at every step, which would count
+        every token again. Reads the device, so it asks only for blocks of more than one token.
+
+        Args:
+            position_ids: ``[B, T]`` or ``[1, T]`` as the model got them, or ``None``.
+            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+            length: T.
+
+        Raises:
+            ValueError: if the block's positions do not follow the tokens seen.
+        """
+        if position_ids is None or position_ids.dim() != 2 or length == 1 or not self.row_budgets:
+            return
+        last = position_ids.to(self.device).amax(dim=1)
+        new = torch.full_like(self.num_real_tokens, length) if real is None else real.sum(dim=1)
+        # Positions count the real tokens (generate) or all of them (a bare forward).
+        follows = (last == self.num_real_tokens + new - 1) | (new == 0)
+        follows |= last == self.cumulative_length + length - 1
+        if not bool(follows.all()):
+            row = int((~follows).nonzero()[0])
+            raise ValueError(
+                f"H2OCache has seen {int(self.num_real_tokens[row])} tokens of row {row} and got "
+                f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
+                "does not go on from there; leave out use_cache=False, or call cache.reset() to "
+                "read a new text."
+            )
+
     @torch.no_grad()
     def attend(
         self,

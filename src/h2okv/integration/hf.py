@@ -64,9 +64,10 @@ def h2o_attention(
     layer.awaits_attention = False
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
     _check_causal(module, query, attention_mask, options)
+    real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     if not torch.compiler.is_compiling():
         layer.claim(module)
-    real = None if attention_mask is None else attention_mask[:, 0, 0, :]
+        layer.check_follows(options.get("position_ids"), real, query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, real, scale, softcap)
     return output.transpose(1, 2).contiguous(), None
