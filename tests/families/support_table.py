@@ -28,8 +28,9 @@ what it gives alone. Layers that are not full attention keep transformers' own c
 """
 _OTHERS = """\
 Other model types are untested: they work, or stop with an error where their attention asks for what
-H2O does not model. A model in which every layer has a sliding window (Mistral-7B v0.1, Phi-3-mini-4k) or is recurrent
-(Mamba) has nothing for H2O to evict and is refused. So are, by name or by their config:
+H2O does not model. A model in which every layer has a sliding window (Mistral-7B v0.1,
+Phi-3-mini-4k) or is recurrent (Mamba) has nothing for H2O to evict and is refused. So are, by name
+or by their config:
 """
 _BY_CONFIG = {
     "DeepSeek-V2, DeepSeek-V3, Kimi, MiniCPM3 and others with `kv_lora_rank`": support._LATENT,
@@ -55,8 +56,8 @@ def table() -> str:
     lines += ["", _OTHERS, "| Refused | Why |", "|---|---|"]
     lines += [f"| {models} | {reason} |" for models, reason in _BY_CONFIG.items()]
     reasons = defaultdict(list)
-    for model_type, reason in support.REFUSED.items():
-        reasons[reason].append(f"`{model_type}`")
+    for model_type in sorted(support.REFUSED):
+        reasons[support.REFUSED[model_type]].append(f"`{model_type}`")
     lines += [f"| {', '.join(types)} | {reason} |" for reason, types in reasons.items()]
     return "\n".join(lines) + "\n"
 
