@@ -169,7 +169,12 @@ def _plan_events(
 
 
 def fact_window(
-    corpus: Corpus, at: float, length: int, rng: np.random.Generator, held_out: bool = False
+    corpus: Corpus,
+    at: float,
+    length: int,
+    rng: np.random.Generator,
+    held_out: bool = False,
+    one_property: bool = False,
 ) -> Window:
     """Cuts a window and weaves facts into it at sentence ends.
 
@@ -179,13 +184,14 @@ def fact_window(
         length: Number of tokens, BOS among them.
         rng: Where chance comes from.
         held_out: Whether to use pairs of name and answer that training never shows.
+        one_property: Whether all its facts are about one property.
 
     Returns:
         The window with the places of all answers.
     """
     tokenizer = corpus.tokenizer
     most = max(1, length // 170)
-    facts = draw_facts(rng, int(rng.integers(1, most + 1)), held_out)
+    facts = draw_facts(rng, int(rng.integers(1, most + 1)), held_out, one_property)
     events = _plan_events(rng, facts, tokenizer)
     room = length - 1 - sum(len(piece) for event in events for piece in event.pieces)
     while room < length // 3:  # too much woven in: let the last events go
@@ -233,19 +239,28 @@ class TrainingWindows:
         corpus: The training text.
         seed: Seed of all choices.
         fact_share: Share of the windows with facts.
+        one_property_share: Share of those whose facts only the name tells apart.
     """
 
-    def __init__(self, corpus: Corpus, seed: int = 0, fact_share: float = 0.45) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        seed: int = 0,
+        fact_share: float = 0.45,
+        one_property_share: float = 0.5,
+    ) -> None:
         self.corpus = corpus
         self.seed = seed
         self.fact_share = fact_share
+        self.one_property_share = one_property_share
 
     def window(self, number: int, length: int) -> Window:
         """Makes window `number` of `length` tokens."""
         rng = np.random.default_rng((self.seed, number))
         at = (number * GOLDEN) % 1.0
         if rng.random() < self.fact_share:
-            return fact_window(self.corpus, at, length, rng)
+            one_property = rng.random() < self.one_property_share
+            return fact_window(self.corpus, at, length, rng, one_property=one_property)
         return plain_window(self.corpus, at, length)
 
     def batch(self, number: int, count: int, length: int) -> np.ndarray:

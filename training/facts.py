@@ -120,7 +120,9 @@ def draw_name(rng: np.random.Generator) -> str:
     return invented_word(rng) if rng.random() < 0.2 else str(rng.choice(words.GIVEN_NAMES))
 
 
-def draw_facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fact]:
+def draw_facts(
+    rng: np.random.Generator, count: int, held_out: bool, one_property: bool = False
+) -> list[Fact]:
     """Draws facts that only their whole question tells apart.
 
     Names and properties repeat among the facts, but no two facts have both in common.
@@ -129,16 +131,21 @@ def draw_facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fac
         rng: Where chance comes from.
         count: Number of facts.
         held_out: Whether to draw pairs of name and answer that training never shows.
+        one_property: Whether all facts are about one property, so that only the name tells.
 
     Returns:
         `count` facts.
     """
     names = [draw_name(rng) for _ in range(max(1, count - int(rng.integers(0, 2))))]
     relations = [str(rng.choice(PROPERTIES)) for _ in range(max(1, count // 2 + 1))]
+    if one_property:
+        relations = relations[:1]
     facts: dict[tuple[str, str], Fact] = {}
     while len(facts) < count:
         name = str(rng.choice(names)) if rng.random() < 0.7 else draw_name(rng)
-        relation = str(rng.choice(relations if rng.random() < 0.7 else PROPERTIES))
+        relation = str(
+            rng.choice(PROPERTIES if rng.random() >= 0.7 and not one_property else relations)
+        )
         pool = ANSWERS[relation]
         answer = invented_word(rng) if pool is None else str(rng.choice(pool))
         fact = Fact(name, relation, answer)
