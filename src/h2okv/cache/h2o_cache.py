@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2okv.budget import Budget
+from h2okv.cache.integrity import check_integrity
 from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
@@ -207,4 +208,4 @@ class H2OCache(Cache):
             )
         for layer in self._scored:
             if layer.positions is not None:
-                layer.check_integrity()
+                check_integrity(layer)

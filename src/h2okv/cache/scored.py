@@ -10,8 +10,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.budget import Budget, TokenBudget
+from h2okv.cache.refusals import check_match
 from h2okv.policy import Policy
-from h2okv.policy.selection import protected_entries
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
 """Attribute on the key tensor by which the attention function finds the cache layer."""
@@ -91,7 +91,7 @@ class ScoredLayer(CacheLayerMixin):
         """
         self.require_attention()
         if self.is_initialized:
-            self._check_match(key_states)
+            check_match(self, key_states)
         else:
             self.lazy_initialization(key_states, value_states)
         setattr(key_states, LAYER_ATTRIBUTE, self)
@@ -106,21 +106,6 @@ class ScoredLayer(CacheLayerMixin):
                 "'h2o' (or an earlier forward was interrupted); call "
                 "model.set_attn_implementation('h2o') or use h2okv.enable(model), then "
                 "cache.reset()."
-            )
-
-    def _check_match(self, key_states: torch.Tensor) -> None:
-        batch, heads, _, size = key_states.shape
-        if batch != self.batch_size:
-            raise ValueError(
-                f"H2OCache holds a batch of {self.batch_size} and got a batch of {batch}; "
-                "call cache.reset() or make a new H2OCache."
-            )
-        held = (self.num_kv_heads, self.key_size, self.dtype)
-        if (heads, size, key_states.dtype) != held:
-            raise ValueError(
-                f"H2OCache holds layer {self.layer_idx} of another model: (KV heads, head size, "
-                f"dtype) = {held} and got {(heads, size, key_states.dtype)}; "
-                "call cache.reset() or make a new H2OCache."
             )
 
     def claim(self, module: torch.nn.Module) -> None:
@@ -138,38 +123,6 @@ class ScoredLayer(CacheLayerMixin):
             raise ValueError(
                 f"H2OCache: the entries of layer {self.layer_idx} were written by another model; "
                 "call cache.reset() or make a new H2OCache."
-            )
-
-    def check_follows(
-        self, position_ids: torch.Tensor | None, real: torch.Tensor | None, length: int
-    ) -> None:
-        """Refuses a later block that does not go on where the last one ended.
-
-        ``generate(use_cache=False)`` reads the whole text anew at every step, which would count
-        every token again. Reads the device, so it asks only for blocks of more than one token.
-
-        Args:
-            position_ids: ``[B, T]`` or ``[1, T]`` as the model got them, or ``None``.
-            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-            length: T.
-
-        Raises:
-            ValueError: if the block's positions do not follow the tokens seen.
-        """
-        if position_ids is None or position_ids.dim() != 2 or length == 1 or not self.row_budgets:
-            return
-        last = position_ids.to(self.device).amax(dim=1)
-        new = torch.full_like(self.num_real_tokens, length) if real is None else real.sum(dim=1)
-        # Positions count the real tokens (generate) or all of them (a bare forward).
-        follows = (last == self.num_real_tokens + new - 1) | (new == 0)
-        follows |= last == self.cumulative_length + length - 1
-        if not bool(follows.all()):
-            row = int((~follows).nonzero()[0])
-            raise ValueError(
-                f"H2OCache has seen {int(self.num_real_tokens[row])} tokens of row {row} and got "
-                f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
-                "does not go on from there; leave out use_cache=False, or call cache.reset() to "
-                "read a new text."
             )
 
     @torch.no_grad()
@@ -235,21 +188,6 @@ class ScoredLayer(CacheLayerMixin):
 
         with torch.inference_mode(False):
             self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
-
-    def check_finite(self, sums: torch.Tensor) -> None:
-        """Refuses attention that is not a number; for blocks, where a host sync is affordable.
-
-        Args:
-            sums: probabilities received in this block, fp32 ``[B, H, N]``.
-
-        Raises:
-            ValueError: if one of them is NaN or infinite.
-        """
-        if not bool(torch.isfinite(sums).all()):
-            raise ValueError(
-                f"attention of layer {self.layer_idx} is not finite (NaN or infinity); check the "
-                f"model's weights, or use a wider dtype than {self.dtype}."
-            )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
         """Returns the block's own size and offset; kept entries need no mask from the model."""
@@ -326,36 +264,6 @@ class ScoredLayer(CacheLayerMixin):
         return (
             "keys", "values", "scores", "positions", "num_real_tokens", "sink", "recent", "total",
         )  # fmt: skip
-
-    def check_integrity(self) -> None:
-        """Checks the layer against the contract.
-
-        Raises:
-            ValueError: naming what is broken.
-        """
-        self.require_attention()
-        positions, scores = self.positions, self.scores
-        taken = positions >= 0
-        newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        counts = taken.sum(dim=-1, keepdim=True)
-        expected = newest + 1
-        if self.policy.evicts:
-            expected = torch.minimum(expected, self.total)
-        ordered = positions.sort(dim=-1).values
-        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-        protected = protected_entries(positions, newest, self.sink, self.recent) & taken
-        due = torch.minimum(newest + 1, self.sink + self.recent)
-        problems = {
-            "holds another number of entries than the budget": counts != expected,
-            "holds a token twice": twice,
-            "holds a token that it has not seen": positions > newest,
-            "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
-            "has a score that is negative or not finite": taken & ~(scores >= 0),
-            "has a score that is not finite": taken & ~torch.isfinite(scores),
-        }
-        for problem, found in problems.items():
-            if bool(found.any()):
-                raise ValueError(f"layer {self.layer_idx} {problem}; call cache.reset().")
 
     @property
     @abstractmethod

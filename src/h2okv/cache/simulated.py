@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from h2okv.cache.refusals import check_finite
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.reference import attention_with_scores
 from h2okv.policy.selection import protected_entries
@@ -34,7 +35,7 @@ class SimulatedLayer(ScoredLayer):
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
         visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
         output, sums = attention_with_scores(query, self.keys, self.values, visible, scale, softcap)
-        self.check_finite(sums)
+        check_finite(self, sums)
         self.scores = self.scores + sums.to(torch.float32)
         self.num_real_tokens += real.sum(dim=1)
         self.cumulative_length += length

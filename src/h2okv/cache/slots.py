@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from h2okv.cache.refusals import check_finite
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.blockwise import Visibility
 from h2okv.ops.decode import decode_with_scores, write_slot
@@ -128,7 +129,7 @@ class SlotLayer(ScoredLayer):
             queries=real,
         )
         output, sums = block_attention(query, key, value, visibility, scale, softcap)
-        self.check_finite(sums)
+        check_finite(self, sums)
         self.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
         self._compact(key, value, scores + sums, positions)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from h2okv.cache.refusals import check_follows
 from h2okv.cache.scored import LAYER_ATTRIBUTE, ScoredLayer
 from h2okv.integration.masks import h2o_mask
 from h2okv.integration.plain import plain_attention
@@ -67,7 +68,7 @@ def h2o_attention(
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     if not torch.compiler.is_compiling():
         layer.claim(module)
-        layer.check_follows(options.get("position_ids"), real, query.shape[2])
+        check_follows(layer, options.get("position_ids"), real, query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, real, scale, softcap)
     return output.transpose(1, 2).contiguous(), None

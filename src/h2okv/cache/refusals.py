@@ -1,0 +1,89 @@
+"""Input that would give a wrong text, and the sentence that says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from h2okv.cache.scored import ScoredLayer
+
+
+def check_match(layer: ScoredLayer, key_states: torch.Tensor) -> None:
+    """Refuses keys of another batch or another model than the entries held.
+
+    Args:
+        layer: the layer that gets them.
+        key_states: ``[B, H, T, D]``.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    batch, heads, _, size = key_states.shape
+    if batch != layer.batch_size:
+        raise ValueError(
+            f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "
+            "call cache.reset() or make a new H2OCache."
+        )
+    held = (layer.num_kv_heads, layer.key_size, layer.dtype)
+    if (heads, size, key_states.dtype) != held:
+        raise ValueError(
+            f"H2OCache holds layer {layer.layer_idx} of another model: (KV heads, head size, "
+            f"dtype) = {held} and got {(heads, size, key_states.dtype)}; "
+            "call cache.reset() or make a new H2OCache."
+        )
+
+
+def check_follows(
+    layer: ScoredLayer,
+    position_ids: torch.Tensor | None,
+    real: torch.Tensor | None,
+    length: int,
+) -> None:
+    """Refuses a later block that does not go on where the last one ended.
+
+    ``generate(use_cache=False)`` reads the whole text anew at every step, which would count
+    every token again. Reads the device, so it asks only for blocks of more than one token.
+
+    Args:
+        layer: the layer that gets the block.
+        position_ids: ``[B, T]`` or ``[1, T]`` as the model got them, or ``None``.
+        real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+        length: T.
+
+    Raises:
+        ValueError: if the block's positions do not follow the tokens seen.
+    """
+    if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.row_budgets:
+        return
+    last = position_ids.to(layer.device).amax(dim=1)
+    new = torch.full_like(layer.num_real_tokens, length) if real is None else real.sum(dim=1)
+    # Positions count the real tokens (generate) or all of them (a bare forward).
+    follows = (last == layer.num_real_tokens + new - 1) | (new == 0)
+    follows |= last == layer.cumulative_length + length - 1
+    if not bool(follows.all()):
+        row = int((~follows).nonzero()[0])
+        raise ValueError(
+            f"H2OCache has seen {int(layer.num_real_tokens[row])} tokens of row {row} and got "
+            f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
+            "does not go on from there; leave out use_cache=False, or call cache.reset() to "
+            "read a new text."
+        )
+
+
+def check_finite(layer: ScoredLayer, sums: torch.Tensor) -> None:
+    """Refuses attention that is not a number; for blocks, where a host sync is affordable.
+
+    Args:
+        layer: the layer that attended.
+        sums: probabilities received in this block, fp32 ``[B, H, N]``.
+
+    Raises:
+        ValueError: if one of them is NaN or infinite.
+    """
+    if not bool(torch.isfinite(sums).all()):
+        raise ValueError(
+            f"attention of layer {layer.layer_idx} is not finite (NaN or infinity); check the "
+            f"model's weights, or use a wider dtype than {layer.dtype}."
+        )
