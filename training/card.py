@@ -12,7 +12,6 @@ import csv
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -24,12 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from training import eviction, quality
 from training.data import Corpus, held_out_windows
+from training.tables import EVICTION, FIRST_POSITION, PERPLEXITY, RECALL, Row, markdown, write_csv
 from training.text import HELD_OUT_BOOKS
 
 SHARES = (0.1, 0.2, 0.4, 0.5)
 MARGIN = 1.02  # the aim: perplexity at most 2 % above that of the full cache
-AIM_SHARE = 0.2
-Row = dict[str, object]
+AIM_SHARES = {0.2: "20 % of the prompt", 0.4: "20 % of the window"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,42 +79,31 @@ def measure(settings: Settings, console: Console) -> dict[str, list[Row]]:
         "first_position": quality.first_position_mass(load(settings, "eager"), plain[::2]),
     }
     net = load(settings, "h2o")  # registered by importing h2okv
-    jobs = [("full", 1.0), *((name, share) for share in SHARES for name in eviction.POLICIES)]
+    jobs = [("full", 1.0), *((name, budget) for budget in SHARES for name in eviction.POLICIES)]
     rows = [
-        eviction.measure(net, plain, facts, name, share)
-        for name, share in track(jobs, "eviction", console=console)
+        eviction.measure(net, plain, facts, name, budget)
+        for name, budget in track(jobs, "eviction", console=console)
     ]
     tables["eviction"] = [dataclasses.asdict(row) for row in rows]
     return tables
 
 
-def markdown(rows: list[Row], columns: dict[str, tuple[str, Callable[[object], str]]]) -> str:
-    """Makes a table: for each column of `rows` its heading and how a value is written."""
-    lines = ["| " + " | ".join(heading for heading, _ in columns.values()) + " |"]
-    lines.append("|" + "---|" * len(columns))
-    for row in rows:
-        cells = (write(row[name]) for name, (_, write) in columns.items())
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def verdict(rows: list[Row]) -> str:
     """Says whether the aim is met: H2O near the full cache and ahead of the recent window."""
     full = next(row for row in rows if row["policy"] == "full")
-    at = {row["policy"]: row for row in rows if row["share"] == AIM_SHARE}
     lines = []
-    for name, column in (("book text", "text_perplexity"), ("text with facts", "fact_perplexity")):
-        ratio = at["h2o"][column] / full[column]
-        recent = at["recent"][column] / full[column]
-        lines.append(
-            f"- {name}: H2O {ratio:.4f} times the full cache's perplexity "
-            f"({'within' if ratio <= MARGIN else 'not within'} 2 %), recent only {recent:.4f}: "
-            f"H2O is {'ahead' if ratio < recent else 'not ahead'}."
-        )
-    lines.append(
-        f"- recall: full {full['recall']:.1%}, H2O {at['h2o']['recall']:.1%}, recent only "
-        f"{at['recent']['recall']:.1%}, random {at['random']['recall']:.1%}."
-    )
+    for share, budget in AIM_SHARES.items():
+        at = {row["policy"]: row for row in rows if row["share"] == share}
+        for text, column in (("text", "text_perplexity"), ("facts", "fact_perplexity")):
+            h2o, recent = (at[name][column] / full[column] for name in ("h2o", "recent"))
+            lines.append(
+                f"- {budget}, perplexity on {text}: H2O {h2o:.4f} times full "
+                f"({'within' if h2o <= MARGIN else 'not within'} 2 %), recent only {recent:.4f}; "
+                f"H2O is {'ahead' if h2o < recent else 'not ahead'}."
+            )
+        named = {"full": full} | {name: at[name] for name in ("h2o", "recent", "random")}
+        recalls = ", ".join(f"{name} {row['recall']:.1%}" for name, row in named.items())
+        lines.append(f"- {budget}, recall: {recalls}.")
     return "\n".join(lines)
 
 
@@ -138,8 +126,6 @@ def write_card(settings: Settings, tables: dict[str, list[Row]], seconds: float)
     parameters = sum(parameter.numel() for parameter in net.parameters())
     half = settings.length // 2
     full = tables["eviction"][0]
-    percent = "{:.1%}".format
-    number = "{:.2f}".format
     ratio_rows = [
         {
             **row,
@@ -170,51 +156,25 @@ less. Every window begins with `<|bos|>`; the tokenizer adds it.
 {settings.windows // 2} windows of {settings.length} tokens from each of seven books that training
 never saw, dense attention, fp32.
 
-{
-        markdown(
-            tables["perplexity"],
-            {
-                "book": ("book", str),
-                "tokens": ("tokens", "{:,}".format),
-                "perplexity": ("perplexity per token", number),
-                "bits_per_byte": ("bits per byte", number),
-            },
-        )
-    }
+{markdown(tables["perplexity"], PERPLEXITY)}
 
 ## Recall by distance
 
 {2 * settings.windows} held-out windows of {settings.length} with facts whose pairs of name and
 answer training never showed. An answer counts if every token of it is the model's first choice;
 guessing among the answers of a property would give about 1 % or less. Distance is counted in
-tokens from the statement; most facts are used again in between.
+tokens from the statement; most facts are used again in between. "One" are answers whose property
+is asked of one person in the window, so that the property alone finds them; "several" those where
+only the name tells which of two or more answers is right.
 
-{
-        markdown(
-            tables["recall"],
-            {
-                "distance": ("distance", str),
-                "answers": ("answers", str),
-                "recall": ("recall", percent),
-            },
-        )
-    }
+{markdown(tables["recall"], RECALL)}
 
 ## Attention on the first position
 
 {len(range(0, settings.windows, 2))} plain windows, queries from position 128 on: mean over heads,
 and the head that has most.
 
-{
-        markdown(
-            tables["first_position"],
-            {
-                "layer": ("layer", str),
-                "mean": ("mean", percent),
-                "highest_head": ("highest head", percent),
-            },
-        )
-    }
+{markdown(tables["first_position"], FIRST_POSITION)}
 
 ## Under eviction
 
@@ -222,26 +182,12 @@ and the head that has most.
 {half} tokens are read at once (the prompt), the other {half} one by one, teacher-forced, through
 `h2okv.H2OCache`; figures are about the second half. The budget is a share of the prompt of {half},
 as `heavy` and `recent` are in the contract; half of it is recent where a policy has both parts.
-At the end of the window 40 % of the prompt is 20 % of all tokens seen. Recall counts answers whose
-fact was stated in the prompt ({full["answers"]} answers); "far" those last said {eviction.FAR} or
-more tokens ago ({full["far_answers"]}).
+So 40 % of the prompt is 20 % of the window. Recall counts answers whose
+fact was stated in the prompt ({full["answers"]} answers); "one" those whose property is asked of
+one person ({full["alone_answers"]}); "far" those last said {eviction.FAR} or more tokens ago
+({full["far_answers"]}).
 
-{
-        markdown(
-            ratio_rows,
-            {
-                "policy": ("policy", str),
-                "share": ("budget", "{:.0%}".format),
-                "tokens": ("tokens", str),
-                "text_perplexity": ("perplexity, text", number),
-                "text_ratio": ("to full", "{:.4f}".format),
-                "fact_perplexity": ("perplexity, facts", number),
-                "fact_ratio": ("to full", "{:.4f}".format),
-                "recall": ("recall", percent),
-                "far_recall": ("recall, far", percent),
-            },
-        )
-    }
+{markdown(ratio_rows, EVICTION)}
 
 The aim was H2O at 20 % within 2 % of the full cache's perplexity, and ahead of a recent window:
 
@@ -251,16 +197,6 @@ Measured by `python -m training.card` in {seconds / 60:.0f} minutes on {platform
 ({settings.threads} threads) with torch {torch.__version__}, transformers \
 {transformers.__version__}, h2okv {h2okv.__version__}.
 """
-
-
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows of equal keys, numbers with six digits."""
-    rows = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def parse_arguments() -> Settings:

@@ -28,6 +28,7 @@ class Answer:
         kind: "statement", "use" or "question".
         fact: Number of the fact in its window.
         occurrence: 0 for the statement, then 1, 2, ...
+        rivals: Number of other facts of the window that are about the same property.
     """
 
     start: int
@@ -37,6 +38,7 @@ class Answer:
     kind: str
     fact: int
     occurrence: int
+    rivals: int
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,10 @@ def fact_window(
         room += sum(len(piece) for piece in events.pop().pieces)
     text, breaks = corpus.passage(at, room)
 
+    kept = {event.fact for event in events}
+    rivals = {
+        one: sum(facts[one].relation == facts[two].relation for two in kept - {one}) for one in kept
+    }
     tokens = [tokenizer.bos_token_id]
     answers: list[Answer] = []
     said: dict[int, list[int]] = {}
@@ -221,6 +227,7 @@ def fact_window(
                 kind=event.kind,
                 fact=event.fact,
                 occurrence=len(earlier),
+                rivals=rivals[event.fact],
             )
         )
         earlier.append(start)

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 import h2okv
 from training.data import Window
-from training.quality import answer_recalled, stack
+from training.quality import answer_recalled, share, stack
 
 POLICIES = ("recent", "sink_recent", "random", "heavy", "h2o")
 FAR = 256  # tokens since an answer was last said, from which its recall counts as "far"
@@ -28,8 +28,10 @@ class Measured:
         text_perplexity: On plain windows, second half.
         fact_perplexity: On windows with facts, second half.
         recall: Share of the answers recalled that are asked for in the second half.
-        far_recall: The same for answers that were last said `FAR` tokens ago or more.
+        alone_recall: The same for facts whose property is asked of one person in the window.
+        far_recall: The same as `recall` for answers last said `FAR` tokens ago or more.
         answers: Number of answers in `recall`.
+        alone_answers: Number of answers in `alone_recall`.
         far_answers: Number of answers in `far_recall`.
     """
 
@@ -39,8 +41,10 @@ class Measured:
     text_perplexity: float
     fact_perplexity: float
     recall: float
+    alone_recall: float
     far_recall: float
     answers: int
+    alone_answers: int
     far_answers: int
 
 
@@ -76,7 +80,7 @@ def second_half(
 
 
 def measure(
-    net: LlamaForCausalLM, plain: list[Window], facts: list[Window], policy: str, share: float
+    net: LlamaForCausalLM, plain: list[Window], facts: list[Window], policy: str, budget: float
 ) -> Measured:
     """Measures one policy at one budget.
 
@@ -85,34 +89,38 @@ def measure(
         plain: Windows of book text.
         facts: Windows with facts, of the same length.
         policy: Name of the policy.
-        share: Budget as share of the prompt, which is the first half of the window.
+        budget: Share of the prompt to keep; the prompt is the first half of the window.
 
     Returns:
         The measured values.
     """
     tokens = stack([*plain, *facts])
     half = tokens.shape[1] // 2
-    budget = tokens.shape[1] if policy == "full" else round(share * half)
-    loss, hits = second_half(net, tokens, make_cache(net, policy, budget))
+    kept = tokens.shape[1] if policy == "full" else round(budget * half)
+    loss, hits = second_half(net, tokens, make_cache(net, policy, kept))
     hits = torch.cat([hits.new_zeros(len(tokens), half - 1), hits], dim=1)[len(plain) :]
-    near, far = [], []
+    every, alone, far = [], [], []
     for row, window in enumerate(facts):
         stated = {a.fact for a in window.answers if a.occurrence == 0 and a.stop <= half}
         for answer in window.answers:
             if answer.start < half or answer.fact not in stated:
                 continue
             hit = answer_recalled(hits, row, answer.start, answer.stop)
-            near.append(hit)
+            every.append(hit)
+            if not answer.rivals:
+                alone.append(hit)
             if answer.gap >= FAR:
                 far.append(hit)
     return Measured(
         policy=policy,
-        share=share,
-        tokens=budget,
+        share=budget,
+        tokens=kept,
         text_perplexity=math.exp(loss[: len(plain)].mean().item()),
         fact_perplexity=math.exp(loss[len(plain) :].mean().item()),
-        recall=sum(near) / max(1, len(near)),
-        far_recall=sum(far) / max(1, len(far)),
-        answers=len(near),
+        recall=share(every),
+        alone_recall=share(alone),
+        far_recall=share(far),
+        answers=len(every),
+        alone_answers=len(alone),
         far_answers=len(far),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,26 +98,39 @@ def recall_by_distance(net: LlamaForCausalLM, windows: list[Window]) -> list[dic
         windows: Windows with facts.
 
     Returns:
-        One row for each range of distances and one for all.
+        One row for each range of distances and one for all, with the recall of all answers, of
+        those whose property is asked of one person in the window, and of those with rivals.
     """
     _, hits = loss_and_hits(net, stack(windows))
     found = [
-        (answer.distance, answer_recalled(hits, row, answer.start, answer.stop))
+        (answer, answer_recalled(hits, row, answer.start, answer.stop))
         for row, window in enumerate(windows)
         for answer in window.answers
         if answer.occurrence > 0
     ]
+    ranges = [(low, high) for low, high in pairwise(DISTANCES) if low < windows[0].tokens.size]
     rows = []
-    for low, high in [*zip(DISTANCES, DISTANCES[1:], strict=False), (DISTANCES[0], DISTANCES[-1])]:
-        inside = [hit for distance, hit in found if low <= distance < high]
+    for low, high in [*ranges, (ranges[0][0], ranges[-1][1])]:
+        inside = [(answer, hit) for answer, hit in found if low <= answer.distance < high]
+        alone = [hit for answer, hit in inside if not answer.rivals]
+        rivals = [hit for answer, hit in inside if answer.rivals]
         rows.append(
             {
                 "distance": f"{low}-{high - 1}",
                 "answers": len(inside),
-                "recall": float(np.mean(inside)) if inside else math.nan,
+                "recall": share(alone + rivals),
+                "answers_alone": len(alone),
+                "recall_alone": share(alone),
+                "answers_with_rivals": len(rivals),
+                "recall_with_rivals": share(rivals),
             }
         )
     return rows
+
+
+def share(hits: list[bool]) -> float:
+    """Gives the share of hits, not a number if there is nothing to count."""
+    return sum(hits) / len(hits) if hits else math.nan
 
 
 @torch.inference_mode()
