@@ -81,9 +81,10 @@ def check(model: LlamaForCausalLM, args: argparse.Namespace, dtype: str) -> None
     kept_all = run(make_cache(model, args, heavy=length, recent=length), "h2o")
     caches = [make_cache(model, args), make_cache(model, args, simulate=True)]
     dropped, simulated = (run(cache, "h2o") for cache in caches)
-    errors = {"K >= length against full attention": (kept_all - full).abs().max() / full.abs().max()}
+    largest = full.abs().max()
+    errors = {"K >= length against full attention": (kept_all - full).abs().max() / largest}
     if dtype == "fp32":
-        errors["dropping against simulation"] = (dropped - simulated).abs().max() / full.abs().max()
+        errors["dropping against simulation"] = (dropped - simulated).abs().max() / largest
     for name, error in errors.items():
         if not error < tolerance:
             sys.exit(f"{dtype}: {name}: relative error {error:.2g}; nothing was timed.")
@@ -160,13 +161,11 @@ def memory_of(args: argparse.Namespace) -> None:
     """The process that `measure_memory` starts: prints its peak in bytes."""
     model = build(args, args.dtype[0])
     if args.memory_of != "loaded":
-        cache = make_cache(model, args) if args.memory_of == "h2o" else DynamicCache(
-            config=model.config
-        )
-        forward(
-            model, prompt_ids(1, args.long_prompt), cache,
-            "h2o" if args.memory_of == "h2o" else "sdpa",
-        )  # fmt: skip
+        ids = prompt_ids(1, args.long_prompt)
+        if args.memory_of == "h2o":
+            forward(model, ids, make_cache(model, args), "h2o")
+        else:
+            forward(model, ids, DynamicCache(config=model.config), "sdpa")
     print(peak_bytes())
 
 

@@ -169,10 +169,12 @@ class SlotLayer(ScoredLayer):
             total,
             limit,
         )
-        columns = indices.unsqueeze(-1)
+        # Whole entries at once; gather with an index for each number takes twice the time.
+        rows = torch.arange(self.batch_size, device=self.device).view(-1, 1, 1)
+        heads = torch.arange(self.num_kv_heads, device=self.device).view(1, -1, 1)
         self._hold(
-            key.gather(2, columns.expand(-1, -1, -1, key.shape[-1])),
-            value.gather(2, columns.expand(-1, -1, -1, value.shape[-1])),
+            key[rows, heads, indices],
+            value[rows, heads, indices],
             scores.gather(2, indices),
             torch.where(kept, positions.gather(2, indices), -1),
             limit + (1 if self.policy.evicts else _GROWTH),

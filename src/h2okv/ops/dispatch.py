@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2okv.ops.blockwise import (
-    Visibility,
-    blockwise_attention_with_scores,
-    can_fuse,
-    fused_attention_with_scores,
-)
+from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 
 
 def block_attention(
@@ -22,6 +17,8 @@ def block_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends over a block in O(T) memory by the fastest way that takes the arguments.
 
+    There is one way so far, for every device.
+
     Args:
         query: ``[B, HQ, T, D]``.
         key: ``[B, H, N, D]`` with N = past + T.
@@ -33,6 +30,4 @@ def block_attention(
     Returns:
         ``(output, sums)`` as in `reference.attention_with_scores`.
     """
-    if softcap is None and visibility.is_plain_causal and can_fuse(query, key, value):
-        return fused_attention_with_scores(query, key, value, scale)
     return blockwise_attention_with_scores(query, key, value, visibility, scale, softcap)

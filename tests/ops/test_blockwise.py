@@ -1,0 +1,197 @@
+"""The tiled attention against the plain one in float64, on fresh random inputs."""
+
+import pytest
+import torch
+
+from h2okv.ops import blockwise
+from h2okv.ops.blockwise import Visibility
+from h2okv.ops.dispatch import block_attention
+from h2okv.ops.reference import attention_with_scores
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def draw(batch, kv_heads, groups, length, past, size, dtype=torch.float32, value_size=None):
+    """Random queries, keys and values; sharp enough that the weights are far from uniform."""
+    query = torch.randn(batch, length, kv_heads * groups, size).mul(2).to(dtype).transpose(1, 2)
+    key = torch.randn(batch, past + length, kv_heads, size).mul(2).to(dtype).transpose(1, 2)
+    value = torch.randn(batch, kv_heads, past + length, value_size or size).to(dtype)
+    return query, key, value
+
+
+def visible_matrix(length, past, entries=None, queries=None, window=None):
+    """The T x N matrix that a `Visibility` stands for."""
+    visible = torch.ones(length, past + length, dtype=torch.bool).tril(past)
+    if window is not None:
+        visible &= ~visible.tril(past - window)
+    visible = visible[None, None]
+    if entries is not None:
+        visible = visible & entries.unsqueeze(-2)
+    if queries is not None:
+        visible = visible & queries[:, None, :, None]
+    return visible
+
+
+def compare(query, key, value, visibility, softcap=None, **matrix):
+    scale = query.shape[-1] ** -0.5
+    length = query.shape[2]
+    visible = visible_matrix(length, visibility.past, **matrix)
+    expected, expected_sums = attention_with_scores(
+        query.double(), key.double(), value.double(), visible, scale, softcap
+    )
+    output, sums = block_attention(query, key, value, visibility, scale, softcap)
+    tolerance = TOLERANCE[query.dtype]
+    assert output.dtype == query.dtype and sums.dtype == torch.float32
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    # The sums are fp32 whatever the dtype of the inputs, which are the same numbers here and there.
+    torch.testing.assert_close(sums.double(), expected_sums, atol=5e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("groups", [1, 2, 4, 7])
+@pytest.mark.parametrize("length", [1, 63, 111, 300])
+def test_a_block_over_itself(dtype, groups, length):
+    compare(*draw(2, 3, groups, length, 0, 64, dtype), Visibility())
+
+
+@pytest.mark.parametrize("size", [40, 80, 96, 128, 256])
+def test_head_sizes(size):
+    compare(*draw(1, 2, 2, 63, 0, size), Visibility())
+
+
+def test_values_of_another_size():
+    compare(*draw(1, 2, 2, 63, 5, 48, value_size=32), Visibility(past=5))
+
+
+@pytest.mark.parametrize("rows, keys", [(1, 1), (16, 7), (64, 64), (50, 33)])
+@pytest.mark.parametrize("past", [0, 29])
+def test_any_tile_size_gives_the_same(monkeypatch, rows, keys, past):
+    monkeypatch.setattr(blockwise, "_TILE_ROWS", rows)
+    monkeypatch.setattr(blockwise, "_MIN_ROWS", 1)
+    monkeypatch.setattr(blockwise, "_TILE_KEYS", keys)
+    compare(*draw(1, 2, 2, 111, past, 16), Visibility(past=past))
+
+
+def test_little_scratch_means_fewer_rows(monkeypatch):
+    monkeypatch.setattr(blockwise, "_SCRATCH_ELEMENTS", 1)
+    compare(*draw(1, 2, 2, 63, 0, 16), Visibility())
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("past", [1, 63])
+def test_kept_entries_before_the_block(past, groups, softcap):
+    entries = torch.rand(2, 3, past + 30) < 0.7
+    entries[..., past:] = True
+    inputs = draw(2, 3, groups, 30, past, 16)
+    compare(*inputs, Visibility(past=past, entries=entries), softcap, entries=entries)
+
+
+def test_a_past_without_any_entry():
+    entries = torch.ones(1, 2, 9 + 5, dtype=torch.bool)
+    entries[..., :9] = False
+    compare(*draw(1, 2, 1, 5, 9, 16), Visibility(past=9, entries=entries), entries=entries)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "scattered"])
+@pytest.mark.parametrize("past", [0, 12])
+def test_padding_is_neither_query_nor_entry(side, past):
+    length = 40
+    real = torch.rand(4, length) < 0.6
+    if side != "scattered":
+        counts = torch.tensor([40, 1, 0, 17])
+        real = torch.arange(length) < counts.unsqueeze(1)
+        real = real.flip(1) if side == "left" else real
+    kept = torch.rand(4, 2, past) < 0.8
+    entries = torch.cat([kept, real[:, None].expand(4, 2, length)], dim=2)
+    query, key, value = draw(4, 2, 2, length, past, 16)
+    visibility = Visibility(past=past, entries=entries, queries=real)
+    compare(query, key, value, visibility, entries=entries, queries=real)
+
+
+def test_garbage_in_padding_does_not_leak():
+    real = torch.ones(2, 20, dtype=torch.bool)
+    real[1, :8] = False
+    query, key, value = draw(2, 2, 2, 20, 0, 16)
+    visibility = Visibility(entries=real[:, None], queries=real)
+    expected = block_attention(query, key, value, visibility, 0.25)
+    for tensor in (query, key, value):
+        tensor[1, :, :8] = torch.nan
+    for clean, dirty in zip(
+        expected, block_attention(query, key, value, visibility, 0.25), strict=True
+    ):
+        assert torch.equal(clean, dirty)
+
+
+def test_stale_entries_do_not_leak():
+    entries = torch.ones(1, 2, 30, dtype=torch.bool)
+    entries[..., 4:9] = False
+    query, key, value = draw(1, 2, 2, 20, 10, 16)
+    visibility = Visibility(past=10, entries=entries)
+    expected = block_attention(query, key, value, visibility, 0.25)
+    key[:, :, 4:9], value[:, :, 4:9] = 1e4, -1e4
+    for clean, dirty in zip(
+        expected, block_attention(query, key, value, visibility, 0.25), strict=True
+    ):
+        torch.testing.assert_close(clean, dirty)
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, 200])
+@pytest.mark.parametrize("past, softcap", [(0, None), (25, None), (25, 3.0)])
+def test_windows(monkeypatch, window, past, softcap):
+    monkeypatch.setattr(blockwise, "_TILE_KEYS", 32)
+    inputs = draw(2, 2, 2, 111, past, 16)
+    compare(*inputs, Visibility(past=past, window=window), softcap, window=window)
+
+
+def test_padding_known_from_the_keys_only():
+    # What a layer without an H2O cache asks for: padded queries give zeros or are ignored.
+    real = torch.arange(30) >= torch.tensor([[0], [11]])
+    compare(*draw(2, 2, 2, 30, 0, 16), Visibility(entries=real[:, None]), entries=real[:, None])
+
+
+@pytest.mark.parametrize("sharpness", [1e-3, 30.0])
+def test_flat_and_sharp_logits(sharpness):
+    query, key, value = draw(1, 2, 1, 200, 0, 64)
+    query = query * sharpness
+    scale = 0.125
+    visible = visible_matrix(200, 0)
+    _, expected = attention_with_scores(
+        query.double(), key.double(), value.double(), visible, scale
+    )
+    _, sums = block_attention(query, key, value, Visibility(), scale)
+    torch.testing.assert_close(sums.double(), expected, atol=2e-3, rtol=1e-3)
+
+
+def test_rows_of_the_matrix_sum_to_one():
+    query, key, value = draw(1, 2, 3, 111, 0, 64, torch.bfloat16)
+    _, sums = block_attention(query, key, value, Visibility(), 0.125)
+    torch.testing.assert_close(sums.sum(dim=-1), torch.full((1, 2), 3 * 111.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_the_sums(poison):
+    query, key, value = draw(1, 2, 1, 20, 0, 16)
+    key[0, 0, 3, 0] = poison
+    _, sums = block_attention(query, key, value, Visibility(), 0.25)
+    assert not torch.isfinite(sums[0, 0]).all()
+    assert torch.isfinite(sums[0, 1]).all()
+
+
+def test_no_t_by_t_tensor_is_made():
+    """The largest tensor of a long block stays far below T x T."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.numel = max(self.numel, result.numel())
+            return result
+
+    length = 4096
+    inputs = draw(1, 1, 1, length, 0, 8)
+    with Largest() as largest:
+        block_attention(*inputs, Visibility(), 0.25)
+    assert largest.numel <= 128 * length

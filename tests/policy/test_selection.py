@@ -1,0 +1,115 @@
+"""The choice of entries against a slow sort in plain Python, with many ties."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2okv.policy.selection import free_slot, keep_indices, protected_entries
+
+
+@st.composite
+def layers(draw):
+    """A layer's entries in any order of the slots, few different priorities, some slots empty."""
+    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    slots = draw(st.integers(1, 12))
+    levels = draw(st.sampled_from([[0.0], [0.0, 1.0], [0.0, 0.5, 0.5, 2.0]]))
+    positions = torch.full((batch, heads, slots), -1, dtype=torch.int32)
+    newest = torch.zeros(batch, 1, 1, dtype=torch.int64)
+    for row in range(batch):
+        seen = draw(st.integers(1, 20))
+        held = draw(st.integers(1, min(seen, slots)))
+        newest[row] = seen - 1
+        for head in range(heads):
+            # The newest token is always held.
+            older = draw(st.permutations(range(seen - 1)))[: held - 1]
+            order = draw(st.permutations([*older, seen - 1, *[-1] * (slots - held)]))
+            positions[row, head] = torch.tensor(order)
+    priority = torch.tensor(
+        draw(
+            st.lists(
+                st.sampled_from(levels), min_size=positions.numel(), max_size=positions.numel()
+            )
+        )
+    ).view(positions.shape)
+    return priority, positions, newest
+
+
+def column(values):
+    return torch.tensor(values).view(-1, 1, 1)
+
+
+def ranked(priority, positions, newest, sink, recent):
+    """The slots of entries, first to be evicted first, protected ones last."""
+
+    def key(slot):
+        position = positions[slot]
+        protected = position < sink or position > newest - recent
+        return protected, 0.0 if protected else priority[slot], position
+
+    return sorted((slot for slot, position in enumerate(positions) if position >= 0), key=key)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), layer=layers())
+def test_keep_indices_against_a_sort(data, layer):
+    priority, positions, newest = layer
+    batch, heads, _ = positions.shape
+    sinks = [data.draw(st.integers(0, 2)) for _ in range(batch)]
+    recents = [data.draw(st.integers(0, 4)) for _ in range(batch)]
+    # The contract: the budget always has room for what is protected.
+    totals = [
+        s + r + data.draw(st.integers(0, 4)) or 1 for s, r in zip(sinks, recents, strict=True)
+    ]
+    protected = protected_entries(positions, newest, column(sinks), column(recents))
+    indices, kept = keep_indices(priority, positions, protected, column(totals), max(totals))
+    for row in range(batch):
+        for head in range(heads):
+            order = ranked(
+                priority[row, head].tolist(), positions[row, head].tolist(),
+                int(newest[row]), sinks[row], recents[row],
+            )  # fmt: skip
+            chosen = indices[row, head][kept[row, head]].tolist()
+            assert chosen == sorted(order[-totals[row] :])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), layer=layers())
+def test_free_slot_against_a_sort(data, layer):
+    priority, positions, newest = layer
+    batch, heads, slots = positions.shape
+    sink, recent = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
+    enabled = None
+    if data.draw(st.booleans()):
+        # Slots out of the budget are always empty ones.
+        enabled = (positions >= 0).any(dim=1, keepdim=True)
+        enabled |= torch.rand(enabled.shape) < 0.5
+    protected = protected_entries(
+        positions, newest, column([sink] * batch) if sink else None, column([recent] * batch)
+    )
+    full = bool((positions >= 0).all())
+    chosen = free_slot(priority, positions, protected, enabled, full=False)
+    if full:
+        assert torch.equal(chosen, free_slot(priority, positions, protected, None, full=True))
+    for row in range(batch):
+        for head in range(heads):
+            held = positions[row, head].tolist()
+            open_slots = [
+                slot
+                for slot in range(slots)
+                if held[slot] < 0 and (enabled is None or enabled[row, 0, slot])
+            ]
+            slot = int(chosen[row, head, 0])
+            if open_slots:
+                assert slot in open_slots
+            else:
+                order = ranked(priority[row, head].tolist(), held, int(newest[row]), sink, recent)
+                # With everything protected any entry is as good: the budget rules that out.
+                if not protected[row, head][positions[row, head] >= 0].all():
+                    assert slot == order[0]
+
+
+def test_equal_priorities_lose_the_oldest_wherever_it_lies():
+    positions = torch.tensor([[[7, 3, 9, 4]]], dtype=torch.int32)
+    protected = positions > 8
+    chosen = free_slot(torch.zeros(1, 1, 4), positions, protected, None, full=True)
+    assert chosen.item() == 1
