@@ -14,11 +14,12 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format wheel check-wheel clean
+.PHONY: help demo test bench lint format wheel check-wheel clean
 
 help:
 	@echo "make demo         generate with the full cache and with H2O at 20 %, on the bundled model"
 	@echo "make test         run the tests"
+	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
 	@echo "make wheel        build the wheel into $(WHEEL_DIR)/"
@@ -34,6 +35,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/cpu_generate.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
