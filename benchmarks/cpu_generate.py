@@ -1,7 +1,8 @@
 """H2O against transformers' own caches on the CPU: decode step, prefill, peak memory.
 
 A Llama with random weights (12 layers, hidden 768, 12 heads of 64, SwiGLU with intermediate 3072,
-vocabulary 32000), batch 4, prompt 2048, a budget of 20 %. Three comparisons, each within one run:
+vocabulary 32000), batch 4, prompt 2048, a budget of 20 %. (--intermediate 2048 is the size that
+Llama's own rule of 8/3 gives.) Three comparisons, each within one run:
 
 - decode step: h2o against `StaticCache` with exactly as many entries, and against `DynamicCache`
   with SDPA over the whole context;
@@ -38,7 +39,7 @@ def build(args: argparse.Namespace, dtype: str) -> LlamaForCausalLM:
     """Makes the model, with the same weights every time."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=768, intermediate_size=3072,
+        vocab_size=32000, hidden_size=768, intermediate_size=args.intermediate,
         num_hidden_layers=args.layers, num_attention_heads=12, num_key_value_heads=args.kv_heads,
         max_position_embeddings=32768,
     )  # fmt: skip
@@ -149,6 +150,7 @@ def measure_memory(args: argparse.Namespace, dtype: str) -> dict[str, list[float
         command = [
             sys.executable, __file__, "--memory-of", name, "--dtype", dtype,
             "--kv-heads", str(args.kv_heads), "--layers", str(args.layers),
+            "--intermediate", str(args.intermediate),
             "--budget", str(args.budget), "--long-prompt", str(args.long_prompt),
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -180,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--kv-heads", type=int, default=12, help="12 (MHA) or 4 (GQA)")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--intermediate", type=int, default=3072, help="size of the MLP")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of each sequence")
     parser.add_argument("--long-prompt", type=int, default=16384, help="tokens for peak memory")
@@ -208,8 +211,9 @@ def main() -> None:
 def benchmark(args: argparse.Namespace, dtype: str) -> None:
     """Checks, measures, shows and writes the rows of one dtype."""
     setting = environment() | {
-        "model": f"llama-{args.layers}x768", "dtype": dtype, "kv_heads": args.kv_heads,
-        "batch": args.batch, "prompt": args.prompt, "budget": args.budget,
+        "model": f"llama-{args.layers}x768-{args.intermediate}", "dtype": dtype,
+        "kv_heads": args.kv_heads, "batch": args.batch, "prompt": args.prompt,
+        "budget": args.budget,
     }  # fmt: skip
 
     def report(measure: str, unit: str, samples: Any, targets: Any, **other: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_OLDEST_LAST = torch.iinfo(torch.int32).max
+_BEHIND_ALL = 1 << 30
+"""Added to a position, it sorts behind every other; no sequence is that long."""
 
 
 def protected_entries(
@@ -90,5 +91,6 @@ def free_slot(
         if enabled is not None:
             rank = rank.masked_fill(~enabled, torch.inf)
     lowest = rank.amin(dim=-1, keepdim=True)
-    age = positions.masked_fill(rank > lowest, _OLDEST_LAST)
+    # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
+    age = torch.add(positions, rank > lowest, alpha=_BEHIND_ALL)
     return age.min(dim=-1, keepdim=True).indices
