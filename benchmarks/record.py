@@ -177,7 +177,7 @@ def _commit() -> str:
         return done.stdout.strip()
 
     # A change of the code that was measured makes the commit a half-truth; the suffix says so.
-    changed = git("status", "--porcelain", "--", "../src/h2okv", "*.py")
+    changed = git("status", "--porcelain", "--", "../src/h2okv/*.py", "*.py")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 

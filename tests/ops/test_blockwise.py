@@ -67,7 +67,6 @@ def test_values_of_another_size():
 @pytest.mark.parametrize("past", [0, 29])
 def test_any_tile_size_gives_the_same(monkeypatch, rows, keys, past):
     monkeypatch.setattr(blockwise, "_TILE_ROWS", rows)
-    monkeypatch.setattr(blockwise, "_MIN_ROWS", 1)
     monkeypatch.setattr(blockwise, "_TILE_KEYS", keys)
     compare(*draw(1, 2, 2, 111, past, 16), Visibility(past=past))
 

@@ -23,7 +23,6 @@ _TILES_PER_THREAD = 2
 """More than one, so that threads that finish early find something to do."""
 _SCRATCH_ELEMENTS = 1 << 23
 """All tiles of one block of queries take at most 32 MiB, if need be with fewer rows."""
-_MIN_ROWS = 16
 _LOWEST = -1e30
 """In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
 
@@ -155,7 +154,7 @@ def _attend_heads(
     """The tiles of some heads; arguments as in `_attend_row`, scaled, bias ``[h, 1, N]``."""
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
-    rows = max(_MIN_ROWS, min(_TILE_ROWS, _SCRATCH_ELEMENTS // (heads * num_keys)) // groups)
+    rows = max(1, min(_TILE_ROWS, _SCRATCH_ELEMENTS // (heads * num_keys)) // groups)
     scratch = query.new_empty(min(rows, length) * groups * heads * num_keys)
     for top in range(0, length, rows):
         bottom = min(top + rows, length)
