@@ -69,7 +69,7 @@ class Corpus:
         """Tokenizes books, one EOS after each."""
         parts = []
         for book in books:
-            ids = tokenizer.encode(book, add_special_tokens=False)
+            ids = tokenizer.encode(book, add_special_tokens=False, verbose=False)
             parts.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16))
         return cls(np.concatenate(parts), tokenizer)
 
