@@ -23,12 +23,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from training import eviction, quality
 from training.data import Corpus, held_out_windows
-from training.tables import EVICTION, FIRST_POSITION, PERPLEXITY, RECALL, Row, markdown, write_csv
+from training.tables import (
+    EVICTION,
+    FIRST_POSITION,
+    HEAVY,
+    PERPLEXITY,
+    RECALL,
+    Row,
+    markdown,
+    write_csv,
+)
 from training.text import HELD_OUT_BOOKS
 
 SHARES = (0.1, 0.2, 0.4, 0.5)
 MARGIN = 1.02  # the aim: perplexity at most 2 % above that of the full cache
-AIM_SHARES = {0.2: "20 % of the prompt", 0.4: "20 % of the window"}
+AIM_SHARE = 0.2
+AIM_SHARES = {AIM_SHARE: "20 % of the prompt", 0.4: "20 % of the window"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +95,8 @@ def measure(settings: Settings, console: Console) -> dict[str, list[Row]]:
         for name, budget in track(jobs, "eviction", console=console)
     ]
     tables["eviction"] = [dataclasses.asdict(row) for row in rows]
+    mixed = [*plain[::2], *facts[::2]]
+    tables["heavy"] = eviction.heavy_positions(net, mixed, AIM_SHARE)
     return tables
 
 
@@ -192,6 +204,19 @@ one person ({full["alone_answers"]}); "far" those last said {eviction.FAR} or mo
 The aim was H2O at 20 % within 2 % of the full cache's perplexity, and ahead of a recent window:
 
 {verdict(tables["eviction"])}
+
+## Why
+
+Two measurements tell what holds H2O back on this model. It has no strong sink (the table of the
+first position), and its attention is spread over many tokens, so few of them are heavy. And a sum
+of attention favours what has been there for long: at the end of the window, after {half} tokens
+one by one, most of what H2O at {AIM_SHARE:.0%} of the prompt holds outside its recent window still
+stands in the prompt, in the first layer at its very beginning. On book text a longer recent window
+is then worth as much or more; where the text asks for facts, the old entries are what pays. The
+policy `heavy`, with no recent window, shows the same at its worst: new tokens leave before they are
+used. Half-and-half shares are the paper's; they were not tuned here.
+
+{markdown(tables["heavy"], HEAVY)}
 
 Measured by `python -m training.card` in {seconds / 60:.0f} minutes on {platform.machine()} \
 ({settings.threads} threads) with torch {torch.__version__}, transformers \

@@ -124,3 +124,35 @@ def measure(
         alone_answers=len(alone),
         far_answers=len(far),
     )
+
+
+def heavy_positions(net: LlamaForCausalLM, windows: list[Window], budget: float) -> list[dict]:
+    """Tells where in the window the entries stand that H2O holds at its end.
+
+    Args:
+        net: A model whose attention is "h2o".
+        windows: Windows of one length.
+        budget: Share of the prompt to keep; the prompt is the first half of the window.
+
+    Returns:
+        For each layer the median position of the entries outside the recent window, and the share
+        of them that came with the prompt and with its first quarter.
+    """
+    tokens = stack(windows)
+    half = tokens.shape[1] // 2
+    kept = round(budget * half)
+    cache = make_cache(net, "h2o", kept)
+    second_half(net, tokens, cache)
+    rows = []
+    for layer in range(net.config.num_hidden_layers):
+        positions = cache.kept_positions(layer)
+        heavy = positions[(positions >= 0) & (positions <= positions.max() - kept // 2)].float()
+        rows.append(
+            {
+                "layer": layer,
+                "median_position": heavy.median().item(),
+                "from_prompt": (heavy < half).float().mean().item(),
+                "from_first_quarter": (heavy < half // 4).float().mean().item(),
+            }
+        )
+    return rows

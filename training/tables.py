@@ -43,6 +43,12 @@ EVICTION: Columns = {
     "alone_recall": ("one", _percent),
     "far_recall": ("far", _percent),
 }
+HEAVY: Columns = {
+    "layer": ("layer", str),
+    "median_position": ("median position", "{:.0f}".format),
+    "from_prompt": ("from the prompt", _percent),
+    "from_first_quarter": ("from its first quarter", _percent),
+}
 
 
 def markdown(rows: list[Row], columns: Columns) -> str:
