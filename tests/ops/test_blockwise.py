@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from h2okv.ops import blockwise
-from h2okv.ops.blockwise import Visibility
-from h2okv.ops.dispatch import block_attention
+from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.reference import attention_with_scores
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -39,7 +38,7 @@ def compare(query, key, value, visibility, softcap=None, **matrix):
     expected, expected_sums = attention_with_scores(
         query.double(), key.double(), value.double(), visible, scale, softcap
     )
-    output, sums = block_attention(query, key, value, visibility, scale, softcap)
+    output, sums = blockwise_attention_with_scores(query, key, value, visibility, scale, softcap)
     tolerance = TOLERANCE[query.dtype]
     assert output.dtype == query.dtype and sums.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
@@ -113,11 +112,11 @@ def test_garbage_in_padding_does_not_leak():
     real[1, :8] = False
     query, key, value = draw(2, 2, 2, 20, 0, 16)
     visibility = Visibility(entries=real[:, None], queries=real)
-    expected = block_attention(query, key, value, visibility, 0.25)
+    expected = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
     for tensor in (query, key, value):
         tensor[1, :, :8] = torch.nan
     for clean, dirty in zip(
-        expected, block_attention(query, key, value, visibility, 0.25), strict=True
+        expected, blockwise_attention_with_scores(query, key, value, visibility, 0.25), strict=True
     ):
         assert torch.equal(clean, dirty)
 
@@ -127,10 +126,10 @@ def test_stale_entries_do_not_leak():
     entries[..., 4:9] = False
     query, key, value = draw(1, 2, 2, 20, 10, 16)
     visibility = Visibility(past=10, entries=entries)
-    expected = block_attention(query, key, value, visibility, 0.25)
+    expected = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
     key[:, :, 4:9], value[:, :, 4:9] = 1e4, -1e4
     for clean, dirty in zip(
-        expected, block_attention(query, key, value, visibility, 0.25), strict=True
+        expected, blockwise_attention_with_scores(query, key, value, visibility, 0.25), strict=True
     ):
         torch.testing.assert_close(clean, dirty)
 
@@ -158,13 +157,13 @@ def test_flat_and_sharp_logits(sharpness):
     _, expected = attention_with_scores(
         query.double(), key.double(), value.double(), visible, scale
     )
-    _, sums = block_attention(query, key, value, Visibility(), scale)
+    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), scale)
     torch.testing.assert_close(sums.double(), expected, atol=2e-3, rtol=1e-3)
 
 
 def test_rows_of_the_matrix_sum_to_one():
     query, key, value = draw(1, 2, 3, 111, 0, 64, torch.bfloat16)
-    _, sums = block_attention(query, key, value, Visibility(), 0.125)
+    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), 0.125)
     torch.testing.assert_close(sums.sum(dim=-1), torch.full((1, 2), 3 * 111.0), rtol=1e-5, atol=0)
 
 
@@ -172,7 +171,7 @@ def test_rows_of_the_matrix_sum_to_one():
 def test_what_is_not_finite_shows_in_the_sums(poison):
     query, key, value = draw(1, 2, 1, 20, 0, 16)
     key[0, 0, 3, 0] = poison
-    _, sums = block_attention(query, key, value, Visibility(), 0.25)
+    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), 0.25)
     assert not torch.isfinite(sums[0, 0]).all()
     assert torch.isfinite(sums[0, 1]).all()
 
@@ -192,5 +191,5 @@ def test_no_t_by_t_tensor_is_made():
     length = 4096
     inputs = draw(1, 1, 1, length, 0, 8)
     with Largest() as largest:
-        block_attention(*inputs, Visibility(), 0.25)
+        blockwise_attention_with_scores(*inputs, Visibility(), 0.25)
     assert largest.numel <= 128 * length

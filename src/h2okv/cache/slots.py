@@ -6,9 +6,8 @@ import torch
 
 from h2okv.cache.refusals import check_finite
 from h2okv.cache.scored import ScoredLayer
-from h2okv.ops.blockwise import Visibility
+from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.decode import decode_with_scores, write_slot
-from h2okv.ops.dispatch import block_attention
 from h2okv.policy.selection import free_slot, keep_indices, protected_entries
 
 _GROWTH = 256
@@ -128,7 +127,9 @@ class SlotLayer(ScoredLayer):
             entries=None if past == 0 and real is None else positions >= 0,
             queries=real,
         )
-        output, sums = block_attention(query, key, value, visibility, scale, softcap)
+        output, sums = blockwise_attention_with_scores(
+            query, key, value, visibility, scale, softcap
+        )
         check_finite(self, sums)
         self.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
