@@ -207,14 +207,14 @@ The aim was H2O at 20 % within 2 % of the full cache's perplexity, and ahead of 
 
 ## Why
 
-Two measurements suggest what holds H2O back on this model; neither was varied on its own. No strong
-sink has formed (the table of the first position), so no few tokens carry most of the attention. And
-a sum of attention favours what has been there for long: at the end of the window, after {half} tokens
-one by one, most of what H2O at {AIM_SHARE:.0%} of the prompt holds outside its recent window still
-stands in the prompt, in the first layer at its very beginning. On book text a longer recent window
-is then worth as much or more; where the text asks for facts, the old entries are what pays. The
-policy `heavy`, with no recent window, is the extreme of this: almost all new tokens leave before they
-are used. Half-and-half shares are the paper's; they were not tuned here.
+Two measurements suggest what holds H2O back on this model; neither was varied on its own. No
+strong sink has formed (the table of the first position), so no few tokens carry most of the
+attention. And a sum of attention favours what has been there for long: at the end of the window,
+after {half} tokens one by one, most of what H2O at {AIM_SHARE:.0%} of the prompt holds outside
+its recent window still stands in the prompt, in the first layer at its very beginning. On book text
+a longer recent window is then worth as much or more; where the text asks for facts, the old entries
+are what pays. The policy `heavy`, with no recent window at all, loses most.
+Half-and-half shares are the paper's; they were not tuned here.
 
 {markdown(tables["heavy"], HEAVY)}
 
