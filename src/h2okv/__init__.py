@@ -3,7 +3,7 @@
 from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.support import check_model
-from h2okv.integration import enable, recipe_path, register
+from h2okv.integration import enable, prefill, recipe_path, register
 from h2okv.policy import Policy, policy_names, register_policy
 
 __version__ = "0.1.0"
@@ -14,6 +14,7 @@ __all__ = [
     "check_model",
     "enable",
     "policy_names",
+    "prefill",
     "recipe_path",
     "register_policy",
 ]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2okv.budget import Budget
 from h2okv.cache.integrity import check_integrity
+from h2okv.cache.persistence import check_same_model, read_head, restore, save_cache
+from h2okv.cache.positions import PositionRule, Positions
+from h2okv.cache.rolling import Rotation
 from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
-from h2okv.cache.support import check_config
+from h2okv.cache.support import check_config, check_positions, has_dynamic_rope, trained_window
 from h2okv.policy import Policy, get_policy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class H2OCache(Cache):
@@ -39,6 +43,14 @@ class H2OCache(Cache):
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
         policy: a name of `h2okv.policy_names()` or a `Policy` object.
+        positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
+            entry sits at its rank in the cache and the new tokens after them, so that a model with
+            rotary positions reads and writes past its trained window (H2O, section 5.3 and
+            arXiv 2309.17453, section 3.2). ``"clamped"``: learned positions (OPT) stop at the
+            last one, inside ``with h2okv.enable(model)``.
+        prefill_chunk: the most tokens of a block. A longer input is read as several blocks, with
+            eviction after each, so that at most ``K + prefill_chunk`` entries are attended to; 1 is
+            Algorithm 1 of the paper from the first token on. ``None``: a prompt is one block.
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis.
         max_tokens: upper limit of the budget in tokens; a larger budget is an error.
         seed: for policies that draw at random.
@@ -55,27 +67,52 @@ class H2OCache(Cache):
         sink: int = 0,
         *,
         policy: str | Policy = "h2o",
+        positions: Positions = "original",
+        prefill_chunk: int | None = None,
         simulate: bool = False,
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
         self.budget = Budget(heavy=heavy, recent=recent, sink=sink, max_tokens=max_tokens)
         self.policy = get_policy(policy, seed)
+        self.config = config
+        self.options = {
+            "heavy": heavy,
+            "recent": recent,
+            "sink": sink,
+            "positions": positions,
+            "prefill_chunk": prefill_chunk,
+            "simulate": simulate,
+            "max_tokens": max_tokens,
+        }
         check_config(config)
+        check_positions(config, positions, self.policy)
+        self.rule = PositionRule(
+            positions, prefill_chunk, trained_window(config), has_dynamic_rope(config)
+        )
         layer_class = SimulatedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         kinds = sorted({type(layer).__name__ for layer in layers})
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                layers[index] = layer_class(index, self.budget, self.policy)
+                layers[index] = layer_class(index, self.budget, self.policy, self.rule)
         self._last_updated: ScoredLayer | None = None
         self._scored = [layer for layer in layers if isinstance(layer, ScoredLayer)]
+        rotations: list[Rotation] = []
+        for layer in self._scored:
+            layer.known_rotations = rotations
         if not self._scored:
             raise ValueError(
                 f"model type {config.model_type!r} has no full-attention layer (its cache layers: "
                 f"{', '.join(kinds)}), so there is nothing for H2O to evict; use transformers' own "
                 "cache."
+            )
+        if self.rule.rewrites and len(self._scored) != len(layers):
+            raise ValueError(
+                f"positions={positions!r} would give the layers of model type "
+                f"{config.model_type!r} that are not full attention other positions too; use "
+                "positions='original' for it."
             )
         super().__init__(layers=layers)
 
@@ -114,6 +151,129 @@ class H2OCache(Cache):
         layer = self.layers[layer_idx]
         self._last_updated = layer if isinstance(layer, ScoredLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def save(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
+        """Writes the cache to a safetensors file, at once or not at all.
+
+        Args:
+            path: the file; an older one is replaced.
+            notes: texts to keep with it; `h2okv.cache.persistence.read_notes` reads them.
+
+        Raises:
+            ValueError: if the cache is empty or a forward was interrupted, or the file cannot be
+                written.
+        """
+        save_cache(self, path, notes)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel | PreTrainedConfig | None = None,
+        policy: Policy | None = None,
+    ) -> H2OCache:
+        """Reads a cache that `save` wrote.
+
+        The layers' weights are compared when a model first goes on from it, its config already
+        here if ``model`` is given.
+
+        Args:
+            path: the file.
+            model: the model that shall go on, or its config; without it the config in the file is
+                taken.
+            policy: the policy, if it is one of your own that is not registered by name.
+
+        Returns:
+            The cache; on the model's device, else on the CPU until a model goes on from it.
+
+        Raises:
+            ValueError: if the file is damaged, or of another model, dtype, contract or policy.
+        """
+        head = read_head(path)
+        device = torch.device("cpu")
+        if model is None:
+            saved = dict(head["config"])
+            config = AutoConfig.for_model(saved.pop("model_type"), **saved)
+        else:
+            config = model if isinstance(model, PreTrainedConfig) else model.config
+            check_same_model(path, head["config"], config)
+        if isinstance(model, PreTrainedModel):
+            device = model.device
+        if policy is None:
+            policy = get_policy(head["policy"]["name"])
+            vars(policy).update(head["policy"]["settings"])
+        cache = cls(config, policy=policy, **head["options"])
+        restore(cache, path, head, device)
+        dtype = cache._scored[0].dtype
+        if isinstance(model, PreTrainedModel) and model.dtype != dtype:
+            raise ValueError(
+                f"'{path}' was saved in {dtype} and the model is in {model.dtype}; load the model "
+                f"with dtype={dtype}."
+            )
+        return cache
+
+    def fork(self, copies: int) -> H2OCache:
+        """Makes an independent cache in which every row is there several times.
+
+        Args:
+            copies: of each row, next to each other; the rows of a prompt batch that shares what
+                was read.
+
+        Returns:
+            The new cache; this one stays as it is.
+
+        Raises:
+            ValueError: if ``copies`` is below 1.
+        """
+        if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+            raise ValueError(f"copies={copies!r} makes no batch; give an int of 1 or more.")
+        twin = copy.deepcopy(self)
+        if copies > 1 and self.num_seen_tokens:
+            twin.batch_repeat_interleave(copies)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
+        """Copies the entries; the model's config and what was learned of it are shared."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        shared = (self.config, self.policy, self.rule)
+        memo.update({id(part): part for part in shared})
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """The most tokens of a block, as given."""
+        return self.rule.prefill_chunk
+
+    @property
+    def needs_enabling(self) -> bool:
+        """Whether the model must get other positions, which ``with h2okv.enable(model)`` does."""
+        return self.rule.rewrites
+
+    def place(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Says where the model shall put the tokens of the next forward; for `h2okv.enable`.
+
+        Args:
+            position_ids: int ``[B, T]`` or ``[1, T]``, places in the text.
+
+        Returns:
+            The same shape.
+        """
+        for layer in self._scored:
+            layer.is_placed = True
+        return self.rule.place(position_ids)
+
+    def expect(self, length: int) -> None:
+        """Announces a prompt that comes in several forwards, for budgets in fractions.
+
+        Args:
+            length: its tokens; ignored when the cache holds something.
+        """
+        for layer in self._scored:
+            if not layer.row_budgets:
+                layer.expected_length = length
 
     @property
     def num_seen_tokens(self) -> int:

@@ -72,6 +72,53 @@ def check_follows(
         )
 
 
+def check_placed(layer: ScoredLayer) -> None:
+    """Refuses a forward whose positions nobody has set as the cache needs them.
+
+    Args:
+        layer: the layer that gets the block; its mark is taken off.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if not layer.is_placed:
+        raise ValueError(
+            f"positions={layer.rule.positions!r} changes the positions that this model gets; run "
+            "it inside `with h2okv.enable(model):`."
+        )
+    layer.is_placed = False
+
+
+def check_window(layer: ScoredLayer, length: int) -> None:
+    """Refuses a block whose ranks would go past the positions that the model was trained on.
+
+    Args:
+        layer: the layer that gets the block.
+        length: T.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    window, chunk = layer.rule.window, layer.rule.prefill_chunk
+    if window is None:
+        return
+    budget = max(tokens.total for tokens in layer.row_budgets)
+    if budget >= window:
+        raise ValueError(
+            f"positions='rolling' with a budget of {budget} tokens leaves no room for a new one in "
+            f"the model's window of {window}; lower heavy, recent or sink."
+        )
+    block = length if chunk is None else min(length, chunk)
+    # A prompt that is one block finds the cache empty.
+    held = 0 if layer.positions is None and block == length else budget
+    if held + block > window:
+        raise ValueError(
+            f"positions='rolling' cannot place a block of {block} tokens after {held} entries in "
+            f"the model's window of {window}; give H2OCache(prefill_chunk={window - budget}) or "
+            "less."
+        )
+
+
 def check_finite(layer: ScoredLayer, sums: torch.Tensor) -> None:
     """Refuses attention that is not a number; for blocks, where a host sync is affordable.
 

@@ -10,7 +10,12 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.budget import Budget, TokenBudget
-from h2okv.cache.refusals import check_match
+from h2okv.cache.blocks import Block, split_block
+from h2okv.cache.fingerprint import fingerprint
+from h2okv.cache.positions import PositionRule
+from h2okv.cache.refusals import check_match, check_window
+from h2okv.cache.rolling import Rotation
+from h2okv.ops.rotary import rotate
 from h2okv.policy import Policy
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
@@ -32,20 +37,28 @@ class ScoredLayer(CacheLayerMixin):
         layer_idx: the layer's index in the model.
         budget: the user's budget.
         policy: the eviction policy.
+        rule: where entries sit and how long a block may be.
     """
 
     is_sliding = False
     is_croppable = False
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
 
-    def __init__(self, layer_idx: int, budget: Budget, policy: Policy) -> None:
+    def __init__(self, layer_idx: int, budget: Budget, policy: Policy, rule: PositionRule) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.budget = budget
         self.policy = policy
+        self.rule = rule
+        # How the model turns this layer's keys; learned from the model at its first block.
+        self.rotation: Rotation | None = None
+        self.knows_rotation = not rule.rolls
+        # One list for all layers of a cache, so that they share what is the same.
+        self.known_rotations: list[Rotation] = []
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
         self.cumulative_length = torch.zeros((), dtype=torch.int64)
         self.awaits_attention = False
+        self.is_placed = False
         self._forget()
 
     def _forget(self) -> None:
@@ -55,8 +68,10 @@ class ScoredLayer(CacheLayerMixin):
         self.scores: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.row_budgets: list[TokenBudget] = []
+        self.expected_length: int | None = None
         self.num_real_tokens: torch.Tensor | None = None
         self.owner: weakref.ref[torch.nn.Module] | None = None
+        self.expected_weights: str | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
@@ -92,6 +107,8 @@ class ScoredLayer(CacheLayerMixin):
         self.require_attention()
         if self.is_initialized:
             check_match(self, key_states)
+            if key_states.device != self.device:  # after loading from a file
+                self.move(key_states.device)
         else:
             self.lazy_initialization(key_states, value_states)
         setattr(key_states, LAYER_ATTRIBUTE, self)
@@ -118,6 +135,11 @@ class ScoredLayer(CacheLayerMixin):
             ValueError: if the entries were written by another module.
         """
         if self.owner is None:
+            if self.expected_weights not in (None, fingerprint(module)):
+                raise ValueError(
+                    f"H2OCache: the entries of layer {self.layer_idx} were saved with other "
+                    "weights; load the file with the model that wrote it, in the same dtype."
+                )
             self.owner = weakref.ref(module)
         elif self.owner() is not module:
             raise ValueError(
@@ -134,32 +156,69 @@ class ScoredLayer(CacheLayerMixin):
         real: torch.Tensor | None,
         scale: float,
         softcap: float | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends, scores and evicts: one block of the contract. Mutates the layer.
+        """Attends, scores and evicts, block by block of the contract. Mutates the layer.
 
         No gradient passes: what is evicted could not be trained through.
 
         Args:
             query: ``[B, HQ, T, D]``.
-            key: ``[B, H, T, D]``, the block's keys.
-            value: ``[B, H, T, Dv]``, the block's values.
+            key: ``[B, H, T, D]``, the new tokens' keys.
+            value: ``[B, H, T, Dv]``, the new tokens' values.
             real: bool ``[B, T]``, False for padding; ``None`` if there is none.
             scale: factor on the logits.
             softcap: soft cap of the logits (Gemma 2) or ``None``.
+            position_ids: int ``[B, T]`` or ``[1, T]``, where the model put the tokens; only read
+                when positions roll. ``None``: one after the other.
 
         Returns:
             ``[B, HQ, T, Dv]``.
 
         Raises:
-            ValueError: if the block is a prompt without tokens, or the attention of a block of
-                more than one token is not finite.
+            ValueError: if the block is a prompt without tokens, or too long for the model's
+                window when positions roll, or the attention of a block of more than one token is
+                not finite.
         """
         self.awaits_attention = False
+        length = query.shape[2]
         if not self.row_budgets:
-            length = query.shape[2]
-            counts = [length] * self.batch_size if real is None else real.sum(dim=1).tolist()
+            counts = [self.expected_length or length] * self.batch_size
+            if real is not None and self.expected_length is None:
+                counts = real.sum(dim=1).tolist()
             self._resolve_budget(counts)
-        return self._attend(query, key, value, real, scale, softcap)
+        whole = Block(query, key, value, real, position_ids)
+        if self.rule.rolls:
+            check_window(self, length)
+            if position_ids is None:
+                whole = whole.at(self._next_positions(real, length))
+        chunk = self.rule.prefill_chunk
+        if chunk is None or length <= chunk:
+            return self._attend_block(whole, scale, softcap)
+        output = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for columns, block in split_block(whole, chunk):
+            own = self._attend_block(block, scale, softcap)
+            output.scatter_(2, columns[:, None, :, None].expand_as(own), own)
+        return output
+
+    def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
+        """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
+        query, key = block.query, block.key
+        if self.rotation is not None:
+            undo = self.rotation.of_text(block.position_ids)
+            query = rotate(query, *undo, self.rotation.layout)
+            key = rotate(key, *undo, self.rotation.layout).to(self.dtype)
+        output = self._attend(query, key, block.value, block.real, scale, softcap)
+        return output.to(self.dtype)
+
+    def _next_positions(self, real: torch.Tensor | None, length: int) -> torch.Tensor:
+        """Positions of tokens that follow those seen, ``[1, T]``, for models that tell none."""
+        if real is not None and not bool(real.all()):
+            raise ValueError(
+                "positions='rolling': this model does not tell its attention the position_ids, "
+                "which a padded batch needs; run each row alone."
+            )
+        return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
     @abstractmethod
     def _attend(
@@ -171,7 +230,22 @@ class ScoredLayer(CacheLayerMixin):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """The subclass's part of `attend`."""
+        """The subclass's part of `attend`; rolling layers get queries and keys not turned."""
+
+    def rank_limit(self, length: int) -> int:
+        """Entries and new tokens that a block's ranks are below.
+
+        Args:
+            length: T.
+
+        Returns:
+            K + 1 for a decode step, which must not look at numbers; else what is held, and T.
+        """
+        if self.positions is None:
+            return length
+        if length == 1:
+            return max(tokens.total for tokens in self.row_budgets) + 1
+        return int((self.positions >= 0).sum(dim=-1).max()) + length
 
     def _resolve_budget(self, lengths: list[int]) -> None:
         """Fixes the budget of each sequence from its prompt's real tokens; mutates the layer."""
@@ -258,6 +332,49 @@ class ScoredLayer(CacheLayerMixin):
         if self.row_budgets:
             self.row_budgets = [self.row_budgets[row] for row in indices.tolist()]
         self.batch_size = len(indices)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What a file must hold to go on from here.
+
+        Returns:
+            ``(tensors, numbers)``: by the names of attributes, and values for JSON.
+        """
+        owner = None if self.owner is None else self.owner()
+        tensors = {name: getattr(self, name, None) for name in self.row_tensors()}
+        tensors["cumulative_length"] = self.cumulative_length
+        budgets = [[tokens.sink, tokens.heavy, tokens.recent] for tokens in self.row_budgets]
+        return (
+            {name: tensor for name, tensor in tensors.items() if tensor is not None},
+            {
+                "row_budgets": budgets,
+                "weights": self.expected_weights if owner is None else fingerprint(owner),
+            },
+        )
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """Takes what `state` gave; mutates the layer.
+
+        Args:
+            tensors: by the names of attributes, all on one device.
+            numbers: the other values.
+
+        Raises:
+            LookupError: if something is missing.
+        """
+        keys, values = tensors["keys"], tensors["values"]
+        self.lazy_initialization(keys, values)
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        self.row_budgets = [TokenBudget(*parts) for parts in numbers["row_budgets"]]
+        self.expected_weights = numbers["weights"]
+
+    def move(self, device: torch.device) -> None:
+        """Brings all entries to another device; mutates the layer."""
+        for name in (*self.row_tensors(), "cumulative_length"):
+            held = getattr(self, name, None)
+            if held is not None:
+                setattr(self, name, held.to(device))
+        self.device = device
 
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from h2okv.cache.refusals import check_finite
+from h2okv.cache.rolling import turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.reference import attention_with_scores
 from h2okv.policy.selection import protected_entries
@@ -34,7 +35,10 @@ class SimulatedLayer(ScoredLayer):
         past = self._append(key, value, real)
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
         visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
-        output, sums = attention_with_scores(query, self.keys, self.values, visible, scale, softcap)
+        keys = self.keys
+        if self.rotation is not None:
+            query, keys = self._turned(query, past)
+        output, sums = attention_with_scores(query, keys, self.values, visible, scale, softcap)
         check_finite(self, sums)
         self.scores = self.scores + sums.to(torch.float32)
         self.num_real_tokens += real.sum(dim=1)
@@ -42,6 +46,21 @@ class SimulatedLayer(ScoredLayer):
         if self.policy.evicts:
             self._evict()
         return output
+
+    def _turned(self, query: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's queries and all keys at the ranks of those alive."""
+        alive = self.positions >= 0
+        # Tokens are held in the order of the text, so those alive before count the rank.
+        ranks = (alive.cumsum(dim=-1) - 1).clamp(min=0)
+        length = query.shape[2]
+        limit = int(alive.sum(dim=-1).max())
+        if length == 1 and past:
+            limit = max(tokens.total for tokens in self.row_budgets) + 1
+        own = ranks[:, :1, past:]
+        return (
+            turn_to_ranks(query, own, self.rotation, limit),
+            turn_to_ranks(self.keys, ranks, self.rotation, limit),
+        )
 
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> int:
         """Adds the block's entries; returns how many there were. Mutates the layer."""

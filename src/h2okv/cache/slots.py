@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from h2okv.cache.refusals import check_finite
+from h2okv.cache.rolling import ranks_of, turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.decode import decode_with_scores, write_slot
@@ -22,24 +25,28 @@ class SlotLayer(ScoredLayer):
 
     State, all on the layer's device: ``keys [B, H, S, D]``, ``values [B, H, S, Dv]``,
     ``scores [B, H, S]`` fp32, ``positions [B, H, S]`` int32 (-1 = empty), ``free [B, H, 1]`` int64.
+    When positions roll, ``keys`` are as before the model's turn, and ``ranks [B, H, S]`` int32 are
+    the entries' places in the cache (S for an empty slot).
 
     Args:
         layer_idx: the layer's index in the model.
         budget: the user's budget.
         policy: the eviction policy.
+        rule: where entries sit and how long a block may be.
     """
 
     def _forget(self) -> None:
         super()._forget()
         self.free: torch.Tensor | None = None
         self.enabled: torch.Tensor | None = None
+        self.ranks: torch.Tensor | None = None
         self.is_full = False
         self.has_sinks = True
         self.last_growth = 0
 
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""
-        return (*super().row_tensors(), "free", "enabled")
+        return (*super().row_tensors(), "free", "enabled", "ranks")
 
     def _attend(
         self,
@@ -67,6 +74,10 @@ class SlotLayer(ScoredLayer):
         """A block of one token: tensor code without a host sync."""
         if not self.policy.evicts:
             self._grow()
+        full = self.is_full and real is None
+        keys = self.keys
+        if self.rotation is not None:
+            query = self._rank_new(query, real, full)
         write_slot(self.keys, self.free, key)
         write_slot(self.values, self.free, value)
         position = self.num_real_tokens.to(torch.int32).view(-1, 1, 1)
@@ -75,9 +86,10 @@ class SlotLayer(ScoredLayer):
         entry = position.expand_as(self.free)
         self.positions.scatter_(-1, self.free, entry)
         self.scores.scatter_(-1, self.free, 0.0)
-        full = self.is_full and real is None
+        if self.rotation is not None:
+            keys = turn_to_ranks(self.keys, self.ranks, self.rotation, self.rank_limit(1))
         hidden = None if full else self.positions < 0
-        output, sums = decode_with_scores(query, self.keys, self.values, hidden, scale, softcap)
+        output, sums = decode_with_scores(query, keys, self.values, hidden, scale, softcap)
         if real is None:
             self.num_real_tokens += 1
         else:
@@ -87,6 +99,29 @@ class SlotLayer(ScoredLayer):
         self.cumulative_length += 1
         self._free_one(full)
         return output
+
+    def _rank_new(self, query: torch.Tensor, real: torch.Tensor | None, full: bool) -> torch.Tensor:
+        """Ranks the new token behind all; returns its query, turned. Mutates the layer."""
+        num_slots = self.positions.shape[2]
+        if full:
+            rank = torch.full_like(self.free, num_slots - 1, dtype=torch.int32)
+        else:
+            rank = self._counts().to(torch.int32)
+        # All heads of a row hold the same number of entries.
+        own = rank[:, :1]
+        if real is not None:
+            rank = torch.where(real.unsqueeze(1), rank, num_slots)
+        self.ranks.scatter_(-1, self.free, rank)
+        return turn_to_ranks(query, own, self.rotation, self.rank_limit(1))
+
+    def _close_gap(self, full: bool) -> None:
+        """Moves the entries behind the freed slot's one rank down; mutates the layer."""
+        gone = self.ranks.gather(-1, self.free)
+        behind = self.ranks > gone
+        if not full:
+            behind &= self.positions >= 0
+        self.ranks -= behind.to(self.ranks.dtype)
+        self.ranks.scatter_(-1, self.free, self.ranks.shape[-1])
 
     def _free_one(self, full: bool) -> None:
         """Finds the slot that the next token takes, and evicts what it holds; mutates the layer."""
@@ -102,6 +137,8 @@ class SlotLayer(ScoredLayer):
         # In place: a recorded CUDA graph reads and writes the same memory in every step.
         self.free.copy_(chosen)
         self.positions.scatter_(-1, self.free, -1)
+        if self.rotation is not None:
+            self._close_gap(full)
 
     def _block(
         self,
@@ -127,15 +164,36 @@ class SlotLayer(ScoredLayer):
             entries=None if past == 0 and real is None else positions >= 0,
             queries=real,
         )
+        turned = key
+        if self.rotation is not None:
+            query, turned = self._turn_block(query, key, positions, past)
         output, sums = blockwise_attention_with_scores(
-            query, key, value, visibility, scale, softcap
+            query, turned, value, visibility, scale, softcap
         )
+        del turned
         check_finite(self, sums)
         self.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
         self._compact(key, value, scores + sums, positions)
         self.last_growth = int(self.cumulative_length)
         return output
+
+    def _turn_block(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, past: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turns a block's queries, and all its keys ``[B, H, past + T, D]``, to their ranks."""
+        taken = positions >= 0
+        held = taken[..., :past].sum(dim=-1, keepdim=True)
+        ranks = held + taken[..., past:].cumsum(dim=-1) - 1
+        # All heads of a row hold the same number of entries.
+        own = ranks[:, :1]
+        if past:
+            ranks = torch.cat([self.ranks, ranks], dim=-1)
+        length = self.rank_limit(query.shape[2])
+        return (
+            turn_to_ranks(query, own.clamp(min=0), self.rotation, length),
+            turn_to_ranks(key, ranks.clamp(min=0), self.rotation, length),
+        )
 
     def _block_entries(
         self, length: int, real: torch.Tensor | None
@@ -182,9 +240,19 @@ class SlotLayer(ScoredLayer):
         )
         if self.policy.evicts:
             self.enabled = self._slots_within_budget()
-            # Python bools, known once for each block: a decode step may then leave out the masks.
-            self.is_full = self.enabled is None and bool(self._counts().eq(self.total).all())
-            self.has_sinks = any(tokens.sink for tokens in self.row_budgets)
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Notes what a decode step may leave out, as Python bools known once for each block."""
+        self.is_full = self.enabled is None and bool(self._counts().eq(self.total).all())
+        self.has_sinks = any(tokens.sink for tokens in self.row_budgets)
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """See `ScoredLayer.restore`."""
+        super().restore(tensors, numbers)
+        if self.policy.evicts:
+            self._look_ahead()
+        self.last_growth = int(self.cumulative_length)
 
     def _counts(self) -> torch.Tensor:
         """Entries held, int64 ``[B, H, 1]``."""
@@ -226,6 +294,8 @@ class SlotLayer(ScoredLayer):
             setattr(self, name, slot)
         with torch.inference_mode(False):
             self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+            if self.rotation is not None:
+                self.ranks = ranks_of(self.positions)
 
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""
@@ -237,6 +307,6 @@ class SlotLayer(ScoredLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, scores and positions."""
-        held = (self.keys, self.values, self.scores, self.positions)
+        """Bytes held: keys, values, scores, positions and ranks."""
+        held = (self.keys, self.values, self.scores, self.positions, self.ranks)
         return sum(tensor.nbytes for tensor in held if tensor is not None)

@@ -10,6 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from h2okv.policy import Policy
+
 _OWN_ATTENTION = "it computes attention itself, not through transformers' AttentionInterface"
 _ALIBI = f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there"
 _SINK_LOGIT = "its softmax has a learned sink logit in every head, which the scores do not model"
@@ -145,3 +147,61 @@ def _uses_interface(config: PreTrainedConfig, text_config: PreTrainedConfig) -> 
             if not model_class._can_set_attn_implementation():
                 return False
     return True
+
+
+def trained_window(config: PreTrainedConfig) -> int | None:
+    """Tells how many positions a model was trained on.
+
+    Args:
+        config: the model's config.
+
+    Returns:
+        Tokens; ``None`` if the config does not say.
+    """
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def has_dynamic_rope(config: PreTrainedConfig) -> bool:
+    """Tells whether a model's rotary frequencies follow the longest position it has met.
+
+    Args:
+        config: the model's config.
+
+    Returns:
+        True for dynamic NTK scaling, in any type of layer.
+    """
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return any(part.get("rope_type") == "dynamic" for part in kinds)
+
+
+def check_positions(config: PreTrainedConfig, positions: str, policy: Policy) -> None:
+    """Refuses a way of placing entries that the model or the policy has not.
+
+    Args:
+        config: the model's config.
+        positions: what the user asked for.
+        policy: the eviction policy.
+
+    Raises:
+        ValueError: naming the reason and the remedy.
+    """
+    text_config = config.get_text_config(decoder=True)
+    rotary = bool(getattr(text_config, "rope_parameters", None))
+    kind = text_config.model_type
+    if positions == "rolling" and not rotary:
+        raise ValueError(
+            f"positions='rolling': model type {kind!r} has no rotary positions (RoPE). Learned "
+            "positions are part of what a key was made from and cannot be moved afterwards; use "
+            "positions='clamped', or 'original' within the trained window."
+        )
+    if positions == "rolling" and not policy.evicts:
+        raise ValueError(
+            f"positions='rolling': policy={policy.name!r} evicts nothing, so that ranks are the "
+            "places in the text; use positions='original'."
+        )
+    if positions == "clamped" and (rotary or trained_window(config) is None):
+        raise ValueError(
+            f"positions='clamped': model type {kind!r} has no learned positions to stop at; use "
+            "positions='rolling' for rotary positions, or 'original'."
+        )

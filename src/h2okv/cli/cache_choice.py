@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import DynamicCache, PreTrainedConfig
 
 import h2okv
+from h2okv.cache.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,16 @@ class CacheChoice:
         heavy: Heavy hitters, in tokens (int) or as a fraction of the prompt (float).
         recent: Newest tokens, in tokens or as a fraction.
         sink: First tokens.
+        positions: `original`, `rolling` or `clamped`.
+        prefill_chunk: The most tokens that are read at once; None for no limit.
     """
 
     policy: str
     heavy: int | float
     recent: int | float
     sink: int
+    positions: Positions = "original"
+    prefill_chunk: int | None = None
 
     def make(self, config: PreTrainedConfig, seed: int) -> h2okv.H2OCache:
         """Makes the cache, empty.
@@ -44,6 +49,8 @@ class CacheChoice:
             recent=self.recent,
             sink=self.sink,
             policy=self.policy,
+            positions=self.positions,
+            prefill_chunk=self.prefill_chunk,
             seed=seed,
         )
 

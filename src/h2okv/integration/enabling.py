@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from h2okv.cache import H2OCache
 from h2okv.cache.support import check_model
 from h2okv.integration.hf import ATTENTION_NAME
 
@@ -18,7 +19,9 @@ def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Gives a loaded model H2O attention inside a ``with`` block.
 
     The model's attention implementation is changed on entry and restored on exit, also after an
-    error. Inside, a padded batch without an attention mask is refused.
+    error. Inside, a padded batch without an attention mask is refused, and the positions that the
+    model gets are those that a cache with ``positions="clamped"`` (or ``"rolling"`` with dynamic
+    RoPE scaling) asks for.
 
     Args:
         model: a loaded model; its config's attention implementation is mutated for the block.
@@ -32,11 +35,15 @@ def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     check_model(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
-    hook = model.register_forward_pre_hook(_check_padding, with_kwargs=True)
+    hooks = [
+        model.register_forward_pre_hook(_check_padding, with_kwargs=True),
+        model.register_forward_pre_hook(_place_tokens, with_kwargs=True),
+    ]
     try:
         yield model
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         model.set_attn_implementation(before)
 
 
@@ -45,6 +52,31 @@ def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     if input_ids is not None and input_ids.shape[-1] > 1:
         mask = kwargs.get("attention_mask")
         check_padded_batch(input_ids, mask, getattr(module.config, "pad_token_id", None))
+
+
+def _place_tokens(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Gives the model the positions that the cache asks for, where it asks for others."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, H2OCache) or not cache.needs_enabling:
+        return None
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None:
+        position_ids = _positions(args, kwargs, cache)
+    return args, {**kwargs, "position_ids": cache.place(position_ids)}
+
+
+def _positions(args: tuple[Any, ...], kwargs: dict[str, Any], cache: H2OCache) -> torch.Tensor:
+    """Positions of a forward's tokens in the text, int64 ``[B or 1, T]``."""
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    if tokens is None:
+        tokens = kwargs["inputs_embeds"]
+    length = tokens.shape[1]
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2:
+        return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
+    return (cache.num_seen_tokens + torch.arange(length, device=tokens.device)).unsqueeze(0)
 
 
 def check_padded_batch(

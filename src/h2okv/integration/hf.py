@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from h2okv.cache.refusals import check_follows
+from h2okv.cache.refusals import check_follows, check_placed
 from h2okv.cache.scored import LAYER_ATTRIBUTE, ScoredLayer
 from h2okv.integration.masks import h2o_mask
 from h2okv.integration.plain import plain_attention
+from h2okv.integration.rotation import find_rotation
 
 ATTENTION_NAME = "h2o"
 
@@ -68,9 +69,15 @@ def h2o_attention(
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     if not torch.compiler.is_compiling():
         layer.claim(module)
-        check_follows(layer, options.get("position_ids"), real, query.shape[2])
+        if layer.rule.rewrites:
+            check_placed(layer)
+        else:
+            check_follows(layer, options.get("position_ids"), real, query.shape[2])
+    if not layer.knows_rotation:
+        layer.rotation = find_rotation(module, layer.layer_idx, key.dtype, layer.known_rotations)
+        layer.knows_rotation = True
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = layer.attend(query, key, value, real, scale, softcap)
+    output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
     return output.transpose(1, 2).contiguous(), None
 
 

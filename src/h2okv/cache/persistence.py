@@ -1,0 +1,225 @@
+"""A cache in a file: read a text once, go on from it many times."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from h2okv.cache.scored import ScoredLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from h2okv.cache.h2o_cache import H2OCache
+
+CONTRACT = 1
+"""Counts up when entries written by an older version would be evicted by another rule."""
+_KEY = "h2okv"
+_NOTES = "h2okv.notes"
+_VOLATILE = (
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
+)  # fmt: skip
+"""Parts of a config that say nothing about what the keys are."""
+
+
+def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
+    """Writes a cache to a safetensors file, at once or not at all.
+
+    Args:
+        cache: what to write; unchanged.
+        path: the file; an older one is replaced.
+        notes: texts to keep with it, for `read_notes`.
+
+    Raises:
+        ValueError: if the cache is empty or a forward was interrupted, or the file cannot be
+            written.
+    """
+    cache.check_integrity()
+    if cache.num_seen_tokens == 0:
+        raise ValueError("the cache is empty, so there is nothing to save; read a text first.")
+    tensors: dict[str, torch.Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        held, rest = layer.state() if isinstance(layer, ScoredLayer) else _foreign_state(layer)
+        tensors |= {f"{index}.{name}": t.detach().contiguous() for name, t in held.items()}
+        layers.append(rest)
+    policy = {"name": cache.policy.name, "settings": vars(cache.policy)}
+    head = {
+        "contract": CONTRACT,
+        "config": config_identity(cache.config),
+        "options": cache.options,
+        "policy": policy,
+        "layers": layers,
+    }
+    metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
+    target = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"the cache cannot be written to '{path}' ({error.strerror or error}); give a file in "
+            "a folder that exists and is writable."
+        ) from error
+
+
+def read_head(path: str | Path) -> dict[str, Any]:
+    """Reads what a file says about its cache, without the tensors.
+
+    Args:
+        path: a file that `save_cache` wrote.
+
+    Returns:
+        Contract, config, options, policy and the layers' numbers.
+
+    Raises:
+        ValueError: if it is no such file, damaged, or of another contract.
+    """
+    head = json.loads(_metadata(path)[_KEY])
+    if head.get("contract") != CONTRACT:
+        raise ValueError(
+            f"'{path}' was saved under version {head.get('contract')} of the eviction contract and "
+            f"this h2okv has version {CONTRACT}; read the text again with this version."
+        )
+    return head
+
+
+def read_notes(path: str | Path) -> dict[str, str]:
+    """Reads the notes that were saved with a cache.
+
+    Args:
+        path: a file that `save_cache` wrote.
+
+    Returns:
+        The notes.
+
+    Raises:
+        ValueError: if it is no such file, or damaged.
+    """
+    return json.loads(_metadata(path)[_NOTES])
+
+
+def restore(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch.device) -> None:
+    """Fills an empty cache from a file.
+
+    Args:
+        cache: made with the file's options; mutated.
+        path: the file.
+        head: from `read_head`.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: if the file is damaged or does not fit the cache's layers.
+    """
+    held: list[dict[str, torch.Tensor]] = [{} for _ in cache.layers]
+    try:
+        with safe_open(str(path), framework="pt", device=str(device)) as file:
+            for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
+                index, _, part = name.partition(".")
+                held[int(index)][part] = file.get_tensor(name)
+        for layer, tensors, rest in zip(cache.layers, held, head["layers"], strict=True):
+            if isinstance(layer, ScoredLayer):
+                layer.restore(tensors, rest)
+            else:
+                _restore_foreign(layer, tensors, rest)
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_damaged(path)} ({error}).") from error
+
+
+def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
+    """The parts of a model's config that its keys depend on, as JSON values.
+
+    Args:
+        config: the model's config.
+
+    Returns:
+        Names and values.
+    """
+    values = json.loads(config.get_text_config(decoder=True).to_json_string(use_diff=False))
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _VOLATILE and not name.startswith("_")
+    }
+
+
+def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuses a file that another model's cache was saved to.
+
+    Args:
+        path: the file, for the message.
+        saved: its config, from `read_head`.
+        config: the config of the model that shall go on.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    own = config_identity(config)
+    # Names that only one side knows come and go with versions of transformers.
+    for name in ("model_type", *sorted(own.keys() & saved.keys())):
+        if saved.get(name) != own.get(name):
+            raise ValueError(
+                f"'{path}' was saved with another model: its {name} is {saved.get(name)!r} and "
+                f"this model's is {own.get(name)!r}; load it with the model that wrote it."
+            )
+
+
+def _metadata(path: str | Path) -> dict[str, str]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+    except FileNotFoundError as error:
+        raise ValueError(f"'{path}' does not exist; give a file that a cache was saved to.") from (
+            error
+        )
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{_damaged(path)} ({error}).") from error
+    if _KEY not in metadata:
+        raise ValueError(
+            f"'{path}' holds tensors but no H2OCache; give a file that a cache was saved to."
+        )
+    return metadata
+
+
+def _damaged(path: str | Path) -> str:
+    return f"'{path}' is no whole saved cache, or damaged; save it again or give another file"
+
+
+def _foreign_state(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """State of a layer of transformers' own: its tensors, and its numbers."""
+    tensors, rest = {}, {}
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif value is None or isinstance(value, bool | int | float | str):
+            rest[name] = value
+        elif not isinstance(value, torch.dtype | torch.device):
+            raise ValueError(
+                f"a {type(layer).__name__} with {name}={value!r} cannot be saved; this model's "
+                "cache can only be kept in memory."
+            )
+    return tensors, rest
+
+
+def _restore_foreign(layer: Any, tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> None:
+    vars(layer).update(rest)
+    vars(layer).update(tensors)
+    for name, held in (("dtype", tensors.get("keys")), ("device", tensors.get("keys"))):
+        if held is not None:
+            setattr(layer, name, getattr(held, name))

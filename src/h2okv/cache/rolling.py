@@ -1,0 +1,140 @@
+"""Positions inside the cache: every entry sits at its rank, the new tokens after them.
+
+The model turns keys and queries to the positions of the text. A rolling layer turns them back, by
+the model's own frequencies, keeps the keys as they were before any turn, and turns them to their
+ranks when it attends. Nothing is ever turned twice, so nothing drifts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from h2okv.ops.rotary import Layout, inverse, rotate
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies depend on the longest position."""
+
+
+class Rotation:
+    """How a model turns the keys of a layer; shared by all layers that are turned alike.
+
+    Args:
+        rotary_class: the model's own module of rotary embeddings.
+        config: the text model's config.
+        layer_type: for models with frequencies for each type of layer; else ``None``.
+        layout: which numbers of a head form a pair.
+        dtype: in which the model holds the cosines.
+        device: where the layers are.
+    """
+
+    def __init__(
+        self,
+        rotary_class: type[torch.nn.Module],
+        config: Any,
+        layer_type: str | None,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.key = (rotary_class, layer_type, layout, dtype, device)
+        """Equal for layers of one model that are turned alike."""
+        self._make = lambda: rotary_class(config).to(device)
+        self._options = {} if layer_type is None else {"layer_type": layer_type}
+        self._prefix = "" if layer_type is None else f"{layer_type}_"
+        self._dtype = dtype
+        self._device = device
+        self._as_model = self._make()
+        kind: Any = self._as_model.rope_type
+        self.kind: str = kind if layer_type is None else kind[layer_type]
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._last: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
+        """Copies of a cache share what was learned about its model."""
+        return self
+
+    def of_text(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What undoes the model's turn.
+
+        Args:
+            position_ids: int ``[B, T]`` or ``[1, T]``, as the model got them.
+
+        Returns:
+            ``(cos, sin)`` fp32 ``[B or 1, 1, T, R / 2]``, for `rotate`.
+        """
+        # All layers of a forward get the same object.
+        if self._last is None or self._last[0] is not position_ids:
+            cos, sin = self._turn(self._as_model, position_ids.to(self._device))
+            undo = inverse(cos.to(self._dtype), sin.to(self._dtype))
+            self._last = position_ids, (undo[0].unsqueeze(1), undo[1].unsqueeze(1))
+        return self._last[1]
+
+    def of_ranks(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The turns to the ranks of a cache.
+
+        Args:
+            length: entries and new tokens.
+
+        Returns:
+            ``(cos, sin)`` fp32 ``[length, R / 2]``.
+        """
+        if length not in self._tables:
+            if len(self._tables) >= 8:
+                self._tables.clear()
+            with torch.inference_mode(False):
+                ranks = torch.arange(length, device=self._device).unsqueeze(0)
+                cos, sin = self._turn(self._make(), ranks)
+                self._tables[length] = cos[0], sin[0]
+        return self._tables[length]
+
+    def _turn(self, rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kind in _BY_LENGTH:
+            rotary(torch.empty(0, device=self._device), positions, **self._options)
+        # The same operation as in transformers, so that the same angle comes out, rounding and all.
+        frequencies = getattr(rotary, f"{self._prefix}inv_freq")
+        scaling = getattr(rotary, f"{self._prefix}attention_scaling", None)
+        if scaling is None:
+            scaling = rotary.attention_scaling
+        angles = positions[..., None].float() * frequencies.float()
+        return angles.cos() * scaling, angles.sin() * scaling
+
+
+def turn_to_ranks(
+    states: torch.Tensor, ranks: torch.Tensor, rotation: Rotation | None, length: int
+) -> torch.Tensor:
+    """Turns queries or keys to their ranks.
+
+    Args:
+        states: ``[B, H, N, D]``, not turned.
+        ranks: int, broadcastable to ``[B, H, N]``; below ``length`` for what is an entry.
+        rotation: the layer's rotation; ``None`` for a layer without positions.
+        length: entries and new tokens.
+
+    Returns:
+        ``[B, H, N, D]``: fp32, or ``states`` itself for a layer without positions.
+    """
+    if rotation is None:
+        return states
+    cos, sin = rotation.of_ranks(length)
+    at = ranks.clamp(max=length - 1).long()
+    return rotate(states, cos[at], sin[at], rotation.layout)
+
+
+def ranks_of(positions: torch.Tensor) -> torch.Tensor:
+    """Ranks of the entries by age.
+
+    Args:
+        positions: int ``[B, H, S]``; -1 for an empty slot.
+
+    Returns:
+        int32 ``[B, H, S]``; an empty slot has rank S, behind all.
+    """
+    size = positions.shape[-1]
+    order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1)
+    ranks = torch.empty_like(positions, dtype=torch.int32)
+    places = torch.arange(size, dtype=torch.int32, device=positions.device)
+    ranks.scatter_(-1, order, places.expand_as(ranks))
+    return ranks.masked_fill_(positions < 0, size)

@@ -1,0 +1,102 @@
+"""Reading a text of any length through a model, block by block, on one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from transformers import PreTrainedModel
+
+from h2okv.cache import H2OCache
+from h2okv.integration.enabling import enable
+from h2okv.integration.hf import ATTENTION_NAME
+
+
+def read_blocks(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: H2OCache,
+    chunk: int | None = None,
+    *,
+    all_logits: bool = False,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Reads tokens onto a cache in blocks, with the memory of one block.
+
+    The cache goes on from where it stands. A budget in fractions is of the whole ``input_ids`` if
+    the cache is empty.
+
+    Args:
+        model: a loaded model, with H2O attention or without.
+        input_ids: int ``[B, T]``, without padding.
+        cache: mutated.
+        chunk: tokens of a forward; ``cache.prefill_chunk`` if ``None``, and all at once if that is
+            ``None`` too.
+        all_logits: whether to give the logits of every token, not only of a block's last one.
+
+    Yields:
+        ``(read, logits)``: how many of the tokens have been read, and ``[B, c, V]`` or
+        ``[B, 1, V]`` in the model's dtype.
+
+    Raises:
+        ValueError: if there is nothing to read, or ``chunk`` is below 1.
+    """
+    length = input_ids.shape[1]
+    if length == 0:
+        raise ValueError("input_ids has no tokens; give at least one.")
+    chunk = chunk if chunk is not None else cache.prefill_chunk or length
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} reads nothing; give 1 or more.")
+    cache.expect(length)
+    enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
+    with nullcontext() if enabled else enable(model):
+        for start in range(0, length, chunk):
+            block = input_ids[:, start : start + chunk].to(model.device)
+            with torch.no_grad():
+                logits = model(
+                    block, past_key_values=cache, logits_to_keep=0 if all_logits else 1
+                ).logits
+            yield start + block.shape[1], logits
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: H2OCache,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reads a prompt, or a further turn, onto a cache in blocks of ``cache.prefill_chunk``.
+
+    Then generate with the whole text, of which transformers takes the part not yet read::
+
+        h2okv.prefill(model, input_ids[:, :-1], cache)
+        model.generate(input_ids, past_key_values=cache)
+
+    Args:
+        model: a loaded model, with H2O attention or without.
+        input_ids: int ``[B, T]``.
+        cache: mutated.
+        attention_mask: ``[B, tokens seen + T]``, 0 for padding; ``None`` if there is none. A padded
+            batch passes the model in one forward, cut into blocks inside each layer, because its
+            rows are cut at different columns.
+
+    Returns:
+        Logits of the last token, ``[B, V]``.
+
+    Raises:
+        ValueError: if there is nothing to read.
+    """
+    if attention_mask is None or bool(attention_mask.to(torch.bool).all()):
+        for _, logits in read_blocks(model, input_ids, cache):
+            last = logits[:, -1]
+        return last
+    new = attention_mask.long().cumsum(dim=1)[:, -input_ids.shape[1] :] - 1
+    enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
+    with nullcontext() if enabled else enable(model), torch.no_grad():
+        return model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=new.clamp(min=0),
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits[:, -1]

@@ -1,0 +1,130 @@
+"""Finding out how a model turns its keys, by asking its own attention module."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from h2okv.cache.rolling import Rotation
+from h2okv.ops.rotary import Layout, rotate
+
+_POSITIONS = (5, 11)
+_LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+_CLOSE = 0.03
+"""Largest relative difference that rounding to bf16 leaves; a wrong layout gives about 1."""
+
+
+class _KeysTakenError(Exception):
+    """Leaves the attention module as soon as it has made its keys."""
+
+
+class _KeyTaker(DynamicCache):
+    """Takes the keys that an attention module hands to its cache."""
+
+    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the keys and goes no further."""
+        self.taken = key_states.float()
+        raise _KeysTakenError
+
+
+def find_rotation(
+    module: torch.nn.Module, layer_idx: int, dtype: torch.dtype, known: list[Rotation]
+) -> Rotation | None:
+    """Learns how an attention module turns its keys, and checks it on two tokens.
+
+    The module is run on random numbers at two positions and without a turn; the one must be the
+    other, turned. So a family that turns its keys in a way of its own is noticed.
+
+    Args:
+        module: the attention module.
+        layer_idx: its layer.
+        dtype: of its keys.
+        known: rotations of other layers; one of them is returned if it is the same, else the new
+            one is added. Mutated.
+
+    Returns:
+        The rotation; ``None`` for a layer that turns nothing (NoPE).
+
+    Raises:
+        ValueError: if the way cannot be found out.
+    """
+    rotary_class = _rotary_class(module)
+    config: Any = module.config
+    parameter = next(module.parameters())
+    device = parameter.device
+    options: dict[str, Any] = {}
+    if "layer_type" in inspect.signature(rotary_class.forward).parameters:
+        options["layer_type"] = config.layer_types[layer_idx]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
+    hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
+    rotary = rotary_class(config).to(device)
+
+    def keys_at(positions: tuple[int, int]) -> tuple[torch.Tensor, Any]:
+        ids = torch.tensor([positions], device=device)
+        embeddings = rotary(hidden.to(dtype), ids, **options)
+        return _keys(module, hidden, embeddings), embeddings
+
+    plain, _ = keys_at((0, 0))
+    turned, embeddings = keys_at(_POSITIONS)
+    if (turned - plain).norm() <= 1e-6 * turned.norm():
+        return None
+    # Some families hold the turn as complex numbers, which are never rounded to the model's dtype.
+    held = torch.float32 if torch.is_tensor(embeddings) else dtype
+    ids = torch.tensor([_POSITIONS], device=device)
+    for layout in _LAYOUTS:
+        rotation = Rotation(rotary_class, config, options.get("layer_type"), layout, held, device)
+        back = rotate(turned, *rotation.of_text(ids), layout)
+        start = rotate(plain, *rotation.of_text(torch.zeros_like(ids)), layout)
+        if (back - start).norm() <= _CLOSE * start.norm():
+            for other in known:
+                if other.key == rotation.key:
+                    return other
+            known.append(rotation)
+            return rotation
+    raise _unknown(module)
+
+
+def _keys(module: torch.nn.Module, hidden: torch.Tensor, embeddings: Any) -> torch.Tensor:
+    """The keys ``[1, H, 2, D]`` that the module makes of hidden states and rotary embeddings."""
+    taker = _KeyTaker()
+    names = inspect.signature(module.forward).parameters
+    cache_name = "layer_past" if "layer_past" in names else "past_key_values"
+    arguments = {
+        "hidden_states": hidden,
+        "position_embeddings": embeddings,
+        "attention_mask": None,
+        cache_name: taker,
+    }
+    try:
+        with torch.no_grad():
+            module(**arguments)
+    except _KeysTakenError:
+        return taker.taken
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        raise _unknown(module) from error
+    raise _unknown(module)
+
+
+def _rotary_class(module: torch.nn.Module) -> Any:
+    """The class of the model's rotary embeddings: the one in the file of its attention."""
+    names = vars(sys.modules[type(module).__module__])
+    found = [
+        value
+        for name, value in names.items()
+        if name.endswith("RotaryEmbedding") and "Vision" not in name and isinstance(value, type)
+    ]
+    if len(found) != 1:
+        raise _unknown(module)
+    return found[0]
+
+
+def _unknown(module: torch.nn.Module) -> ValueError:
+    return ValueError(
+        f"positions='rolling': cannot find out how {type(module).__name__} turns its keys (RoPE); "
+        "use positions='original' for this model."
+    )
