@@ -59,7 +59,7 @@ budgets = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=90, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     kv_heads=st.sampled_from([1, 2, 4]),
@@ -69,11 +69,27 @@ budgets = st.one_of(
     blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7, 16]), max_size=8),
     prompt=st.integers(10, 40),
     holes=st.sampled_from([0.0, 0.0, 0.3]),
+    positions=st.sampled_from(["original", "rolling"]),
+    chunk=st.sampled_from([None, 1, 5, 16]),
     seed=st.integers(0, 10**6),
 )
 def test_dropping_equals_masking(
-    make_llama, kept_sets, policy, kv_heads, budget, sink, pads, blocks, prompt, holes, seed
+    make_llama,
+    kept_sets,
+    policy,
+    kv_heads,
+    budget,
+    sink,
+    pads,
+    blocks,
+    prompt,
+    holes,
+    positions,
+    chunk,
+    seed,
 ):
+    if policy == "full":
+        positions = "original"
     model = make_llama(kv_heads=kv_heads, seed=seed)
     blocks = [prompt, *blocks, 1]
     mask = padding(pads, blocks, holes, seed)
@@ -82,7 +98,15 @@ def test_dropping_equals_masking(
     results = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
-            model.config, heavy, recent, sink, policy=policy, simulate=simulate, seed=seed
+            model.config,
+            heavy,
+            recent,
+            sink,
+            policy=policy,
+            positions=positions,
+            prefill_chunk=chunk,
+            simulate=simulate,
+            seed=seed,
         )
         logits = run(model, cache, input_ids, mask, blocks)
         cache.check_integrity()
@@ -94,26 +118,31 @@ def test_dropping_equals_masking(
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     pads=st.lists(st.integers(0, 20), min_size=2, max_size=4),
     fraction=st.booleans(),
     holes=st.sampled_from([0.0, 0.3]),
+    positions=st.sampled_from(["original", "rolling"]),
+    chunk=st.sampled_from([None, 1, 4]),
     seed=st.integers(0, 10**6),
 )
 def test_padded_row_equals_the_row_alone(
-    make_llama, kept_sets, policy, pads, fraction, holes, seed
+    make_llama, kept_sets, policy, pads, fraction, holes, positions, chunk, seed
 ):
+    if policy == "full":
+        positions = "original"
+    options = {"policy": policy, "positions": positions, "prefill_chunk": chunk}
     model = make_llama(seed=seed)
     blocks = [30, 1, 1, 1, 5, 1, 1]
     heavy, recent = (0.2, 0.2) if fraction else (4, 5)
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
-    together = h2okv.H2OCache(model.config, heavy, recent, policy=policy)
+    together = h2okv.H2OCache(model.config, heavy, recent, **options)
     logits = run(model, together, input_ids, mask, blocks)
     for row in range(len(pads)):
-        alone = h2okv.H2OCache(model.config, heavy, recent, policy=policy)
+        alone = h2okv.H2OCache(model.config, heavy, recent, **options)
         real = mask[row].bool()
         own_blocks = [int(part.sum()) for part in real.split(blocks) if part.any()]
         own_ids = input_ids[row : row + 1, real]
@@ -140,13 +169,14 @@ def test_budget_of_the_whole_length_is_full_attention(make_llama, policy, simula
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
-def test_token_by_token_is_algorithm_1(make_llama, kept_sets):
+@pytest.mark.parametrize(("blocks", "chunk"), [([1] * 30, None), ([30], 1), ([12, 18], 1)])
+def test_token_by_token_is_algorithm_1(make_llama, kept_sets, blocks, chunk):
     """The paper's Algorithm 1, written down once more in plain Python for one layer."""
     model = make_llama(layers=1, kv_heads=4)
     input_ids = tokens(7, 1, 30)
-    cache = h2okv.H2OCache(model.config, heavy=3, recent=4)
+    cache = h2okv.H2OCache(model.config, heavy=3, recent=4, prefill_chunk=chunk)
     attention = model.model.layers[0].self_attn
-    run(model, cache, input_ids, torch.ones_like(input_ids), [1] * 30)
+    run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
     with torch.no_grad():
         hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(input_ids))
         cos, sin = model.model.rotary_emb(hidden, torch.arange(30)[None])

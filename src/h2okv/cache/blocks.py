@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,22 +17,15 @@ class Block:
         key: ``[B, H, T, D]``.
         value: ``[B, H, T, Dv]``.
         real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-        position_ids: int ``[B, T]`` or ``[1, T]``; ``None`` where nobody asks.
+        undo: ``(cos, sin)``, fp32 ``[B or 1, 1, T, R / 2]``, what turns queries and keys back;
+            ``None`` where they stay as the model turned them.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     real: torch.Tensor | None
-    position_ids: torch.Tensor | None
-
-    def at(self, position_ids: torch.Tensor) -> Block:
-        """Returns the same tokens at other positions.
-
-        Args:
-            position_ids: int ``[B, T]`` or ``[1, T]``.
-        """
-        return replace(self, position_ids=position_ids)
+    undo: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]]:
@@ -64,14 +57,9 @@ def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]
 
 def _columns(block: Block, at: slice) -> Block:
     """A view of the same columns of every row."""
-    ids = block.position_ids
-    return Block(
-        block.query[:, :, at],
-        block.key[:, :, at],
-        block.value[:, :, at],
-        None,
-        None if ids is None else ids[:, at],
-    )
+    query, key, value = (part[:, :, at] for part in (block.query, block.key, block.value))
+    undo = None if block.undo is None else (block.undo[0][:, :, at], block.undo[1][:, :, at])
+    return Block(query, key, value, None, undo)
 
 
 def _gathered(block: Block, columns: torch.Tensor) -> Block:
@@ -80,16 +68,10 @@ def _gathered(block: Block, columns: torch.Tensor) -> Block:
     index = columns[:, None, :, None]
 
     def take(states: torch.Tensor) -> torch.Tensor:
+        states = states.expand(columns.shape[0], -1, -1, -1)
         return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
+    query, key, value = (take(part) for part in (block.query, block.key, block.value))
     real = block.real.gather(1, columns)
-    ids = block.position_ids
-    if ids is not None:
-        ids = ids.expand(columns.shape[0], -1).gather(1, columns)
-    return Block(
-        take(block.query),
-        take(block.key),
-        take(block.value),
-        None if bool(real.all()) else real,
-        ids,
-    )
+    undo = None if block.undo is None else (take(block.undo[0]), take(block.undo[1]))
+    return Block(query, key, value, None if bool(real.all()) else real, undo)

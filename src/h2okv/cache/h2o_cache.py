@@ -149,6 +149,9 @@ class H2OCache(Cache):
         if self._last_updated is not None:
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
+        if layer is self._scored[0]:
+            for rotation in layer.known_rotations:
+                rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, ScoredLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
     for index, layer in enumerate(cache.layers):
         held, rest = layer.state() if isinstance(layer, ScoredLayer) else _foreign_state(layer)
         tensors |= {f"{index}.{name}": t.detach().contiguous() for name, t in held.items()}
-        layers.append(rest)
+        layers.append({"tensors": sorted(held), "numbers": rest})
     policy = {"name": cache.policy.name, "settings": vars(cache.policy)}
     head = {
         "contract": CONTRACT,
@@ -61,20 +60,18 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
     }
     metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
     target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        os.close(handle)
         try:
             save_file(tensors, temporary, metadata=metadata)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"the cache cannot be written to '{path}' ({error.strerror or error}); give a file in "
+            f"the cache cannot be written to '{path}' ({getattr(error, 'strerror', None) or error}); give a file in "
             "a folder that exists and is writable."
         ) from error
 
@@ -133,11 +130,14 @@ def restore(cache: H2OCache, path: str | Path, head: dict[str, Any], device: tor
             for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
                 index, _, part = name.partition(".")
                 held[int(index)][part] = file.get_tensor(name)
-        for layer, tensors, rest in zip(cache.layers, held, head["layers"], strict=True):
+        for layer, tensors, told in zip(cache.layers, held, head["layers"], strict=True):
+            missing = set(told["tensors"]) - set(tensors)
+            if missing:
+                raise LookupError(f"{min(missing)} is missing")
             if isinstance(layer, ScoredLayer):
-                layer.restore(tensors, rest)
+                layer.restore(tensors, told["numbers"])
             else:
-                _restore_foreign(layer, tensors, rest)
+                _restore_foreign(layer, tensors, told["numbers"])
     except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{_damaged(path)} ({error}).") from error
 

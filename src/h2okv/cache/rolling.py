@@ -66,11 +66,16 @@ class Rotation:
             ``(cos, sin)`` fp32 ``[B or 1, 1, T, R / 2]``, for `rotate`.
         """
         # All layers of a forward get the same object.
-        if self._last is None or self._last[0] is not position_ids:
+        last = self._last
+        if last is None or last[0] is not position_ids:
             cos, sin = self._turn(self._as_model, position_ids.to(self._device))
-            undo = inverse(cos.to(self._dtype), sin.to(self._dtype))
-            self._last = position_ids, (undo[0].unsqueeze(1), undo[1].unsqueeze(1))
-        return self._last[1]
+            cos, sin = inverse(cos.to(self._dtype), sin.to(self._dtype))
+            last = self._last = position_ids, (cos.unsqueeze(1), sin.unsqueeze(1))
+        return last[1]
+
+    def begin_forward(self) -> None:
+        """Forgets the last forward's positions, which a caller may have overwritten in place."""
+        self._last = None
 
     def of_ranks(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The turns to the ranks of a cache.

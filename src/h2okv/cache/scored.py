@@ -187,11 +187,15 @@ class ScoredLayer(CacheLayerMixin):
             if real is not None and self.expected_length is None:
                 counts = real.sum(dim=1).tolist()
             self._resolve_budget(counts)
-        whole = Block(query, key, value, real, position_ids)
+        undo = None
         if self.rule.rolls:
             check_window(self, length)
+        if self.rotation is not None:
+            # Of all tokens at once: some frequencies depend on the largest position of a forward.
             if position_ids is None:
-                whole = whole.at(self._next_positions(real, length))
+                position_ids = self._next_positions(real, length)
+            undo = self.rotation.of_text(position_ids)
+        whole = Block(query, key, value, real, undo)
         chunk = self.rule.prefill_chunk
         if chunk is None or length <= chunk:
             return self._attend_block(whole, scale, softcap)
@@ -204,10 +208,9 @@ class ScoredLayer(CacheLayerMixin):
     def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
         query, key = block.query, block.key
-        if self.rotation is not None:
-            undo = self.rotation.of_text(block.position_ids)
-            query = rotate(query, *undo, self.rotation.layout)
-            key = rotate(key, *undo, self.rotation.layout).to(self.dtype)
+        if self.rotation is not None and block.undo is not None:
+            query = rotate(query, *block.undo, self.rotation.layout)
+            key = rotate(key, *block.undo, self.rotation.layout).to(self.dtype)
         output = self._attend(query, key, block.value, block.real, scale, softcap)
         return output.to(self.dtype)
 

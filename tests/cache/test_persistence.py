@@ -1,0 +1,236 @@
+"""A cache in a file, and copies of it for many prompts."""
+
+import copy
+import json
+import os
+import stat
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import h2okv
+from h2okv.cache.persistence import read_notes
+
+
+def tokens(length, seed=0, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def follow(model, cache, ids):
+    return torch.cat([model(part, past_key_values=cache).logits for part in ids], dim=1)
+
+
+CONTINUATION = [tokens(1, 1), tokens(1, 2), tokens(7, 3), tokens(1, 4)]
+
+
+@pytest.fixture
+def model(make_llama):
+    return make_llama()
+
+
+def saved(model, tmp_path, batch=1, **options):
+    cache = h2okv.H2OCache(model.config, 6, 6, **options)
+    with torch.no_grad():
+        model(tokens(60, batch=batch), past_key_values=cache)
+    path = tmp_path / "cache.safetensors"
+    cache.save(path, {"text": "a note"})
+    return cache, path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"positions": "rolling", "prefill_chunk": 16},
+        {"policy": "random", "seed": 7},
+        {"policy": "full"},
+        {"sink": 3, "simulate": True},
+        {"policy": "sink_recent", "max_tokens": 30},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_a_loaded_cache_goes_on_as_if_nothing_had_happened(model, tmp_path, options, dtype):
+    model = model.to(dtype)
+    cache, path = saved(model, tmp_path, **options)
+    for loaded in (h2okv.H2OCache.load(path, model), h2okv.H2OCache.load(path)):
+        loaded.check_integrity()
+        assert loaded.nbytes == cache.nbytes
+        expected = follow(model, copy.deepcopy(cache), CONTINUATION)
+        assert torch.equal(follow(model, loaded, CONTINUATION), expected)
+        assert loaded.num_seen_tokens == 70
+    assert read_notes(path) == {"text": "a note"}
+
+
+def test_padded_rows_and_fractions_survive(model, tmp_path):
+    ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :17] = 0
+    cache = h2okv.H2OCache(model.config, 0.2, 0.2, positions="rolling")
+    h2okv.prefill(model, ids, cache, mask)
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    step = tokens(1, batch=2)
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+    place = mask.cumsum(dim=1)[:, -1:] - 1
+    with torch.no_grad():
+        first, second = (
+            model(step, attention_mask=mask, position_ids=place, past_key_values=c).logits
+            for c in (cache, loaded)
+        )
+    assert torch.equal(first, second)
+
+
+def test_layers_of_other_kinds_are_kept_too(tmp_path):
+    config = AutoConfig.for_model(
+        "gemma3_text", hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=97,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"], pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+    cache, path = saved(model, tmp_path)
+    loaded = h2okv.H2OCache.load(path, model)
+    assert torch.equal(follow(model, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+def test_one_context_serves_many_prompts(model, positions):
+    cache = h2okv.H2OCache(model.config, 6, 6, positions=positions)
+    with torch.no_grad():
+        model(tokens(60), past_key_values=cache)
+    many = cache.fork(3)
+    prompts = [tokens(5, seed) for seed in (11, 12, 13)]
+    together = follow(model, many, [torch.cat(prompts), tokens(1).expand(3, 1)])
+    for row, prompt in enumerate(prompts):
+        alone = follow(model, cache.fork(1), [prompt, tokens(1)])
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=1e-4)
+    assert cache.num_seen_tokens == 60 and many.num_seen_tokens == 66
+    cache.check_integrity()
+
+
+def test_a_fork_shares_no_memory(model):
+    cache = h2okv.H2OCache(model.config, 6, 6)
+    follow(model, cache, [tokens(60)])
+    before = [layer.scores.clone() for layer in cache.layers]
+    follow(model, cache.fork(1), CONTINUATION)
+    assert all(torch.equal(a, b.scores) for a, b in zip(before, cache.layers, strict=True))
+
+
+@pytest.mark.parametrize("copies", [0, -1, 1.5, True])
+def test_a_fork_into_nothing_is_refused(model, copies):
+    with pytest.raises(ValueError, match=f"copies={copies}"):
+        h2okv.H2OCache(model.config).fork(copies)
+
+
+def test_another_model_is_refused(make_llama, model, tmp_path):
+    _, path = saved(model, tmp_path)
+    with pytest.raises(ValueError, match="num_key_value_heads is 2 and this model's is 4"):
+        h2okv.H2OCache.load(path, make_llama(kv_heads=4))
+    with pytest.raises(ValueError, match="rope_parameters"):
+        rope = {"rope_type": "default", "rope_theta": 5000.0}
+        h2okv.H2OCache.load(path, make_llama(rope_parameters=rope).config)
+    with pytest.raises(ValueError, match="torch.float32 and the model is in torch.bfloat16"):
+        h2okv.H2OCache.load(path, copy.deepcopy(model).to(torch.bfloat16))
+    loaded = h2okv.H2OCache.load(path, make_llama(seed=1))
+    with pytest.raises(ValueError, match="saved with other weights"):
+        follow(make_llama(seed=1), loaded, CONTINUATION)
+    loaded = h2okv.H2OCache.load(path)
+    with pytest.raises(ValueError, match="saved with other weights"):
+        follow(make_llama(seed=1), loaded, CONTINUATION)
+
+
+def test_another_contract_is_refused(model, tmp_path):
+    _, path = saved(model, tmp_path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    head = json.loads(metadata["h2okv"]) | {"contract": 999}
+    save_file(load_file(path), path, metadata=metadata | {"h2okv": json.dumps(head)})
+    with pytest.raises(ValueError, match="version 999 of the eviction contract"):
+        h2okv.H2OCache.load(path, model)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.99])
+def test_a_truncated_file_is_refused(model, tmp_path, share):
+    _, path = saved(model, tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
+        h2okv.H2OCache.load(path, model)
+    with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
+        read_notes(path)
+
+
+def test_a_file_without_a_cache_is_refused(model, tmp_path):
+    path = tmp_path / "other.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="holds tensors but no H2OCache"):
+        h2okv.H2OCache.load(path, model)
+    with pytest.raises(ValueError, match="does not exist"):
+        h2okv.H2OCache.load(tmp_path / "none", model)
+    with pytest.raises(ValueError, match="damaged"):
+        h2okv.H2OCache.load(tmp_path, model)
+
+
+def test_a_file_that_lacks_a_tensor_is_refused(model, tmp_path):
+    _, path = saved(model, tmp_path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    for name in ("1.scores", "1.keys", "0.free"):
+        tensors = {key: tensor for key, tensor in load_file(path).items() if key != name}
+        broken = tmp_path / "broken"
+        save_file(tensors, broken, metadata=metadata)
+        with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
+            h2okv.H2OCache.load(broken, model)
+
+
+def test_an_older_file_survives_a_failed_save(model, tmp_path, monkeypatch):
+    cache, path = saved(model, tmp_path)
+    before = path.read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("h2okv.cache.persistence.save_file", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        cache.save(path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    with pytest.raises(ValueError, match="cannot be written"):
+        cache.save(tmp_path / "no folder" / "file")
+
+
+def test_an_empty_or_torn_cache_is_not_saved(model, tmp_path):
+    cache = h2okv.H2OCache(model.config)
+    with pytest.raises(ValueError, match="nothing to save"):
+        cache.save(tmp_path / "c")
+    follow(model, cache, [tokens(60)])
+    cache.layers[1].cumulative_length += 1
+    with pytest.raises(ValueError, match="interrupted"):
+        cache.save(tmp_path / "c")
+
+
+def test_others_may_read_the_file_as_the_umask_says(model, tmp_path):
+    old = os.umask(0o022)
+    try:
+        _, path = saved(model, tmp_path)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_policy_of_ones_own_comes_by_argument(model, tmp_path):
+    class Own(h2okv.Policy):
+        name = "own"
+
+        def priority(self, scores, positions, newest, layer_idx):
+            return -scores
+
+    cache, path = saved(model, tmp_path, policy=Own())
+    with pytest.raises(ValueError, match="policy='own' is unknown"):
+        h2okv.H2OCache.load(path, model)
+    loaded = h2okv.H2OCache.load(path, model, policy=Own())
+    assert torch.equal(follow(model, loaded, CONTINUATION), follow(model, cache, CONTINUATION))

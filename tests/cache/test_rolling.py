@@ -1,0 +1,226 @@
+"""Positions inside the cache: precision, blocks, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import h2okv
+from h2okv.cache import slots
+
+
+def tokens(length, seed=0, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama):
+    """One layer, one head: what is kept, read anew as a short text in fp32, is the oracle."""
+    model = make_llama(1, 1, layers=1, sharpness=2.0).to(torch.bfloat16)
+    precise = copy.deepcopy(model).float()
+    precise.set_attn_implementation("eager")
+    rough = copy.deepcopy(model)
+    rough.set_attn_implementation("eager")
+    cache = h2okv.H2OCache(
+        model.config, heavy=24, recent=24, positions="rolling", prefill_chunk=440
+    )
+    total = 1_000_000
+    ids = tokens(total + 8)
+    h2okv.prefill(model, ids[:, :total], cache)
+    for at in range(total, total + 8):
+        kept = cache.kept_positions(0)[0, 0].sort().values
+        kept = torch.cat([kept[kept >= 0].long(), torch.tensor([at])])
+        made = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float()
+        expected = precise(ids[:, kept], use_cache=False).logits[0, -1]
+        rounded = rough(ids[:, kept], use_cache=False).logits[0, -1].float()
+        bound = 2 * (rounded - expected).abs().max() + 0.01 * expected.abs().max()
+        assert (made - expected).abs().max() <= bound
+    assert cache.num_seen_tokens == total + 8
+    assert cache.num_cached_tokens == 48
+    cache.check_integrity()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+def test_blocks_inside_a_forward_are_blocks_fed_by_hand(make_llama, kept_sets, positions):
+    model = make_llama(sharpness=2.0)
+    ids = tokens(100, batch=2)
+    results = []
+    for chunk, parts in ((16, [100]), (None, [16] * 6 + [4]), (16, [40, 60])):
+        cache = h2okv.H2OCache(model.config, 6, 6, positions=positions, prefill_chunk=chunk)
+        logits = [model(part, past_key_values=cache).logits for part in ids.split(parts, dim=1)]
+        results.append((torch.cat(logits, dim=1), kept_sets(cache)))
+    assert results[0][1] == results[1][1]
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(results[0][0], results[2][0], atol=1e-3)  # cut elsewhere
+
+
+@torch.no_grad()
+def test_a_block_never_sees_more_than_the_budget_and_itself(make_llama, monkeypatch):
+    seen = []
+    plain = slots.blockwise_attention_with_scores
+
+    def spy(query, key, *args):
+        seen.append(key.shape[2])
+        return plain(query, key, *args)
+
+    monkeypatch.setattr(slots, "blockwise_attention_with_scores", spy)
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 5, 5, prefill_chunk=8)
+    h2okv.prefill(model, tokens(200), cache)
+    assert max(seen) <= 10 + 1 + 8
+    assert cache.num_cached_tokens == 10
+
+
+@torch.no_grad()
+def test_prefill_takes_fractions_of_the_whole_prompt(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 0.1, 0.1, prefill_chunk=10)
+    assert h2okv.prefill(model, tokens(100), cache).shape == (1, 97)
+    assert cache.num_cached_tokens == 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["h2o", "sdpa"])
+def test_prefill_of_a_padded_batch_is_each_row_alone(make_llama, attention):
+    model = make_llama(attention=attention)
+    ids = tokens(60, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :23] = 0
+    options = {"positions": "rolling", "prefill_chunk": 7}
+    together = h2okv.H2OCache(model.config, 6, 6, **options)
+    logits = h2okv.prefill(model, ids, together, mask)
+    alone = h2okv.H2OCache(model.config, 6, 6, **options)
+    expected = h2okv.prefill(model, ids[:1, 23:], alone)
+    torch.testing.assert_close(logits[:1], expected, atol=1e-4, rtol=1e-4)
+    assert model.config._attn_implementation == attention
+
+
+@torch.no_grad()
+def test_prefill_then_generate_is_generate(make_llama):
+    model = make_llama()
+    ids = tokens(50)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    cache = h2okv.H2OCache(model.config, 6, 6)
+    model(ids[:, :-1], past_key_values=cache)
+    expected = model.generate(ids, past_key_values=cache, **options)
+    cache = h2okv.H2OCache(model.config, 6, 6)
+    h2okv.prefill(model, ids[:, :-1], cache)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+
+
+@torch.no_grad()
+def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
+    model = make_llama()  # window 512
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
+    logits = h2okv.prefill(model, tokens(3000), cache)
+    made = model.generate(
+        torch.cat([tokens(3000), logits.argmax(-1, keepdim=True)], dim=1),
+        past_key_values=cache,
+        max_new_tokens=30,
+        do_sample=False,
+    )
+    assert made.shape[1] == 3031 and cache.num_seen_tokens == 3030
+    cache.check_integrity()
+
+
+def test_what_does_not_fit_the_window_is_refused(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling")
+    with pytest.raises(ValueError, match=r"block of 600 tokens.*512.*prefill_chunk=472"):
+        model(tokens(600), past_key_values=cache)
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=500)
+    with pytest.raises(ValueError, match="prefill_chunk=472"):
+        model(tokens(600), past_key_values=cache)
+    cache = h2okv.H2OCache(model.config, 300, 300, positions="rolling")
+    with pytest.raises(ValueError, match="budget of 600 tokens leaves no room"):
+        model(tokens(9), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_refused_turn_loses_nothing(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling")
+    model(tokens(90), past_key_values=cache)
+    twin = cache.fork(1)
+    with pytest.raises(ValueError, match="block of 480 tokens after 40 entries"):
+        model(tokens(480), past_key_values=cache)
+    step = tokens(1)
+    expected = model(step, past_key_values=twin).logits
+    torch.testing.assert_close(model(step, past_key_values=cache).logits, expected)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positions": "rolled"}, "positions='rolled' is unknown; choose one of original"),
+        ({"positions": "rolling", "policy": "full"}, "policy='full' evicts nothing"),
+        ({"positions": "clamped"}, "no learned positions to stop at"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0 reads nothing"),
+        ({"prefill_chunk": 0.5}, "prefill_chunk=0.5 is not a number of tokens"),
+        ({"prefill_chunk": True}, "prefill_chunk=True is not a number of tokens"),
+    ],
+)
+def test_bad_options_are_refused(make_llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        h2okv.H2OCache(make_llama().config, **options)
+
+
+@torch.no_grad()
+def test_dynamic_scaling_needs_enable(make_llama):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make_llama(rope_parameters=rope)
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
+    with pytest.raises(ValueError, match="with h2okv.enable"):
+        model(tokens(90), past_key_values=cache)
+    cache.reset()
+    h2okv.prefill(model, tokens(90), cache)  # enables by itself
+    with pytest.raises(ValueError, match="with h2okv.enable"):
+        model(tokens(1), past_key_values=cache)
+
+
+def _with_longer_table(model, length, wanted):
+    longer = copy.deepcopy(model)
+    for module in longer.modules():
+        table = getattr(module, "weight", None)
+        if isinstance(module, torch.nn.Embedding) and length <= len(table) < length + 3:
+            last = table[-1:].expand(wanted - length, -1)
+            module.weight = torch.nn.Parameter(torch.cat([table, last]))
+    longer.config.max_position_embeddings = wanted
+    return longer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "gpt_bigcode"])
+def test_learned_positions_stop_at_the_last_one(kind):
+    sizes = {"opt": {"hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32}}
+    config = AutoConfig.for_model(
+        kind, vocab_size=97, num_hidden_layers=2, num_attention_heads=4, n_embd=32, n_inner=32,
+        max_position_embeddings=40, n_positions=40, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, **sizes.get(kind, {}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+    ids = tokens(100)
+    cache = h2okv.H2OCache(config, 6, 6, positions="clamped", prefill_chunk=16)
+    with pytest.raises(ValueError, match="with h2okv.enable"):
+        model(ids[:, :9], past_key_values=cache)
+    cache.reset()
+    made = h2okv.prefill(model, ids, cache)
+    # The same with a model whose table of positions is longer and repeats its last row.
+    longer = _with_longer_table(model, 40, 100)
+    plain = h2okv.H2OCache(longer.config, 6, 6, prefill_chunk=16)
+    torch.testing.assert_close(made, h2okv.prefill(longer, ids, plain))
+    with h2okv.enable(model):
+        text = model.generate(
+            torch.cat([ids, made.argmax(-1, keepdim=True)], dim=1),
+            past_key_values=cache,
+            max_new_tokens=5,
+            do_sample=False,
+        )
+    assert text.shape == (1, 106)
+    with pytest.raises(ValueError, match="positions='rolling'.*positions='clamped'"):
+        h2okv.H2OCache(config, positions="rolling")

@@ -1,0 +1,123 @@
+"""Rolling positions of every family with rotary positions, by three oracles."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from family_harness import TOLERANCE, tiny_model, tokens
+from family_table import FAMILIES, Family, _rope, config_options, variant_id, variants
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import h2okv
+
+CHUNK, LENGTH = 5, 40
+SINK, RECENT = 3, 5
+WITHOUT_ROTARY = {"opt", "gpt2", "gpt_bigcode"}
+LONG = Family(
+    "Phi-3, LongRoPE",
+    "phi3",
+    {"sliding_window": None, "original_max_position_embeddings": 16, "max_position_embeddings": 256}
+    | _rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
+    | {"num_hidden_layers": 2},
+)
+ROTARY = [
+    variant for variant in [*variants(), (LONG, 2)] if variant[0].model_type not in WITHOUT_ROTARY
+]
+
+
+def one_layer(family: Family) -> list[dict]:
+    """Configs of a single full-attention layer: with rotary positions, and without where both are."""
+    options = {"num_hidden_layers": 1}
+    if "layer_types" in family.options:
+        options["layer_types"] = ["full_attention"]
+    if "no_rope_layers" in family.options:
+        return [options | {"no_rope_layers": [turned]} for turned in (0, 1)]
+    return [options]
+
+
+@pytest.mark.parametrize("variant", ROTARY, ids=variant_id)
+@torch.no_grad()
+def test_entries_sit_at_their_ranks(variant):
+    """A layer's keys depend on nothing but its token, so kept tokens read anew are the oracle."""
+    family, heads = variant
+    for options in one_layer(family):
+        single = replace(family, options=family.options | options)
+        config = AutoConfig.for_model(family.model_type, **config_options(single, heads))
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        ids = tokens(2, LENGTH + 2)
+        cache = h2okv.H2OCache(
+            config, 0, RECENT, SINK, policy="sink_recent", positions="rolling", prefill_chunk=CHUNK
+        )
+        with h2okv.enable(model):
+            block = model(ids[:, :LENGTH], past_key_values=cache).logits[:, -CHUNK:]
+            for at in (LENGTH, LENGTH + 1):
+                step = model(ids[:, at : at + 1], past_key_values=cache).logits
+        for made, start, stop in ((block, LENGTH - CHUNK, LENGTH), (step, LENGTH + 1, LENGTH + 2)):
+            kept = torch.cat([ids[:, :SINK], ids[:, start - RECENT : stop]], dim=1)
+            expected = model(kept, use_cache=False).logits[:, start - stop :]
+            torch.testing.assert_close(made, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", ROTARY, ids=variant_id)
+@torch.no_grad()
+def test_dropping_gives_what_masking_gives(variant):
+    model = tiny_model(*variant)
+    ids = tokens(2, LENGTH + 4)
+    mask = torch.ones_like(ids)
+    if not variant[0].padding:
+        mask[0, :7] = 0
+    results = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, 4, 4, positions="rolling", prefill_chunk=9, simulate=simulate
+        )
+        logits = []
+        with h2okv.enable(model):
+            for start, stop in ((0, LENGTH), *((at, at + 1) for at in range(LENGTH, LENGTH + 4))):
+                place = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:]
+                output = model(
+                    ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=place,
+                    past_key_values=cache,
+                )
+                logits.append(output.logits)
+        cache.check_integrity()
+        results.append((torch.cat(logits, dim=1), cache))
+    (dropped, one), (masked, other) = results
+    real = mask.bool()
+    torch.testing.assert_close(dropped[real], masked[real], atol=TOLERANCE, rtol=TOLERANCE)
+    for layer in one._scored:
+        index = layer.layer_idx
+        sets = [
+            [
+                [{p for p in head if p >= 0} for head in row]
+                for row in c.kept_positions(index).tolist()
+            ]
+            for c in (one, other)
+        ]
+        assert sets[0] == sets[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: variant_id((family, None)))
+def test_only_rotary_positions_roll(family):
+    config = AutoConfig.for_model(family.model_type, **config_options(family, None))
+    if family.model_type in WITHOUT_ROTARY:
+        with pytest.raises(ValueError, match="positions='clamped'"):
+            h2okv.H2OCache(config, positions="rolling")
+    else:
+        h2okv.H2OCache(config, positions="rolling")
+
+
+@torch.no_grad()
+def test_padding_is_refused_where_a_model_tells_no_positions():
+    family = next(f for f in FAMILIES if f.model_type == "llama4_text")
+    turned = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "no_rope_layers": [1]}
+    config = AutoConfig.for_model("llama4_text", **config_options(family, 4) | turned)
+    model = AutoModelForCausalLM.from_config(config)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    cache = h2okv.H2OCache(config, 4, 4, positions="rolling")
+    with h2okv.enable(model), pytest.raises(ValueError, match="run each row alone"):
+        model(tokens(2, 9), attention_mask=mask, past_key_values=cache)
