@@ -23,13 +23,13 @@ class Outcome:
     err: str
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(*turn_tokens: str, **options) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<bos>", "<eos>"],
+        special_tokens=["<bos>", "<eos>", *turn_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -37,7 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
-        eos_token="<eos>",
+        **{"eos_token": "<eos>"} | options,
         clean_up_tokenization_spaces=False,
     )
 
@@ -57,6 +57,33 @@ def make_model(context: int = CONTEXT, eos: int | None = None, **options) -> Lla
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_chat_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    return make_tokenizer(
+        "<|im_start|>", "<|im_end|>", eos_token="<|im_end|>", chat_template=template
+    )
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """Makes a tokenizer with a chat template, of the kind called ChatML unless another is given."""
+    return make_chat_tokenizer
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory) -> Path:
+    """A model with a chat template; shared by all tests: leave it as it is."""
+    folder = tmp_path_factory.mktemp("chat_model")
+    make_chat_tokenizer().save_pretrained(folder)
+    make_model().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

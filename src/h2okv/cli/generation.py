@@ -79,10 +79,15 @@ class Generation:
         return self.finish_reason == "interrupted"
 
 
-class _NumbersOnly(LogitsProcessor):
+class NumbersOnly(LogitsProcessor):
     """Ends a generation whose numbers have overflowed, for it would go on with any text at all."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Returns the scores as they are.
+
+        Raises:
+            ValueError: If one of them is NaN.
+        """
         if bool(torch.isnan(scores).any()):
             raise ValueError(
                 f"the model's output is not a number (NaN) after {input_ids.shape[1]} tokens;"
@@ -147,18 +152,29 @@ def warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
             raise KeyboardInterrupt
 
 
+def sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """Says in the words of `generate` how the tokens are chosen.
+
+    Args:
+        sampling: What the user asked for.
+
+    Returns:
+        Arguments for `generate`.
+    """
+    if sampling.temperature == 0:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 0,
+    }
+
+
 def _generate(
     job: Job, cache: Cache, stream: TextStream, processors: Sequence[LogitsProcessor]
 ) -> None:
     input_ids = job.input_ids.to(job.model.device)
-    options: dict[str, Any] = {"do_sample": False}
-    if job.sampling.temperature > 0:
-        options = {
-            "do_sample": True,
-            "temperature": job.sampling.temperature,
-            "top_p": job.sampling.top_p,
-            "top_k": 0,
-        }
     generate: Any = job.model.generate  # its type gets lost on the way through torch's Module
     generate(
         input_ids=input_ids,
@@ -167,9 +183,9 @@ def _generate(
         max_new_tokens=job.room,
         use_cache=True,
         num_beams=1,
-        logits_processor=[_NumbersOnly(), *processors],
+        logits_processor=[NumbersOnly(), *processors],
         streamer=stream,
-        **options,
+        **sampling_options(job.sampling),
     )
 
 

@@ -60,14 +60,26 @@ def encode_prompt(described: Described, prompt: str) -> torch.Tensor:
             f"the prompt has {length} tokens, but the context of --model {described.name!r} is"
             f" {described.context}; shorten it to {described.context - 1} or fewer"
         )
-    largest = int(input_ids.max())
+    check_vocabulary(described, int(input_ids.max()))
+    return input_ids
+
+
+def check_vocabulary(described: Described, largest: int) -> None:
+    """Refuses a token that the model has no embedding for.
+
+    Args:
+        described: The model's description.
+        largest: The largest token of a text.
+
+    Raises:
+        ValueError: If the tokenizer is another model's.
+    """
     vocab_size = described.config.get_text_config().vocab_size
     if largest >= vocab_size:
         raise ValueError(
             f"the tokenizer of --model {described.name!r} gives token {largest}, but the model"
             f" knows only {vocab_size}; get the model again, with its own tokenizer"
         )
-    return input_ids
 
 
 def _read_file(file: Path) -> bytes:

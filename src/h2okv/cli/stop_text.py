@@ -1,0 +1,58 @@
+"""Text that ends where a stop string begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class StopText:
+    """Hands text on up to the first stop string, and never a part of one.
+
+    White space before the first word is left out.
+
+    Args:
+        stop_strings: What ends the text; none for no end.
+        write: Takes each piece.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], write: Callable[[str], None]) -> None:
+        self.stopped = False
+        self.text = ""
+        self._stop_strings = stop_strings
+        self._write = write
+        self._held = ""
+
+    def add(self, piece: str) -> None:
+        """Takes the next piece; does nothing after a stop string."""
+        if self.stopped:
+            return
+        self._held += piece
+        found = [at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._hand_on(min(found))
+            return
+        self._hand_on(len(self._held) - self._begun())
+
+    def end(self) -> None:
+        """Hands on what was held back, for no stop string came of it."""
+        if not self.stopped:
+            self._hand_on(len(self._held))
+
+    def _begun(self) -> int:
+        """Length of the longest end of the text that a stop string may begin with."""
+        longest = 0
+        for stop in self._stop_strings:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _hand_on(self, length: int) -> None:
+        piece, self._held = self._held[:length], self._held[length:]
+        if not self.text:
+            piece = piece.lstrip()
+        if piece:
+            self.text += piece
+            self._write(piece)

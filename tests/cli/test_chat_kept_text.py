@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+import h2okv
+from h2okv.cli.kept_text import Level, coloured, kept_shares, marked, runs_of
+
+READ = 60
+
+
+@pytest.fixture
+def cache(make_llama):
+    model = make_llama(layers=3)
+    cache = h2okv.H2OCache(model.config, heavy=8, recent=6, sink=2)
+    ids = torch.randint(2, 97, (1, READ), generator=torch.Generator().manual_seed(1))
+    h2okv.prefill(model, ids, cache)
+    return cache
+
+
+def test_shares_are_what_the_cache_says(cache, kept_sets):
+    kept = [head for (heads,) in kept_sets(cache) for head in heads]
+    assert len(kept) == 6
+    expected = [sum(token in head for head in kept) / 6 for token in range(READ)]
+    shares = kept_shares(cache)
+    assert shares == pytest.approx(expected)
+    assert shares[:2] == [1.0, 1.0] and shares[-6:] == [1.0] * 6
+    assert 0.0 in shares and any(0 < share < 1 for share in shares)
+
+
+def test_shares_of_one_layer_and_one_head(cache, kept_sets):
+    first, second = kept_sets(cache)[1][0]
+    of_layer = [((token in first) + (token in second)) / 2 for token in range(READ)]
+    assert kept_shares(cache, 1) == of_layer
+    assert kept_shares(cache, 1, 1) == [float(token in second) for token in range(READ)]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ((3, None), "layers 0 to 2"),
+        ((-1, None), "layers 0 to 2"),
+        ((1, 2), "KV heads 0 to 1"),
+        ((1, -1), "KV heads 0 to 1"),
+    ],
+)
+def test_a_place_that_is_not_there(cache, place, words):
+    with pytest.raises(ValueError, match=words):
+        kept_shares(cache, *place)
+
+
+@pytest.mark.parametrize(
+    ("share", "level"),
+    [
+        (1.0, Level.ALL),
+        (0.99, Level.MOST),
+        (2 / 3, Level.MOST),
+        (0.5, Level.SOME),
+        (1 / 3, Level.SOME),
+        (0.01, Level.FEW),
+        (0.0, Level.NONE),
+        (None, Level.WAITING),
+    ],
+)
+def test_levels(share, level):
+    assert Level.of(share) is level
+
+
+def test_marks_and_colours_say_the_same(tokenizer):
+    words = ["the", " cat", " sat", " on", " the", " mat"]
+    pieces = [tokenizer(word)["input_ids"] for word in words]
+    levels = [1.0, 0.0, 0.0, 0.5, 0.1, 0.7]
+    shares = [share for ids, share in zip(pieces, levels, strict=True) for _ in ids]
+    tokens = [token for ids in pieces for token in ids]
+    next_ids = tokenizer(" log")["input_ids"]
+    runs = list(runs_of(tokenizer, tokens + next_ids, shares))
+    legend, _, text = marked(runs).partition("\n\n")
+    assert text == "the[- cat sat-]{some: on}{few: the}{most: mat}{next: log}"
+    evicted = len(pieces[1]) + len(pieces[2])
+    assert f"[-evicted-]: {evicted}" in legend
+    assert legend.startswith("kept by all: 1")
+    colours = coloured(runs)
+    assert colours.plain.endswith("\n\nthe cat sat on the mat log")
+    struck = [span for span in colours.spans if span.style == Level.NONE.style]
+    assert [colours.plain[span.start : span.end] for span in struck][1:] == [" cat sat"]
+
+
+def test_a_character_of_several_tokens_stays_whole(tokenizer):
+    ids = tokenizer("é漢a")["input_ids"]
+    assert len(ids) == 6
+    runs = list(runs_of(tokenizer, ids, [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]))
+    assert [(run.text, run.level) for run in runs] == [
+        ("é", Level.SOME),
+        ("漢", Level.NONE),
+        ("a", Level.ALL),
+    ]
+
+
+def test_bytes_that_are_no_text_are_still_shown(tokenizer):
+    half = tokenizer("é")["input_ids"][:1]
+    runs = list(runs_of(tokenizer, half + tokenizer("a")["input_ids"], [0.0, 1.0]))
+    assert [run.text for run in runs] == ["\ufffd", "a"]
+
+
+def test_control_characters_do_not_reach_the_terminal(tokenizer):
+    ids = tokenizer("a\x1b[2Jb")["input_ids"]
+    assert marked(list(runs_of(tokenizer, ids, [1.0] * len(ids)))).endswith("a\u241b[2Jb")
+
+
+def test_long_runs_of_evicted_tokens_lose_their_middle(tokenizer):
+    ids = tokenizer("a" * 3 + "b" * 90)["input_ids"]
+    shares = [1.0] * 3 + [0.0] * 90
+    (_, run) = runs_of(tokenizer, ids, shares, shorten_above=30)
+    assert run.text == "b" * 10 + " ... 70 more evicted tokens ..." + "b" * 10
+    assert run.num_tokens == 90
+    (_, whole) = runs_of(tokenizer, ids, shares, shorten_above=90)
+    assert whole.text == "b" * 90

@@ -1,0 +1,45 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2okv.cli.stop_text import StopText
+
+
+def stream(pieces, stops=("\nUser:",)):
+    written = []
+    text = StopText(stops, written.append)
+    for piece in pieces:
+        text.add(piece)
+    text.end()
+    assert text.text == "".join(written)
+    return text, written
+
+
+@given(st.lists(st.sampled_from(["\n", "User", ":", "Us", "e", "r", " cat", "\nUser:"])))
+def test_however_it_is_cut_the_text_ends_before_the_stop_string(pieces):
+    whole = "".join(pieces)
+    text, written = stream(pieces)
+    assert text.text == whole.partition("\nUser:")[0].lstrip()
+    assert text.stopped == ("\nUser:" in whole)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([" a", " cat"], ["a", " cat"]),
+        (["a", "\n", "Us", "ual"], ["a", "\nUsual"]),
+        (["a", "\nUser"], ["a", "\nUser"]),
+        ([" ", "\n", "a"], ["a"]),
+    ],
+)
+def test_text_is_held_back_only_while_it_may_be_a_stop_string(pieces, expected):
+    assert stream(pieces)[1] == expected
+
+
+def test_the_first_of_several_stop_strings_ends_the_text():
+    text, _ = stream(["one two three"], ("three", "two"))
+    assert text.text == "one "
+
+
+def test_no_stop_strings():
+    assert stream(["a\n", "User:"], ())[0].text == "a\nUser:"

@@ -1,0 +1,113 @@
+import pytest
+
+from h2okv.cli.chat_turns import PlainForm, TemplateForm, Transcript, form_for
+
+TURNS = ("the cat sat", "and the dog?", "on the mat")
+ANSWERS = ("on the log", "the dog sat on the mat", "so it did")
+# Says at its very start how long the chat is, so that no rendering begins like the one before.
+COUNTING = (
+    "{{ messages | length }}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+)
+LAST_ONLY = "<|im_start|>{{ messages[-1].content }}<|im_end|>"
+
+
+def talk(form, turns, ended=True):
+    """Goes through turns and answers; returns the transcript and what was new in each turn."""
+    tokenizer, transcript, new = form.tokenizer, Transcript(), []
+    for turn, answer in zip(turns, ANSWERS, strict=False):
+        asked = form.ask(transcript, turn)
+        new.append(asked.token_ids[len(transcript.token_ids) :])
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        text = answer
+        if ended:
+            ids, text = [*ids, tokenizer.eos_token_id], answer + tokenizer.eos_token
+        transcript = asked.answered(answer, ids, text)
+    return transcript, new
+
+
+class TestTemplate:
+    @pytest.mark.parametrize("ended", [True, False], ids=["ended by itself", "cut"])
+    @pytest.mark.parametrize("system", ["", "be brief"])
+    def test_all_turns_together_are_the_template_of_the_whole_chat(
+        self, chat_tokenizer, ended, system
+    ):
+        tokenizer = chat_tokenizer()
+        form = form_for(tokenizer, system)
+        assert isinstance(form, TemplateForm)
+        before, _ = talk(form, TURNS[:2], ended)
+        transcript = form.ask(before, TURNS[2])
+        whole = tokenizer.apply_chat_template(
+            transcript.messages, add_generation_prompt=True, return_dict=False
+        )
+        assert transcript.token_ids == whole
+        assert transcript.text == tokenizer.decode(whole)
+        assert transcript.token_ids[: len(before.token_ids)] == before.token_ids
+
+    def test_an_end_token_that_was_generated_is_not_fed_again(self, chat_tokenizer):
+        tokenizer = chat_tokenizer()
+        _, new = talk(TemplateForm(tokenizer), TURNS)
+        end = tokenizer.eos_token_id
+        assert [ids.count(end) for ids in new] == [1, 1, 1]
+        _, new = talk(TemplateForm(tokenizer), TURNS, ended=False)
+        assert [ids.count(end) for ids in new] == [1, 2, 2]
+        assert new[1][0] == end
+
+    @pytest.mark.parametrize("ended", [True, False])
+    def test_a_template_that_changes_the_past_renders_the_new_turn_alone(
+        self, chat_tokenizer, ended
+    ):
+        _, stable = talk(TemplateForm(chat_tokenizer()), TURNS, ended)
+        _, changing = talk(TemplateForm(chat_tokenizer(COUNTING)), TURNS, ended)
+        assert changing[1:] == stable[1:]
+        assert changing[0] == [*changing[0][:1], *stable[0]]
+
+    def test_a_template_that_refuses_is_one_sentence(self, chat_tokenizer):
+        form = TemplateForm(chat_tokenizer(NO_SYSTEM), "be brief")
+        with pytest.raises(ValueError, match=r"no system here\); leave out --system"):
+            form.ask(Transcript(), "hello")
+
+    def test_a_template_that_shows_no_past_cannot_go_on(self, chat_tokenizer):
+        form = TemplateForm(chat_tokenizer(LAST_ONLY))
+        with pytest.raises(ValueError, match="leaves earlier answers out"):
+            talk(form, TURNS)
+
+    def test_messages_are_kept(self, chat_tokenizer):
+        transcript, _ = talk(TemplateForm(chat_tokenizer(), "be brief"), TURNS[:1])
+        assert transcript.messages == [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": TURNS[0]},
+            {"role": "assistant", "content": ANSWERS[0]},
+        ]
+
+
+class TestPlain:
+    def test_a_model_without_a_template_gets_a_dialogue(self, tokenizer):
+        form = form_for(tokenizer, "a play")
+        assert isinstance(form, PlainForm)
+        first = form.ask(Transcript(), "hello")
+        assert tokenizer.decode(first.token_ids) == "a play\n\nUser: hello\n\nAssistant:"
+
+    @pytest.mark.parametrize(
+        "answer",
+        [" a cat", " a cat\n", " a cat\n\n", " a cat\n\nUs", " a cat\n\nUser", " a cat U"],
+    )
+    def test_what_the_model_began_of_the_next_line_is_not_fed_again(self, tokenizer, answer):
+        form = PlainForm(tokenizer)
+        asked = form.ask(Transcript(), "hello")
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        again = form.ask(asked.answered(answer, ids, answer), "more")
+        said = answer.removesuffix("User").removesuffix("Us").rstrip("\n")
+        expected = f"User: hello\n\nAssistant:{said}\n\nUser: more\n\nAssistant:"
+        assert tokenizer.decode(again.token_ids) == expected
+
+    def test_a_stop_string_after_one_line_end_is_taken_as_it_is(self, tokenizer):
+        form = PlainForm(tokenizer)
+        asked = form.ask(Transcript(), "hello")
+        ids = tokenizer(" a cat\nUser", add_special_tokens=False)["input_ids"]
+        again = form.ask(asked.answered("", ids, ""), "more")
+        assert tokenizer.decode(again.token_ids).endswith("a cat\nUser: more\n\nAssistant:")
