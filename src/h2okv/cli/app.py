@@ -13,10 +13,14 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 import h2okv
+from h2okv.cli.chat import HELP as CHAT_HELP
+from h2okv.cli.chat import chat
 from h2okv.cli.demo import demo
 from h2okv.cli.exit_codes import BAD_INPUT
 from h2okv.cli.generate import HELP, generate
 from h2okv.cli.output import OutputClosedError, write_text
+from h2okv.cli.stream import HELP as STREAM_HELP
+from h2okv.cli.stream import stream
 
 _app = typer.Typer(
     name="h2okv",
@@ -45,6 +49,8 @@ def _options(
 
 _app.command("generate", help=HELP)(generate)
 _app.command("demo")(demo)
+_app.command("chat", help=CHAT_HELP)(chat)
+_app.command("stream", help=STREAM_HELP)(stream)
 
 
 def run(args: Sequence[str]) -> int:
@@ -79,10 +85,10 @@ def _quieten_libraries() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    for stream in (sys.stdout, sys.stderr):
+    for output in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not a crash.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+        if hasattr(output, "reconfigure"):
+            output.reconfigure(errors="replace")
 
 
 def _one_line(text: str) -> str:

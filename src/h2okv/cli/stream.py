@@ -1,0 +1,263 @@
+"""`h2okv stream`: text without end on one cache, scored as it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import h2okv
+from h2okv.cache.positions import POSITIONS
+from h2okv.cli.cache_choice import CacheChoice
+from h2okv.cli.exit_codes import INTERRUPTED
+from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
+from h2okv.cli.options import DTYPES, parse_device, parse_dtype
+from h2okv.cli.output import write_remark, write_text
+from h2okv.cli.report import format_bytes
+from h2okv.cli.stop_signal import StopSignal
+from h2okv.cli.stream_progress import StreamProgress, perplexity
+from h2okv.evaluation.resident_memory import resident_bytes
+from h2okv.evaluation.stream import Step, Stream, StreamSettings
+from h2okv.evaluation.stream_plot import check_plot, plot_stream
+from h2okv.evaluation.stream_record import RowFile
+from h2okv.evaluation.stream_run import run_stream
+from h2okv.evaluation.stream_source import ConversationSource, TextSource
+from h2okv.evaluation.stream_state import Setting
+
+# Of the trained window, what each part of the budget gets if nothing else is said.
+_DEFAULT_PART = 8
+_DEFAULT_TOKENS = 256
+
+HELP = """Run a text or conversations through one cache, far past the trained window.
+
+A text is scored token by token. Of conversations each question is answered, and answers that the
+file gives are read. Everything goes sample after sample on one cache that is never emptied.
+
+Examples:
+
+    h2okv stream --text book.txt --tokens 100000 --csv h2o.csv --plot h2o.png
+
+    h2okv stream --text book.txt --tokens 8000 --policy full --csv full.csv
+
+    h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors
+
+    h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors --resume
+"""
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files that a stream writes."""
+
+    csv: Path | None
+    plot: Path | None
+    checkpoint: Path | None
+    resume: bool
+
+    def __post_init__(self) -> None:
+        for name in ("csv", "plot", "checkpoint"):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            if path.is_dir():
+                raise ValueError(f"--{name} '{path}' is a folder; give a file")
+            if not path.parent.is_dir():
+                raise ValueError(f"--{name} '{path}' is in no folder that exists; make it first")
+        if self.plot is not None:
+            check_plot(self.plot)
+        if self.resume and self.checkpoint is None:
+            raise ValueError("--resume needs --checkpoint FILE, the file to go on from")
+        if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
+            raise ValueError(
+                f"--checkpoint '{self.checkpoint}' exists already; add --resume to go on from it,"
+                " or move it away to begin again"
+            )
+
+
+def stream(
+    text: Annotated[Path | None, typer.Option(help="A text to read and score.")] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(help='JSONL of conversations: {"turns": [..]} or {"messages": [..]}.'),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Stop here; else at the end.")] = None,
+    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    heavy: Annotated[
+        int | None, typer.Option(help="Heavy hitters to keep; else an eighth of the window.")
+    ] = None,
+    recent: Annotated[
+        int | None, typer.Option(help="Newest tokens to keep; else an eighth of the window.")
+    ] = None,
+    sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    positions: Annotated[
+        str,
+        typer.Option(help=f"auto (rolling, but original for full), {', '.join(POSITIONS)}."),
+    ] = "auto",
+    chunk: Annotated[
+        int, typer.Option(help="Tokens of a block of given text; 1 is the paper's Algorithm 1.")
+    ] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 128,
+    every: Annotated[int, typer.Option(help="Tokens between two rows.")] = 1000,
+    csv: Annotated[Path | None, typer.Option(help="Where the rows go.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture of them: .png, .svg, .pdf.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Save cache and place here, to be resumed.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="Tokens between two checkpoints.")] = 10_000,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint; --tokens may be larger.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    seed: Annotated[int, typer.Option(help="For the policy random.")] = 0,
+) -> int:
+    """Streams a source through one cache, as `HELP` tells the user."""
+    settings = StreamSettings(chunk, every, tokens, max_new_tokens)
+    if save_every < 1:
+        raise ValueError(f"--save-every {save_every} is too few; give 1 or more")
+    if (text is None) == (input is None):
+        what = "both --text and --input are" if text else "neither --text nor --input is"
+        raise ValueError(f"{what} given; give one of them")
+    files = _Files(csv, plot, checkpoint, resume)
+    wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
+    described = describe(model)
+    choice = _choice(described, policy, heavy, recent, sink, positions)
+    choice.make(described.config, seed)  # a bad budget is heard about before anything is read
+    source = _source(described, text, input)
+    loaded = load_weights(described, wanted_dtype, wanted_device)
+    identity: dict[str, Setting] = {
+        "policy": policy, "heavy": choice.heavy, "recent": choice.recent, "sink": sink,
+        "positions": choice.positions, "seed": seed, "dtype": _dtype_name(loaded.dtype),
+    }  # fmt: skip
+    if files.resume and files.checkpoint is not None:
+        running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
+    else:
+        cache = choice.make(described.config, seed)
+        running = Stream(loaded, cache, source, settings, identity)
+    _warn(described, choice, source, settings)
+    return _run(running, described, choice, files, save_every)
+
+
+def _choice(
+    described: Described, policy: str, heavy: int | None, recent: int | None, sink: int, wanted: str
+) -> CacheChoice:
+    part = described.context // _DEFAULT_PART if described.context else _DEFAULT_TOKENS
+    positions = wanted
+    if wanted == "auto":
+        positions = "original" if policy == "full" else "rolling"
+    for name in POSITIONS:
+        if name == positions:
+            heavy, recent = (part if amount is None else amount for amount in (heavy, recent))
+            return CacheChoice(policy, heavy, recent, sink, name)
+    raise ValueError(f"--positions {wanted!r} is not known; choose auto, {', '.join(POSITIONS)}")
+
+
+def _source(
+    described: Described, text: Path | None, conversations: Path | None
+) -> TextSource | ConversationSource:
+    vocab_size = described.config.get_text_config().vocab_size
+    if text is not None:
+        return TextSource.of_file(text, described.tokenizer, vocab_size)
+    assert conversations is not None
+    return ConversationSource(conversations, described.tokenizer, vocab_size)
+
+
+def _warn(
+    described: Described,
+    choice: CacheChoice,
+    source: TextSource | ConversationSource,
+    settings: StreamSettings,
+) -> None:
+    """Says what a user may not expect."""
+    wanted = settings.tokens
+    if wanted is not None and isinstance(source, TextSource) and source.num_tokens < wanted:
+        write_remark(f"note: the text has {source.num_tokens} tokens to read, not {wanted}")
+    held = int(choice.heavy) + int(choice.recent) + choice.sink + settings.chunk
+    window = described.context
+    if choice.positions == "rolling" and window is not None and held > window:
+        write_remark(
+            f"note: budget and chunk together are {held} tokens, more than the trained window of"
+            f" {window}; smaller ones give better text"
+        )
+
+
+def _run(
+    running: Stream, described: Described, choice: CacheChoice, files: _Files, save_every: int
+) -> int:
+    """Runs the stream with everything around it, and tells how it ended."""
+    source, state = running.source, running.state
+    is_text = isinstance(source, TextSource)
+    total = running.settings.tokens
+    if isinstance(source, TextSource):
+        total = source.num_tokens if total is None else min(total, source.num_tokens)
+    rows = None
+    if files.csv is not None:
+        rows = RowFile(files.csv, state.rows if files.resume else None)
+    with StopSignal() as stop, StreamProgress(running, total) as progress:
+
+        def on_step(step: Step) -> None:
+            progress.update(step)
+            if step.answer is not None and not is_text:
+                write_text(_answer(running, described, step.answer))
+
+        try:
+            ended = run_stream(
+                running,
+                rows=rows,
+                checkpoint=files.checkpoint,
+                save_every=save_every,
+                should_stop=lambda: stop.asked,
+                on_step=on_step,
+            )
+        except KeyboardInterrupt:  # the second one, which does not wait for the block
+            ended = False
+        finally:
+            if rows is not None:
+                rows.close()
+    last = running.last_row() if ended else None
+    drawn = [*state.rows, *([last] if last else [])]
+    if files.plot is not None and drawn:
+        title = f"{described.name}: {choice.label}, {choice.positions} positions"
+        plot_stream(files.plot, drawn, described.context, title)
+    write_remark(_summary(running))
+    if not ended:
+        write_remark(_how_to_resume(running, files))
+    return 0 if ended else INTERRUPTED
+
+
+def _answer(running: Stream, described: Described, answer: tuple[int, ...]) -> str:
+    """An answer as text, under its place in the stream."""
+    state = running.state
+    heading = f"--- sample {state.sample + 1}, answer {state.piece + 1} ---\n"
+    return heading + str(described.tokenizer.decode(list(answer), skip_special_tokens=True)) + "\n"
+
+
+def _summary(running: Stream) -> str:
+    state = running.state
+    parts = [f"{state.position} tokens"]
+    if state.position:
+        parts.append(f"perplexity {perplexity(state.total_nll / state.position)}")
+    if state.seconds:
+        parts.append(f"{state.position / state.seconds:,.0f} tokens/s")
+    parts.append(f"cache {format_bytes(running.cache.nbytes)}")
+    resident = resident_bytes()
+    if resident is not None:
+        parts.append(f"process {format_bytes(resident)}")
+    return " | ".join(parts)
+
+
+def _how_to_resume(running: Stream, files: _Files) -> str:
+    if files.checkpoint is None or not files.checkpoint.exists():
+        return "stopped; with --checkpoint FILE a stream can be resumed"
+    return (
+        f"stopped at token {running.state.position}; go on with the same command and --resume"
+        f" (the checkpoint is '{files.checkpoint}')"
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,169 @@
+"""The picture of a stream: perplexity, time and memory by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h2okv.evaluation.stream_record import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# Okabe and Ito's colours, which stay apart for colour-blind readers; the line styles help in grey.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_STYLES = ("-", "--", "-.", ":")
+_GREY = "#555555"
+# Above that a number says nothing but "collapsed", and a float may not hold it.
+_LARGEST_NLL = 60.0
+
+
+def check_plot(path: Path) -> None:
+    """Finds out before a long run whether its picture can be made.
+
+    Args:
+        path: The picture's file.
+
+    Raises:
+        ValueError: If the kind of file is not known or matplotlib is missing.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"'{path}' is not a picture's name; let it end in {', '.join(SUFFIXES)}")
+    _figure_class()
+
+
+def plot_stream(path: Path, rows: Sequence[Row], window: int | None, title: str) -> None:
+    """Draws one stream: perplexity above, time of a step and memory below.
+
+    Args:
+        path: The picture's file; its suffix says which kind.
+        rows: What was measured, at least one row.
+        window: Tokens that the model was trained to see; None if that is not known.
+        title: What stands above.
+
+    Raises:
+        ValueError: If there are no rows, or the picture cannot be made.
+    """
+    if not rows:
+        raise ValueError("there are no rows to draw; read more tokens, or give a smaller --every")
+    figure = _figure_class()(figsize=(8, 8), layout="constrained")
+    quality, speed, memory = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    figure.suptitle(title)
+    draw_perplexity(quality, {"": rows}, window)
+    positions = [row.position for row in rows]
+    marker = "o" if len(rows) == 1 else ""
+    speed.plot(positions, [1e3 * row.step_seconds for row in rows], _COLOURS[0], marker=marker)
+    speed.set_ylabel("block, ms")
+    speed.set_ylim(bottom=0)
+    for column, name, number in (("rss_bytes", "process", 0), ("cache_bytes", "cache", 1)):
+        sizes = [getattr(row, column) for row in rows]
+        if None not in sizes:
+            style = {"color": _COLOURS[number], "linestyle": _STYLES[number], "marker": marker}
+            memory.plot(positions, [size / 2**20 for size in sizes], label=name, **style)
+    # The cache is a small part of the process; on one plain scale it would lie on the axis.
+    memory.set_yscale("log")
+    _plain_numbers(memory.yaxis)
+    memory.set_ylabel("memory, MiB")
+    memory.legend(loc="best")
+    memory.set_xlabel("position in the stream, tokens")
+    for axes in (speed, memory):
+        axes.grid(alpha=0.3)
+    _thousands(memory.xaxis)
+    save_figure(figure, path)
+
+
+def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int | None) -> None:
+    """Draws perplexity by position on a logarithmic scale; mutates the axes.
+
+    Args:
+        axes: Where to.
+        curves: Rows by name; names that are not empty go into a legend.
+        window: Tokens that the model was trained to see, marked by a line.
+    """
+    for number, (name, rows) in enumerate(curves.items()):
+        axes.plot(
+            [row.position for row in rows],
+            [math.exp(min(row.nll, _LARGEST_NLL)) for row in rows],
+            color=_COLOURS[number % len(_COLOURS)],
+            linestyle=_STYLES[number % len(_STYLES)],
+            marker="o" if len(rows) == 1 else "",
+            label=name or None,
+        )
+    if window is not None:
+        axes.axvline(window, color=_GREY, linewidth=1, linestyle=":")
+        axes.annotate(
+            f"trained window, {window:,}",
+            (window, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, -4),
+            textcoords="offset points",
+            va="top",
+            color=_GREY,
+            fontsize="small",
+        )
+    axes.set_yscale("log")
+    _plain_numbers(axes.yaxis)
+    axes.set_ylabel("perplexity")
+    axes.grid(alpha=0.3, which="both")
+    if any(curves):
+        axes.legend(loc="best")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a picture.
+
+    Args:
+        figure: A matplotlib figure.
+        path: The file; its suffix says which kind.
+
+    Raises:
+        ValueError: If it cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ValueError(
+            f"'{path}' cannot be written ({error.strerror}); choose another place"
+        ) from error
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Makes an empty picture.
+
+    Args:
+        width: In inches.
+        height: In inches.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ValueError: If matplotlib is missing.
+    """
+    return _figure_class()(figsize=(width, height), layout="constrained")
+
+
+def _thousands(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Writes 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    minor = LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5))
+    axis.set_minor_formatter(minor)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "a picture needs matplotlib, which is not installed; pip install 'h2okv[plot]'"
+        ) from error
+    return Figure

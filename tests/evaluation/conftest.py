@@ -1,0 +1,69 @@
+"""Sources of tokens that need no tokenizer, for the tiny random models of tests/conftest.py."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from h2okv.assets import bundled_model_path
+from h2okv.evaluation.stream_source import Piece, TextSource
+
+VOCAB = 97
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|bos|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class PieceSource:
+    """Samples that are lists of (tokens, whether the model answers)."""
+
+    digest = "pieces"
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, sample):
+        return [Piece(torch.tensor(ids), answers) for ids, answers in self.samples[sample]]
+
+
+def draw(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (length,), generator=generator)
+
+
+@pytest.fixture
+def pieces():
+    return PieceSource
+
+
+@pytest.fixture
+def text_source():
+    return TextSource(draw(331), "text")
+
+
+@pytest.fixture
+def chat_source():
+    """Two questions that are answered; then a question with a given answer and an open one."""
+    lengths = [[(19, True), (7, True)], [(30, False)], [(1, True), (11, False), (12, True)]]
+    return PieceSource(
+        [
+            [(draw(n, 100 * i + j).tolist(), answers) for j, (n, answers) in enumerate(sample)]
+            for i, sample in enumerate(lengths)
+        ]
+    )
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer():
+    return AutoTokenizer.from_pretrained(bundled_model_path())
+
+
+@pytest.fixture
+def chat_tokenizer():
+    """With a template that trims, and that ends each message with a special token and a line."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -1,0 +1,258 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import h2okv
+from h2okv.evaluation.stream import Stream, StreamSettings
+from h2okv.evaluation.stream_run import run_stream
+from h2okv.evaluation.stream_source import TextSource
+
+ROLLING = {"heavy": 12, "recent": 12, "positions": "rolling"}
+
+
+@pytest.fixture
+def begin(make_llama):
+    """Makes a stream on a tiny model; the same one for the same options."""
+    model = make_llama(attention="sdpa")
+
+    def make(source, settings, budget=ROLLING, **options):
+        cache = h2okv.H2OCache(model.config, **budget)
+        return Stream(model, cache, source, settings, **options)
+
+    return make
+
+
+def drain(stream):
+    """Reads to the end: all rows, the unfinished one among them, and the answers."""
+    rows, answers = [], []
+    for step in stream.blocks():
+        rows += step.rows
+        answers += [step.answer] if step.answer else []
+    last = stream.last_row()
+    return rows + ([last] if last else []), answers
+
+
+def nlls(rows):
+    return [(row.position, row.nll) for row in rows]
+
+
+def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
+    stream = begin(text_source, StreamSettings(chunk=16, every=100), {"heavy": 400, "recent": 1})
+    rows, _ = drain(stream)
+    ids = text_source.ids
+    with torch.no_grad():
+        logits = stream.model(ids[None, :-1], use_cache=False).logits[0]
+    expected = F.cross_entropy(logits, ids[1:], reduction="none").double()
+    assert [row.position for row in rows] == [100, 200, 300, 330]
+    for row, part in zip(rows, expected.split(100), strict=True):
+        assert row.nll == pytest.approx(part.mean().item(), abs=1e-5)
+    assert stream.state.total_nll == pytest.approx(expected.sum().item(), rel=1e-6)
+    assert stream.model.config._attn_implementation == "sdpa"
+
+
+def test_chunk_1_is_one_token_after_another(begin, text_source):
+    stream = begin(text_source, StreamSettings(chunk=1, every=50, tokens=150))
+    rows, _ = drain(stream)
+    cache = h2okv.H2OCache(stream.model.config, **ROLLING)
+    losses = []
+    with h2okv.enable(stream.model), torch.no_grad():
+        for token, following in zip(text_source.ids[:150], text_source.ids[1:151], strict=True):
+            logits = stream.model(token.view(1, 1), past_key_values=cache).logits[0]
+            losses.append(F.cross_entropy(logits, following.view(1)).item())
+    means = [math.fsum(losses[i : i + 50]) / 50 for i in (0, 50, 100)]
+    assert [row.nll for row in rows] == pytest.approx(means, abs=1e-6)
+
+
+def test_rows_do_not_depend_on_how_they_cut_the_blocks(begin, text_source):
+    fine, _ = drain(begin(text_source, StreamSettings(chunk=16, every=7)))
+    coarse, _ = drain(begin(text_source, StreamSettings(chunk=16, every=70)))
+    assert [row.position for row in fine][:4] == [7, 14, 21, 28]
+    for number, row in enumerate(coarse[:4]):
+        mean = math.fsum(part.nll for part in fine[10 * number : 10 * number + 10]) / 10
+        assert row.nll == pytest.approx(mean, rel=1e-9)
+    assert all(row.step_seconds > 0 for row in fine)
+
+
+def test_the_cache_stays_as_small_as_its_budget(begin, text_source):
+    stream = begin(text_source, StreamSettings(chunk=16, every=100))
+    rows, _ = drain(stream)
+    assert stream.cache.num_cached_tokens == 24
+    assert len({row.cache_bytes for row in rows}) == 1
+    assert all(row.rss_bytes > row.cache_bytes for row in rows)
+
+
+def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
+    stream = begin(text_source, StreamSettings(chunk=16, every=20, tokens=50))
+    rows, _ = drain(stream)
+    assert [row.position for row in rows] == [20, 40, 50]
+    assert stream.cache.num_seen_tokens == stream.state.position == 50
+
+
+def test_answers_are_what_generate_gives_on_one_cache(begin, chat_source):
+    wide = {"heavy": 400, "recent": 1}
+    stream = begin(chat_source, StreamSettings(chunk=8, every=1000, max_new_tokens=5), wide)
+    _, answers = drain(stream)
+    whole = torch.empty(0, dtype=torch.int64)
+    expected = []
+    for sample in range(len(chat_source)):
+        for piece in chat_source[sample]:
+            whole = torch.cat([whole, piece.ids])
+            if piece.answers:
+                with torch.no_grad():
+                    whole = stream.model.generate(
+                        whole[None], max_new_tokens=5, do_sample=False, pad_token_id=0
+                    )[0]
+                expected.append(tuple(whole[-5:].tolist()))
+    assert answers == expected
+    # All but the last token went through the cache, and each was scored once.
+    assert stream.cache.num_seen_tokens == stream.state.position == len(whole) - 1
+    with torch.no_grad():
+        logits = stream.model(whole[None, :-1], use_cache=False).logits[0]
+    total = F.cross_entropy(logits, whole[1:], reduction="sum").item()
+    assert stream.state.total_nll == pytest.approx(total, rel=1e-5)
+
+
+def test_an_end_token_ends_the_answer_and_is_read_once(begin, pieces):
+    source_ids = torch.arange(10, 30).tolist()
+    from_model = begin(pieces([[(source_ids, True)]]), StreamSettings(max_new_tokens=9))
+    _, (free,) = drain(from_model)
+    end = free[3]
+    again = pieces([[(source_ids, True), ([end, 5, 6], True)]])
+    stream = begin(again, StreamSettings(max_new_tokens=9))
+    stream.model.generation_config.eos_token_id = [end, 96]
+    stream = Stream(stream.model, stream.cache, again, stream.settings)
+    try:
+        _, answers = drain(stream)
+    finally:
+        stream.model.generation_config.eos_token_id = None
+    first = free.index(end) + 1
+    assert answers[0] == free[:first]
+    # The question, the answer with its end token once, the next question's rest, and an answer.
+    assert stream.state.position == 20 + first + 2 + len(answers[1]) - 1
+
+
+@pytest.mark.parametrize("policy", ["h2o", "random", "sink_recent", "full"])
+@pytest.mark.parametrize("kind", ["text_source", "chat_source"])
+def test_a_resumed_stream_gives_the_same_numbers_to_the_last_bit(
+    begin, tmp_path, request, kind, policy
+):
+    source = request.getfixturevalue(kind)
+    positions = "original" if policy == "full" else "rolling"
+    budget = {"heavy": 8, "recent": 8, "policy": policy, "positions": positions}
+    settings = StreamSettings(chunk=8, every=15, max_new_tokens=6)
+    rows, answers = drain(begin(source, settings, budget))
+    stream = begin(source, settings, budget)
+    states, found = [], []
+    for number, step in enumerate(stream.blocks()):
+        found += [step.answer] if step.answer else []
+        if number % 4 == 3:
+            path = tmp_path / f"{number}.safetensors"
+            stream.save(path)
+            states.append((path, list(found)))
+    assert len(states) > 5
+    for path, before in states:
+        resumed = Stream.resume(stream.model, path, source, settings)
+        earlier = list(resumed.state.rows)
+        later, more = drain(resumed)
+        assert nlls(earlier + later) == nlls(rows)
+        assert before + more == answers
+        assert resumed.state.total_nll == stream.state.total_nll
+
+
+def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path):
+    path = tmp_path / "stream.safetensors"
+    rows, _ = drain(begin(text_source, StreamSettings(chunk=8, every=50)))
+    short = StreamSettings(chunk=8, every=50, tokens=120)
+    stream = begin(text_source, short)
+    assert run_stream(stream, checkpoint=path)
+    longer = Stream.resume(stream.model, path, text_source, StreamSettings(chunk=8, every=50))
+    assert run_stream(longer)
+    assert nlls([*longer.state.rows, longer.last_row()]) == nlls(rows)
+
+
+def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, tmp_path):
+    path = tmp_path / "stream.safetensors"
+    settings = StreamSettings(chunk=8, every=50, tokens=20)
+    stream = begin(text_source, settings, identity={"policy": "h2o"})
+    run_stream(stream, checkpoint=path)
+
+    def resume(source=text_source, settings=settings, identity=None):
+        identity = {"policy": "h2o"} if identity is None else identity
+        return Stream.resume(stream.model, path, source, settings, identity)
+
+    assert resume().state.position == 20
+    other = TextSource(text_source.ids, "another")
+    with pytest.raises(ValueError, match=r"saved with text text, not another"):
+        resume(source=other)
+    with pytest.raises(ValueError, match=r"saved with chunk 8, not 9"):
+        resume(settings=StreamSettings(chunk=9, every=50))
+    with pytest.raises(ValueError, match=r"saved with policy h2o, not recent"):
+        resume(identity={"policy": "recent"})
+
+
+def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source, tmp_path):
+    path = tmp_path / "stream.safetensors"
+    stream = begin(text_source, StreamSettings(tokens=80))
+    with pytest.raises(ValueError, match="does not exist, so there is nothing to go on with"):
+        Stream.resume(stream.model, path, text_source, stream.settings)
+    run_stream(stream, checkpoint=path)
+    other = make_llama(layers=3)
+    with pytest.raises(ValueError, match="saved with another model"):
+        Stream.resume(other, path, text_source, stream.settings)
+    stream.cache.save(path)
+    with pytest.raises(ValueError, match="holds a cache, but no stream"):
+        Stream.resume(stream.model, path, text_source, stream.settings)
+    stream.cache.save(path, notes={"stream": '{"version": 99}'})
+    with pytest.raises(ValueError, match="is of version 99"):
+        Stream.resume(stream.model, path, text_source, stream.settings)
+    stream.cache.save(path, notes={"stream": '{"version": 1}'})
+    with pytest.raises(ValueError, match="is damaged"):
+        Stream.resume(stream.model, path, text_source, stream.settings)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        Stream.resume(stream.model, path, text_source, stream.settings)
+
+
+def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_source, tmp_path):
+    path = tmp_path / "stream.safetensors"
+    stream = begin(text_source, StreamSettings(chunk=8, every=50))
+    assert not run_stream(
+        stream, checkpoint=path, should_stop=lambda: stream.state.position >= 100
+    )
+    assert stream.state.position == 104
+    resumed = Stream.resume(stream.model, path, text_source, stream.settings)
+    assert resumed.state.position == 104
+    assert [row.position for row in resumed.state.rows] == [50, 100]
+    assert stream.model.config._attn_implementation == "sdpa"
+
+
+def test_checkpoints_come_as_often_as_asked(begin, text_source, tmp_path, monkeypatch):
+    stream = begin(text_source, StreamSettings(chunk=8, every=50))
+    saved = []
+    monkeypatch.setattr(Stream, "save", lambda self, path: saved.append(self.state.position))
+    run_stream(stream, checkpoint=tmp_path / "c", save_every=100)
+    assert saved == [104, 208, 312, 330]
+
+
+def test_no_number_is_an_error_not_a_row(begin, text_source):
+    stream = begin(text_source, StreamSettings(chunk=8, every=10))
+    model = copy.deepcopy(stream.model)
+    model.lm_head.weight.data[3] = math.nan
+    broken = Stream(model, stream.cache, text_source, stream.settings)
+    with pytest.raises(ValueError, match="not a number after 0 tokens; .* --dtype float32"):
+        next(broken.blocks())
+    assert broken.state.rows == []
+
+
+@pytest.mark.parametrize("name", ["chunk", "every", "tokens", "max_new_tokens"])
+def test_settings_that_make_no_sense(name):
+    with pytest.raises(ValueError, match=r"0 is too few; give 1 or more"):
+        StreamSettings(**{name: 0})
+
+
+def test_a_text_of_one_token_cannot_be_scored():
+    with pytest.raises(ValueError, match="the text has 1 tokens for this model"):
+        TextSource(torch.tensor([5]), "text")

@@ -1,0 +1,48 @@
+import sys
+
+import pytest
+
+from h2okv.evaluation.stream_plot import check_plot, draw_perplexity, new_figure, plot_stream
+from h2okv.evaluation.stream_record import Row
+
+ROWS = [Row(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_picture_is_written(tmp_path, suffix):
+    path = tmp_path / f"stream{suffix}"
+    check_plot(path)
+    plot_stream(path, ROWS, 2048, "a stream")
+    begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    assert path.read_bytes().startswith(begins[suffix])
+
+
+def test_the_picture_shows_the_rows_and_the_window():
+    axes = new_figure(4, 3).subplots()
+    draw_perplexity(axes, {"full": ROWS, "h2o": ROWS[:3]}, 2048)
+    full, h2o, window = axes.get_lines()
+    assert list(full.get_xdata()) == [row.position for row in ROWS]
+    assert full.get_ydata()[0] == pytest.approx(24.53, abs=0.01)
+    assert len(h2o.get_xdata()) == 3
+    assert window.get_xdata()[0] == 2048
+    assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["full", "h2o"]
+    assert len({line.get_color() for line in axes.get_lines()}) == 3
+
+
+def test_few_or_odd_rows_can_be_drawn(tmp_path):
+    path = tmp_path / "stream.png"
+    plot_stream(path, [Row(10, 5000.0, 0.0, None, 10**6)], None, "one row, no window, no memory")
+    assert path.stat().st_size > 0
+    with pytest.raises(ValueError, match="there are no rows to draw"):
+        plot_stream(path, [], None, "none")
+
+
+def test_a_picture_that_cannot_be_made(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"let it end in \.png, \.svg, \.pdf"):
+        check_plot(tmp_path / "stream.jpeg2")
+    with pytest.raises(ValueError, match="cannot be written"):
+        plot_stream(tmp_path / "nowhere" / "stream.png", ROWS, None, "")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"pip install 'h2okv\[plot\]'"):
+        check_plot(tmp_path / "stream.png")
