@@ -13,6 +13,8 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 import h2okv
+from h2okv.cli.analyze import HELP as ANALYZE_HELP
+from h2okv.cli.analyze import analyze
 from h2okv.cli.chat import HELP as CHAT_HELP
 from h2okv.cli.chat import chat
 from h2okv.cli.demo import demo
@@ -49,6 +51,7 @@ def _options(
 
 _app.command("generate", help=HELP)(generate)
 _app.command("demo")(demo)
+_app.command("analyze", help=ANALYZE_HELP)(analyze)
 _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
 

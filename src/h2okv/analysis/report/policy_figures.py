@@ -1,0 +1,213 @@
+"""Figures about eviction: its cost, what it keeps, and the theorem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from h2okv.analysis.report.drawing import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    MARKERS,
+    ORANGE,
+    RED,
+    Rows,
+    column,
+    distinct,
+    mark_layers,
+    new_figure,
+    where,
+)
+from h2okv.analysis.theory.bound import FACTOR
+
+
+def draw_removal(tables: dict[str, Rows]) -> Any:
+    """Perplexity ratios with some tokens hidden; bars are 95 % intervals."""
+    rows = tables["removal"]
+    figure, (axes,) = new_figure(width=7.5)
+    marks = {
+        "heavy hidden": (RED, "o"),
+        "random hidden": (GREY, "x"),
+        "only heavy kept": (BLUE, "s"),
+        "only random kept": (ORANGE, "^"),
+    }
+    shares = distinct(rows, "share")
+    for offset, (condition, (colour, marker)) in enumerate(marks.items()):
+        part = where(rows, condition=condition)
+        ratio = column(part, "ratio")
+        place = np.array([shares.index(row["share"]) for row in part]) + 0.14 * (offset - 1.5)
+        spread = [ratio - column(part, "low"), column(part, "high") - ratio]
+        axes.errorbar(
+            place, ratio, yerr=spread, fmt=marker, color=colour, label=condition, capsize=2
+        )
+    axes.axhline(1, color="black", lw=0.8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(shares)), [f"{100 * share:g} % of the tokens" for share in shares])
+    axes.grid(axis="x", visible=False)
+    axes.set_ylabel("perplexity, times full attention's")
+    axes.set_title("What it costs to hide tokens (random: one mark for each draw)")
+    axes.legend(ncols=2, fontsize=9)
+    return figure
+
+
+def draw_policies(tables: dict[str, Rows]) -> Any:
+    """Perplexity and retained attention by budget."""
+    figure, (left, right) = new_figure(columns=2, width=10, height=3.8)
+    rows, masses = tables["perplexity"], tables["retention"]
+    for policy in distinct(rows, "policy"):
+        style = {"color": COLOURS[policy], "marker": MARKERS[policy]}
+        part = where(rows, policy=policy)
+        share = 100 * column(part, "share")
+        left.plot(share, column(part, "ratio"), label=policy, **style)
+        mean = [
+            100 * column(where(masses, policy=policy, share=row["share"]), "mass").mean()
+            for row in part
+        ]
+        right.plot(share, mean, label=policy, **style)
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks(share, [f"{value:g}" for value in share])
+        axes.minorticks_off()
+        axes.set_xlabel("budget (% of the text)")
+    left.axhline(1, color="black", lw=0.8)
+    left.set_ylabel("perplexity, times full cache's")
+    left.set_title("Second half of the text")
+    right.set_ylabel("of full attention's mass (%)")
+    right.set_title("Attention on what is held, mean of layers")
+    right.legend(fontsize=9)
+    return figure
+
+
+def draw_local_global(tables: dict[str, Rows]) -> Any:
+    """How much of what H2O holds the policy that knows the future holds too."""
+    rows = tables["local_global"]
+    figure, panels = new_figure(columns=2, width=10, height=3.6)
+    shares = distinct(rows, "share")
+    for share, colour, marker in zip(shares, (RED, ORANGE, BLUE, GREEN), "osv^", strict=False):
+        part = where(rows, share=share)
+        steps = distinct(part, "step")
+        label = f"{100 * share:g} % budget"
+        for axes, key, places in (
+            (panels[0], "layer", distinct(part, "layer")),
+            (panels[1], "step", steps),
+        ):
+            for name, line in (("overlap", "-"), ("chance", ":")):
+                mean = [100 * column(where(part, **{key: p}), name).mean() for p in places]
+                axes.plot(
+                    places, mean, line, color=colour, marker=marker if line == "-" else "",
+                    label=label if line == "-" else None,
+                )  # fmt: skip
+    panels[0].set_ylabel("of H2O's heavy hitters also\nheld by the oracle (%)")
+    mark_layers(panels[0], distinct(rows, "layer"))
+    panels[0].set_title("by layer (dotted: by chance)")
+    panels[1].set_xlabel("tokens read")
+    panels[1].set_title("mean of layers")
+    for axes in panels:
+        axes.set_ylim(0, 100)
+    panels[1].legend(fontsize=9, ncols=2)
+    return figure
+
+
+def draw_stays(tables: dict[str, Rows]) -> Any:
+    """How long entries stay after the recent window."""
+    rows = tables["stays"]
+    figure, (left, right) = new_figure(columns=2, width=10, height=3.6)
+    for policy in distinct(rows, "policy"):
+        part = where(rows, policy=policy)
+        layers = column(part, "layer")
+        style = {"color": COLOURS[policy], "marker": MARKERS[policy], "label": policy}
+        left.plot(layers, 100 * column(part, "gone_at_once"), **style)
+        right.plot(layers, column(part, "p90"), **style)
+    left.set_ylabel("of entries (%)")
+    left.set_ylim(bottom=0)
+    left.set_title("Gone as soon as the window passed them")
+    right.set_ylabel("tokens")
+    right.set_title("A tenth of the entries stay longer than this")
+    for axes in (left, right):
+        mark_layers(axes, sorted({row["layer"] for row in rows}))
+    left.legend(fontsize=9)
+    return figure
+
+
+def draw_agreement(tables: dict[str, Rows]) -> Any:
+    """Similarity of what heads hold."""
+    rows = tables["agreement"]
+    figure, (axes,) = new_figure(width=6.4, height=5.2)
+    names = [(row["layer"], row["head"]) for row in rows]
+    heads = list(dict.fromkeys(names))
+    square = column(rows, "jaccard").reshape(len(heads), len(heads))
+    # The diagonal is 1 by definition and would flatten the rest.
+    np.fill_diagonal(square, np.nan)
+    image = axes.imshow(square, cmap="viridis", vmin=0)
+    bar = figure.colorbar(image, ax=axes, label="Jaccard similarity")
+    bar.ax.axhline(rows[0]["chance"], color="white", lw=2)
+    step = max(1, len(heads) // 16)
+    ticks = list(range(0, len(heads), step))
+    labels = [f"{heads[i][0]}.{heads[i][1]}" for i in ticks]
+    axes.set_xticks(ticks, labels, rotation=90, fontsize=8)
+    axes.set_yticks(ticks, labels, fontsize=8)
+    axes.grid(visible=False)
+    axes.set_xlabel("layer.head")
+    axes.set_title(
+        f"Heavy hitters that two heads share\n(chance: {rows[0]['chance']:.2f}, white line)"
+    )
+    return figure
+
+
+def draw_theory(tables: dict[str, Rows]) -> Any:
+    """Greedy against the best of all sets, by step."""
+    rows = tables["theory_steps"]
+    figure, panels = new_figure(columns=3, width=11, height=3.7)
+    styles = {
+        "heavy": ("heavy (the paper's greedy)", BLUE, "o"),
+        "h2o": ("h2o (half recent)", ORANGE, "^"),
+        "belady": ("Belady (future)", GREEN, "s"),
+    }
+    parts = (
+        ("real", "identity", "real rows, h = identity"),
+        ("real", "sqrt", "real rows, h = sqrt of each row"),
+        ("late star", "identity", "made to fail: 'late star'"),
+    )
+    for axes, (case, h, title) in zip(panels, parts, strict=True):
+        part = where(rows, case=case, h=h, objective="rows")
+        for policy, (label, colour, marker) in styles.items():
+            own = where(part, policy=policy)
+            steps = column(own, "step")
+            axes.plot(steps, column(own, "mean"), color=colour, marker=marker, ms=4, label=label)
+            axes.fill_between(
+                steps, column(own, "lowest"), column(own, "mean"), color=colour, alpha=0.13
+            )
+        axes.axhline(FACTOR, color="black", ls="--", lw=1)
+        axes.set_ylim(0, 1.04)
+        axes.set_title(title)
+        axes.set_xlabel("tokens read")
+    panels[0].set_ylabel("worth, share of the best set's")
+    panels[2].legend(fontsize=8, loc="lower left")
+    panels[0].annotate(
+        "1 - 1/e", (0, FACTOR), xycoords=("axes fraction", "data"), xytext=(4, -10),
+        textcoords="offset points", fontsize=8,
+    )  # fmt: skip
+    return figure
+
+
+def draw_mass(tables: dict[str, Rows]) -> Any:
+    """Attention retained on small cases: policies, Belady, the best possible."""
+    rows = tables["theory_mass"]
+    figure, (axes,) = new_figure(width=7.5)
+    cases = distinct(rows, "case")
+    names = (("heavy", BLUE), ("h2o", ORANGE), ("belady", GREEN), ("best", GREY))
+    for place, (name, colour) in enumerate(names):
+        heights = [100 * column(where(rows, case=case), name).mean() for case in cases]
+        label = {"belady": "Belady (future)", "best": "best possible"}.get(name, name)
+        axes.bar(np.arange(len(cases)) + 0.2 * (place - 1.5), heights, 0.18,
+                 color=colour, label=label)  # fmt: skip
+    axes.set_xticks(range(len(cases)), cases)
+    axes.grid(axis="x", visible=False)
+    axes.set_ylim(0, 118)
+    axes.set_ylabel("of full attention's mass (%)")
+    axes.set_title("Attention retained, 4 of 14 tokens held")
+    axes.legend(fontsize=9, ncols=4, loc="upper center")
+    return figure
