@@ -1,0 +1,146 @@
+import re
+
+import numpy as np
+import pytest
+
+from h2okv.analysis import analysis as module
+from h2okv.analysis.analysis import analyze, finished, open_folder
+from h2okv.analysis.measurements import MEASUREMENTS
+from h2okv.analysis.neurons import activation_frequency
+from h2okv.analysis.report.page import write_report
+from h2okv.analysis.sample import make_sample, token_pieces
+from h2okv.analysis.study import Study
+from h2okv.analysis.tables import read_table, write_table
+
+TEXT = "the text"
+
+
+@pytest.fixture(scope="module")
+def folder(model, sample, tmp_path_factory):
+    """A finished analysis: leave it as it is."""
+    path = tmp_path_factory.mktemp("analysis")
+    open_folder(path, "tiny", TEXT, sample.length)
+    analyze(model, sample, path, with_neurons=True)
+    return path
+
+
+def test_every_measurement_has_its_tables(folder):
+    assert all(finished(folder, measurement) for measurement in MEASUREMENTS)
+
+
+def test_a_second_run_computes_nothing(folder, model, sample, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setattr(module, "write_table", None)
+    analyze(model, sample, folder, with_neurons=True)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_stopped_run_goes_on_where_it_was(folder, model, sample, tmp_path):
+    open_folder(tmp_path, "tiny", TEXT, sample.length)
+    stop_in = MEASUREMENTS[5]
+    calls = []
+
+    def stop(measurement, share):
+        if measurement is stop_in and share > 0.3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        analyze(model, sample, tmp_path, on_progress=stop)
+    done = [m for m in MEASUREMENTS if finished(tmp_path, m)]
+    assert done == list(MEASUREMENTS[:5])
+    assert not list(tmp_path.rglob("*.partial"))
+    kept = {path.name for path in (tmp_path / "working").iterdir()}
+    assert {"h2o-0.05.npz", "dense.npz"} <= kept
+    missing = write_report(tmp_path)
+    assert "Policies by budget" in missing
+    open_folder(tmp_path, "tiny", TEXT, sample.length)
+    analyze(model, sample, tmp_path, on_progress=lambda m, share: calls.append((m.name, share)))
+    assert [name for name, share in calls if share == 0.0][0] == stop_in.name
+    for path in folder.glob("*.csv"):
+        if path.stem != "neurons":
+            assert (tmp_path / path.name).read_text() == path.read_text(), path.name
+
+
+def test_a_folder_of_another_text_is_refused(folder, sample):
+    with pytest.raises(ValueError, match="another text_sha256; choose another folder"):
+        open_folder(folder, "tiny", "other text", sample.length)
+    with pytest.raises(ValueError, match="another model"):
+        open_folder(folder, "large", TEXT, sample.length)
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("x")
+    with pytest.raises(ValueError, match="cannot be written .* choose another folder"):
+        open_folder(path, "tiny", TEXT, 100)
+
+
+def test_the_report_is_one_page_with_all_figures(folder):
+    assert write_report(folder) == []
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("<img ") == 12 == len(list(folder.glob("*.png")))
+    assert "nan" not in re.sub(r'src="[^"]*"', "", page)
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert "http" not in re.sub(r'src="[^"]*"', "", page)
+
+
+def test_the_same_tables_give_the_same_figures(folder, tmp_path):
+    write_report(folder)
+    first = (folder / "removal.png").read_bytes()
+    write_report(folder)
+    assert (folder / "removal.png").read_bytes() == first
+
+
+def test_numbers_in_the_tables_hang_together(folder, sample):
+    rows = read_table(folder / "perplexity.csv")
+    assert {row["policy"] for row in rows} == {"h2o", "global", "recent", "sink_recent", "random"}
+    assert all(row["low"] <= row["ratio"] <= row["high"] for row in rows)
+    tokens = read_table(folder / "token_scores.csv")
+    total = sum(row["score"] for row in tokens if row["layer"] == 0)
+    assert total == pytest.approx(4 * sample.length, rel=1e-3)
+    masses = read_table(folder / "retention.csv")
+    assert all(0 < row["mass"] <= 1 for row in masses)
+    for policy in ("h2o", "recent"):
+        by_share = [
+            np.mean([r["mass"] for r in masses if (r["policy"], r["share"]) == (policy, share)])
+            for share in (0.05, 0.1, 0.2, 0.4)
+        ]
+        assert by_share == sorted(by_share)
+
+
+def test_measurements_work_without_a_folder(model, sample):
+    tables = MEASUREMENTS[0].run(Study(model, sample), lambda share: None)
+    assert len(tables["sparsity"]) == 8
+
+
+def test_neurons_are_counted(model, sample):
+    frequency = activation_frequency(model, sample.input_ids)
+    assert frequency.shape == (2, 64)
+    assert (frequency > 0).any() and frequency.max() <= 1
+
+
+def test_tables_come_back_as_they_were(tmp_path):
+    rows = [{"word": "7", "score": 0.5, "count": 3}, {"word": 'a,"b', "score": 2.0, "count": 1}]
+    write_table(tmp_path / "t.csv", rows)
+    assert read_table(tmp_path / "t.csv") == rows
+
+
+class SpacelessTokenizer:
+    """Decodes as tokenizers do that drop the first token's space."""
+
+    words = {1: "▁the", 2: "▁cat", 3: "s"}
+
+    def decode(self, token_ids, **_):
+        return "".join(self.words[t] for t in token_ids).replace("▁", " ").removeprefix(" ")
+
+    def __call__(self, text, **_):
+        raise AssertionError
+
+
+def test_pieces_keep_their_space():
+    assert token_pieces(SpacelessTokenizer(), [1, 2, 3]) == (" the", " cat", "s")
+
+
+def test_an_empty_text_is_refused():
+    with pytest.raises(ValueError, match="the text is empty"):
+        make_sample(SpacelessTokenizer(), " \n", 100)

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+
+from h2okv.analysis import observing
+from h2okv.analysis.observing import check_layer, full_attention_layers, observed, read_observed
+
+
+def collected_rows(model, ids):
+    found = {}
+
+    def keep(layer):
+        for first, part in layer.rows():
+            rows = part.flatten(0, 1)
+            whole = found.setdefault(layer.layer_idx, torch.zeros(4, ids.shape[1], ids.shape[1]))
+            whole[:, first : first + rows.shape[1], : rows.shape[2]] = rows
+
+    read_observed(model, ids, keep)
+    return torch.stack([found[i] for i in sorted(found)])
+
+
+@pytest.mark.parametrize("most_rows", [256, 7])
+def test_rows_are_the_models_attention(model, sample, attention, most_rows, monkeypatch):
+    monkeypatch.setattr(observing, "_MOST_ROWS", most_rows)
+    rows = collected_rows(model, sample.input_ids)
+    torch.testing.assert_close(rows, attention, atol=2e-6, rtol=1e-4)
+
+
+def test_blocks_stay_small_when_the_text_is_long(model, monkeypatch):
+    monkeypatch.setattr(observing, "_MOST_ELEMENTS", 4 * 400 * 3)
+    sizes = []
+    ids = torch.randint(2, 97, (1, 400))
+
+    def measure(layer):
+        sizes.extend(part.numel() for _, part in layer.rows())
+
+    read_observed(model, ids, measure)
+    assert max(sizes) <= 4 * 400 * 3
+    assert len(sizes) >= 2 * 400 // 3
+
+
+def test_watching_changes_nothing(model, sample):
+    with torch.inference_mode():
+        before = model(sample.input_ids, use_cache=False).logits
+    after = read_observed(model, sample.input_ids, lambda layer: None).logits
+    torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-4)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_attention_comes_back_after_an_error(model, sample):
+    def fail(layer):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        read_observed(model, sample.input_ids, fail)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_layer_or_head_out_of_range_is_refused(model):
+    with pytest.raises(ValueError, match=r"layer 2 .* choose one of 0, 1"):
+        check_layer(model, 2)
+    with pytest.raises(ValueError, match="head 2 is out of range; the KV heads are 0 to 1"):
+        check_layer(model, 0, 2)
+    with (
+        pytest.raises(ValueError, match="layer 9"),
+        observed(model, lambda layer: None, layers=(9,)),
+    ):
+        pass
+
+
+def test_a_model_without_attention_access_is_refused(sample):
+    config = BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=97)
+    with pytest.raises(ValueError, match="bloom.*is not supported"):
+        read_observed(BloomForCausalLM(config), sample.input_ids, lambda layer: None)
+
+
+def test_sliding_layers_are_not_shown(sample):
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=97,
+        sliding_window=16,
+    )
+    with pytest.raises(ValueError, match="no full-attention layer"):
+        full_attention_layers(MistralForCausalLM(config))

@@ -1,0 +1,138 @@
+"""The small world in which everything can be tried out."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2okv.analysis.theory.bound import FACTOR, check_bound
+from h2okv.analysis.theory.cases import adversarial_cases, real_cases
+from h2okv.analysis.theory.objectives import CONCAVE, OBJECTIVES, set_values
+from h2okv.analysis.theory.policies import (
+    attention_rows,
+    belady_sets,
+    best_retained_mass,
+    best_value,
+    cache_sets,
+    informed_sets,
+    retained_mass,
+)
+from h2okv.budget import TokenBudget
+
+
+def random_logits(seed, size=9, group=2):
+    return np.random.default_rng(seed).normal(0, 2, (group, size, size))
+
+
+def paper_greedy(logits, kept):
+    """Algorithm 1 of the paper in a few plain lines, without a recent window."""
+    size = logits.shape[-1]
+    held, scores, after = [], np.zeros(size), []
+    for step in range(size):
+        held.append(step)
+        weights = np.exp(logits[:, step, held])
+        scores[held] += (weights / weights.sum(axis=-1, keepdims=True)).sum(axis=0)
+        if len(held) > kept:
+            held.remove(min(held, key=lambda token: (scores[token], token)))
+        after.append(set(held))
+    return after
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_librarys_cache_is_the_papers_greedy(seed):
+    logits = random_logits(seed)
+    held = cache_sets(logits, "heavy", TokenBudget(0, 3, 0))
+    assert [set(np.flatnonzero(row)) for row in held] == paper_greedy(logits, 3)
+
+
+def every_way(rows, kept):
+    """Retained attention of every way to evict, one after the other."""
+    size = rows.shape[-1]
+    mean = rows.mean(axis=0)
+
+    def walk(step, held, mass):
+        if step == size:
+            yield mass / size
+            return
+        seen = [*held, step]
+        gained = mass + mean[step, seen].sum()
+        for result in combinations(seen, kept) if len(seen) > kept else [tuple(seen)]:
+            yield from walk(step + 1, result, gained)
+
+    return list(walk(0, (), 0.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_retained_mass_is_the_best_of_every_way(seed):
+    rows = attention_rows(random_logits(seed, size=7))
+    best = best_retained_mass(rows, 3)
+    assert best == pytest.approx(max(every_way(rows, 3)))
+    for held in (belady_sets(rows, 3), informed_sets(rows, 3, "tokens", "sqrt")):
+        assert retained_mass(rows, held) <= best + 1e-12
+
+
+@pytest.mark.parametrize("objective", ["tokens", "total"])
+@pytest.mark.parametrize("h", CONCAVE)
+def test_the_best_set_of_an_additive_objective_has_the_highest_scores(objective, h):
+    rows = attention_rows(random_logits(0))
+    _, members = best_value(rows, 4, 8, objective, h)
+    assert set(np.flatnonzero(members)) == set(np.argsort(-rows.sum(axis=(0, 1)))[:4])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(OBJECTIVES), st.sampled_from(list(CONCAVE)))
+def test_every_objective_grows_and_its_gains_shrink(seed, objective, h):
+    generator = np.random.default_rng(seed)
+    rows = attention_rows(random_logits(seed))
+    small = generator.random(9) < 0.3
+    large = small | (generator.random(9) < 0.4)
+    new = generator.integers(9)
+    small[new] = large[new] = False
+    more_small, more_large = small.copy(), large.copy()
+    more_small[new] = more_large[new] = True
+    sets = np.stack([small, more_small, large, more_large])
+    a, b, c, d = set_values(rows, sets, 8, objective, h)
+    assert b >= a and d >= c and c >= a
+    assert b - a >= d - c - 1e-12
+
+
+def test_with_h_the_identity_all_objectives_are_the_accumulated_score():
+    rows = attention_rows(random_logits(1))
+    members = np.eye(9, dtype=bool)
+    values = [set_values(rows, members, 6, objective, "identity") for objective in OBJECTIVES]
+    np.testing.assert_allclose(values[0], rows[:, :7].sum(axis=(0, 1)))
+    np.testing.assert_allclose(values[0], values[1])
+    np.testing.assert_allclose(values[0], values[2])
+
+
+def test_the_late_star_breaks_the_bound_and_the_even_rows_keep_it():
+    cases = {case.name: case.logits for case in adversarial_cases(14, 4)}
+    bounds = {}
+    for name, logits in cases.items():
+        held = cache_sets(logits, "heavy", TokenBudget(0, 4, 0))
+        bounds[name] = check_bound(attention_rows(logits), held, 4, "tokens", "identity")
+    assert bounds["late star"].ratios[-1] < FACTOR
+    assert bounds["late star"].lost == 0.25
+    assert bounds["late star"].alpha > 0
+    assert bounds["even"].ratios.min() == pytest.approx(1)
+    assert bounds["even"].alpha == bounds["even"].beta == 0
+
+
+def test_alpha_and_beta_are_what_the_bound_needs():
+    rows = attention_rows(random_logits(3, size=10))
+    held = belady_sets(rows, 3)
+    bound = check_bound(rows, held, 3, "rows", "sqrt")
+    tops = np.array([best_value(rows, 3, step, "rows", "sqrt")[0] for step in range(3, 10)])
+    values = bound.ratios * tops
+    assert (values >= FACTOR * (1 - bound.alpha) * tops - 1e-9).all()
+    assert (values >= FACTOR * tops - bound.beta * tops[-1] - 1e-9).all()
+    assert bound.alpha > 0
+
+
+def test_real_rows_are_the_models(model, sample, attention):
+    cases = real_cases(model, sample.input_ids, size=10, excerpts=2)
+    assert len(cases) == 2 * 2 * 2
+    first = next(case for case in cases if (case.layer, case.head, case.excerpt) == (1, 1, 0))
+    np.testing.assert_allclose(attention_rows(first.logits), attention[1, 2:, :10, :10], atol=1e-5)

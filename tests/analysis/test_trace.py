@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+
+import h2okv
+from h2okv.analysis.losses import dense_losses
+from h2okv.analysis.oracle import GlobalPolicy
+from h2okv.analysis.rows import Accumulation, watch_rows
+from h2okv.analysis.trace import follow, held_after
+from h2okv.budget import TokenBudget
+
+BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recent", "random"])
+def test_it_holds_what_the_masked_cache_holds_at_every_step(model, sample, kept_sets, policy):
+    trace = follow(model, sample.input_ids, policy, BUDGET, first=30)
+    cache = h2okv.H2OCache(model.config, 10, 8, 2, policy=policy, simulate=True)
+    with h2okv.enable(model), torch.inference_mode():
+        block = sample.input_ids[:, :30]
+        for step in range(29, sample.length):
+            model(block, past_key_values=cache)
+            held = held_after(trace.gone_at, step)
+            for layer, rows in enumerate(kept_sets(cache)):
+                for head, kept in enumerate(rows[0]):
+                    assert set(np.flatnonzero(held[layer, head])) == kept
+            block = sample.input_ids[:, step + 1 : step + 2]
+
+
+def test_a_first_block_of_the_budgets_size_changes_nothing(model, sample):
+    quick = follow(model, sample.input_ids, "h2o", BUDGET)
+    slow = follow(model, sample.input_ids, "h2o", BUDGET, first=1)
+    assert quick.first == 20
+    np.testing.assert_array_equal(quick.gone_at, slow.gone_at)
+    np.testing.assert_allclose(quick.losses[20:], slow.losses[20:], atol=1e-4)
+
+
+def test_a_full_budget_gives_the_dense_losses(model, sample):
+    trace = follow(model, sample.input_ids, "h2o", TokenBudget(0, 100, 100), first=5)
+    np.testing.assert_allclose(
+        trace.losses[5:], dense_losses(model, sample.input_ids)[5:], atol=1e-4
+    )
+    assert (trace.gone_at == sample.length + 1).all()
+
+
+def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
+    trace = follow(model, sample.input_ids, "h2o", BUDGET, first=30, recorded=4)
+    assert trace.recorded.tolist() == [29, 72, 116, 159]
+    cache = h2okv.H2OCache(model.config, 10, 8, 2)
+    with h2okv.enable(model), torch.inference_mode():
+        model(sample.input_ids[:, :30], past_key_values=cache)
+        for step in range(30, sample.length):
+            model(sample.input_ids[:, step : step + 1], past_key_values=cache)
+    assert trace.held_bytes[-1] == cache.nbytes
+    assert trace.full_bytes[-1] == cache.full_nbytes
+    for layer in range(2):
+        positions, scores = cache.kept_positions(layer)[0], cache.scores(layer)[0]
+        for head in range(2):
+            held = positions[head] >= 0
+            noted = trace.scores[-1][layer, head][positions[head][held]]
+            np.testing.assert_allclose(noted, scores[head][held], rtol=1e-4)
+
+
+def test_the_global_policy_keeps_what_will_be_looked_at(model, sample):
+    watcher = Accumulation()
+    watch_rows(model, sample.input_ids, [watcher])
+    scores = watcher.scores().sum(axis=2)
+    policy = GlobalPolicy(scores, (0, 1))
+    trace = follow(model, sample.input_ids, policy, TokenBudget(0, 12, 8))
+    held = held_after(trace.gone_at, sample.length - 1)
+    old = sample.length - 8
+    for layer in range(2):
+        for head in range(2):
+            best = np.argsort(-scores[layer, head, :old])[:12]
+            assert set(np.flatnonzero(held[layer, head, :old])) == set(best)
