@@ -1,0 +1,276 @@
+"""The command: what comes in by a pipe, what goes out, and what is wrong with either."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import h2okv
+from h2okv.cli import chat_cache
+from h2okv.cli.chat import converse
+from h2okv.cli.chat_input import EntryReader
+
+BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
+EMPTY = "there is nothing in the cache yet; say something first.\n"
+
+
+@pytest.fixture
+def chat(h2okv_command, monkeypatch, chat_folder):
+    def call(text, *args, model=chat_folder):
+        data = text if isinstance(text, bytes) else text.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        return h2okv_command("chat", "--model", model, *BUDGET, *args)
+
+    return call
+
+
+def statuses(outcome):
+    return [line for line in outcome.err.splitlines() if " tokens seen | " in line]
+
+
+def remarks(outcome):
+    return [line for line in outcome.err.splitlines() if " tokens seen | " not in line]
+
+
+def test_lines_and_blocks_of_a_pipe_are_turns(chat):
+    outcome = chat('the cat\n\n"""\nthe dog\n/quit\n"""\nthe mat \\\nand the log\n')
+    assert outcome.code == 0
+    assert len(statuses(outcome)) == 3
+    assert remarks(outcome) == []
+    for prompt in ("> ", "... ", "tokens/s"):
+        assert prompt not in outcome.out
+    assert chat("/quit\nthe cat\n").out == ""
+
+
+def test_the_status_line_says_what_an_answer_took(chat):
+    outcome = chat("the cat\n" * 4)
+    seen = [int(line.split()[0].replace(",", "")) for line in statuses(outcome)]
+    assert seen == sorted(set(seen))
+    last = statuses(outcome)[-1]
+    assert "| 32 held | cache " in last
+    assert " tokens/s | first after " in last
+    assert last.endswith("cut at --max-new-tokens 12")
+
+
+def test_a_chat_goes_on_beyond_the_trained_window(chat):
+    outcome = chat("the dog sat on the log? " + "a heron, a fox; 7 owls? " * 3 + "\n" + "9\n" * 12)
+    assert outcome.code == 0
+    assert len(statuses(outcome)) == 13
+    assert int(statuses(outcome)[-1].split()[0]) > 256
+    assert " | 32 held | " in statuses(outcome)[-1]
+
+
+def test_with_original_positions_the_context_is_the_end_and_the_chat_is_still_there(chat):
+    lines = "abcdefghijklmnopqrstuvwxyz0123456789\n" * 6 + "/cache\n/reset\nthe cat\n"
+    outcome = chat(lines, "--positions", "original")
+    assert outcome.code == 0
+    refusals = [line for line in remarks(outcome) if "ends at 256" in line]
+    assert refusals and all("--positions rolling" in line for line in refusals)
+    assert "[-evicted-]: " in outcome.out
+    assert outcome.err.splitlines()[-2] == "a new chat"
+
+
+def test_commands_that_cannot_be_done_leave_the_chat_as_it_is(chat, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    lines = [
+        "/cache", "/save", "/save x", "/load", "the cat", "/nope", "/cahce", "/cache 7",
+        "/cache 1 5", "/cache one", "/cache 1 1 1", f"/load {tmp_path}/none",
+        f"/save {tmp_path}/none/x", f"/save {tmp_path}/notes.txt", "/ hello", "the dog",
+    ]  # fmt: skip
+    outcome = chat("\n".join(lines))
+    words = [
+        "nothing in the cache yet", "/save needs a file", "nothing to save yet",
+        "/load needs a file", "'/nope' is not a command; /help", "did you mean /cache",
+        "layers 0 to 1", "KV heads 0 to 1", "'one' is not a number", "names too much",
+        "is not a file", "cannot be written", "is no saved chat", "'/' is not a command",
+    ]  # fmt: skip
+    assert outcome.code == 0
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    for remark, word in zip(remarks(outcome), words, strict=True):
+        assert word in remark
+        assert remark.endswith(".")
+    assert outcome.out == chat("the cat\nthe dog\n").out
+
+
+def test_help_lists_the_commands_and_shows_an_example(chat, h2okv_command):
+    out = chat("/help\n").out
+    for command in ("/cache", "/save", "/load", "/reset", "/help", "/quit", "Ctrl-C"):
+        assert command in out
+    assert "h2okv chat --model ./my-model" in h2okv_command("chat", "--help").out
+
+
+def test_reset_begins_anew(chat):
+    twice = chat("the cat\n/reset\nthe cat\n/reset\n/cache\n")
+    answer = chat("the cat\n").out
+    assert twice.out == answer * 2
+    assert twice.err.endswith(EMPTY)
+
+
+def test_cache_shows_kept_and_evicted_tokens(chat):
+    outcome = chat("the cat sat on the mat\nthe dog?\nand?\n/cache\n/cache 0\n/cache 1 0\n")
+    shown = outcome.out.split("kept by all: ")[1:]
+    assert len(shown) == 3
+    for text in shown:
+        assert "[-evicted-]: " in text
+    # One head keeps a token or it does not, and it keeps as many as the budget says.
+    assert shown[2].startswith("32  ")
+    assert "{some:" not in shown[2]
+
+
+def test_a_line_that_is_no_text_is_refused_and_the_next_is_answered(chat):
+    outcome = chat(b"caf\xe9\nthe cat\n")
+    assert "the line is not UTF-8 text" in remarks(outcome)[0]
+    assert len(statuses(outcome)) == 1
+
+
+def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_path):
+    file = tmp_path / "evening.chat"
+    whole = chat("the cat\nthe dog\nthe mat\n", "--system", "be brief").out
+    first = chat(f"the cat\nthe dog\n/save {file}\n", "--system", "be brief").out
+    command = (sys.executable, "-m", "h2okv.cli", "chat", "--model", str(chat_folder), *BUDGET)
+    process = subprocess.run(
+        (*command, "--load", str(file), "--temperature", "0"),
+        input=b"the mat\n",
+        capture_output=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    assert (first + process.stdout.decode()) == whole
+    assert b"2 turns, " in process.stderr
+    loaded = chat(f"/load {file}\nthe mat\n", "--seed", "3")
+    assert first + loaded.out == whole
+    assert "saved with --seed 0; this chat goes on with its own" in loaded.err
+    # Saving over a saved chat is what saving is for.
+    assert "saved to" in chat(f"the cat\n/save {file}\n").err
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def spoil_note(file, old, new):
+    data = file.read_bytes()
+    assert data.count(old) == 1 and len(old) == len(new)
+    file.write_bytes(data.replace(old, new))
+
+
+def forget_chat(file):
+    save_file(load_file(file), file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (cut, "damaged"),
+        (forget_chat, "no H2OCache"),
+        (lambda file: file.write_text("hello"), "damaged"),
+        (lambda file: spoil_note(file, b"token_ids", b"token_idz"), "damaged"),
+        (lambda file: spoil_note(file, b"transcript", b"transcrapt"), "damaged"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence_and_the_chat_goes_on(chat, tmp_path, spoil, word):
+    file = tmp_path / "evening.chat"
+    chat(f"the dog\n/save {file}\n")
+    spoil(file)
+    outcome = chat(f"the cat\n/load {file}\nthe dog\n")
+    (remark,) = remarks(outcome)
+    assert word in remark and str(file) in remark
+    assert outcome.out == chat("the cat\nthe dog\n").out
+    failed = chat("the cat\n", "--load", file)
+    assert (failed.code, failed.out) == (2, "")
+    assert word in failed.err and failed.err.count("\n") == 1
+
+
+def test_a_chat_of_another_model_or_without_a_chat_is_refused(chat, save_model, tmp_path):
+    file = tmp_path / "evening.chat"
+    chat(f"the cat\n/save {file}\n", model=save_model(head_dim=32))
+    assert "another model" in chat(f"/load {file}\n").err
+    chat(f"the cat\n/save {file}\n", "--dtype", "bfloat16")
+    assert "bfloat16" in chat(f"/load {file}\n").err
+    assert "'" + str(tmp_path) + "' is not a file" in chat(f"/load {tmp_path}\n").err
+
+
+OPTIONS = {
+    "share": (("--heavy", "0.1"), ("--heavy 0.1", "--heavy 256")),
+    "positions": (("--positions", "round"), ("--positions 'round'", "rolling")),
+    "no chunk": (("--prefill-chunk", "0"), ("--prefill-chunk 0", "1 or more")),
+    "long chunk": (("--prefill-chunk", "225"), ("--prefill-chunk 225", "224")),
+    "budget beyond the window": (("--heavy", "240"), ("256", "lower")),
+    "clamped RoPE": (("--positions", "clamped"), ("clamped", "rolling")),
+    "nothing kept": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
+    "policy": (("--policy", "h2"), ("policy='h2'",)),
+    "full and rolling": (("--policy", "full", "--positions", "rolling"), ("original",)),
+    "system of a saved chat": (("--load", "x", "--system", "y"), ("--system", "--load")),
+    "no such file": (("--load", "nowhere.chat"), ("'nowhere.chat' is not a file",)),
+    "top-p": (("--top-p", "0.5"), ("--top-p", "--temperature")),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_options_that_make_no_sense(chat, args, words):
+    outcome = chat("the cat\n", *args)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("h2okv: ") and outcome.err.count("\n") == 1
+    for word in words:
+        assert word in outcome.err
+
+
+def test_what_cannot_roll_keeps_its_positions_and_says_so_once(chat, monkeypatch):
+    outcome = chat("the cat\nthe dog\n", "--policy", "full")
+    assert len(statuses(outcome)) == 2
+    (remark,) = remarks(outcome)
+    assert remark.startswith("note: positions stay original") and "evicts nothing" in remark
+
+    # Some models tell only when they attend.
+    class Unrollable(h2okv.H2OCache):
+        def update(self, *args, **kwargs):
+            if self.rule.rolls:
+                raise ValueError("positions='rolling': cannot find out how it turns its keys.")
+            return super().update(*args, **kwargs)
+
+    monkeypatch.setattr(chat_cache.CacheChoice, "make", _maker(Unrollable))
+    outcome = chat("the cat\n")
+    assert len(statuses(outcome)) == 1
+    (remark,) = remarks(outcome)
+    assert "cannot find out how it turns its keys" in remark
+
+
+def _maker(cache_class):
+    def make(choice, config, seed):
+        return cache_class(
+            config,
+            choice.heavy,
+            choice.recent,
+            positions=choice.positions,
+            prefill_chunk=choice.prefill_chunk,
+        )
+
+    return make
+
+
+def test_a_system_text_that_the_template_refuses(chat, chat_tokenizer, save_model):
+    folder = save_model()
+    template = "{{ raise_exception('only users') if messages[0].role == 'system' }}x"
+    chat_tokenizer(template).save_pretrained(folder)
+    outcome = chat("the cat\n/cache\n", "--system", "be brief", model=folder)
+    assert outcome.code == 0
+    refusal, empty = outcome.err.splitlines(keepends=True)
+    assert "only users" in refusal and "--system" in refusal
+    assert empty == EMPTY
+
+
+def test_control_c_at_the_prompt_twice_leaves(capsys):
+    events = iter([KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt, "never"])
+
+    def read_line(prompt):
+        event = next(events)
+        if event is KeyboardInterrupt:
+            raise event
+        return event
+
+    assert converse(None, EntryReader(read_line)) == 130
+    assert next(events) == "never"
+    assert "(Ctrl-C again leaves)" in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""A chat is what the same tokens fed by hand would give, whatever interrupts it."""
+
+import signal
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.cli.cache_choice import CacheChoice
+from h2okv.cli.chat_session import Chat, Partner
+from h2okv.cli.loading import describe, load_weights
+from h2okv.cli.options import Sampling
+
+ANSWER = 12
+LONG_TURN = "a heron, a fox; 7 owls? " * 3
+
+
+@pytest.fixture(scope="module")
+def load(chat_folder, model_folder):
+    """Loads a model with H2O attention: one with a chat template, or one without."""
+
+    def call(template=True):
+        described = describe(str(chat_folder if template else model_folder))
+        model = load_weights(described, None, torch.device("cpu"))
+        model.set_attn_implementation("h2o")
+        return Partner(model, described, Sampling(max_new_tokens=ANSWER))
+
+    return call
+
+
+@pytest.fixture
+def partner(load):
+    return load()
+
+
+def make_cache(partner, chunk=16, positions="rolling", budget=12):
+    choice = CacheChoice("h2o", budget, budget, 1, positions, chunk)
+    return choice.make(partner.model.config, 0)
+
+
+def by_hand(partner, cache, token_ids, count):
+    """Reads the tokens and answers greedily; the last token of the answer is not read."""
+    logits = h2okv.prefill(partner.model, torch.tensor([token_ids]), cache)
+    answer = []
+    while True:
+        answer.append(int(logits.argmax()))
+        if len(answer) == count:
+            return answer
+        with torch.no_grad():
+            next_id = torch.tensor([answer[-1:]])
+            logits = partner.model(next_id, past_key_values=cache).logits[:, -1]
+
+
+def assert_same_cache(cache, other):
+    assert cache.num_seen_tokens == other.num_seen_tokens
+    for layer in range(len(cache.layers)):
+        assert torch.equal(cache.kept_positions(layer), other.kept_positions(layer))
+        torch.testing.assert_close(cache.scores(layer), other.scores(layer))
+
+
+def ends_with(partner, token, after):
+    """Makes the model choose a token after so many others; returns the hook.
+
+    A turn must be one block, for each block of it calls the head too.
+    """
+    calls = 0
+
+    def hook(module, args, logits):
+        nonlocal calls
+        calls += 1
+        if calls % (after + 1) == 0:
+            logits[..., token] = logits.max() + 1
+        return logits
+
+    return partner.model.lm_head.register_forward_hook(hook)
+
+
+def ignore(piece):
+    pass
+
+
+@pytest.mark.parametrize("template", [True, False], ids=["template", "plain"])
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_turns_are_the_same_tokens_fed_by_hand(load, template, positions, chunk):
+    partner = load(template)
+    chat = Chat(partner, make_cache(partner, chunk, positions), "be brief")
+    cache = make_cache(partner, chunk, positions)
+    for turn in ("the cat?", LONG_TURN, "and the dog?"):
+        read = cache.num_seen_tokens
+        answer = chat.say(turn, ignore)
+        fed = chat.transcript.token_ids[read : -len(answer.token_ids)]
+        assert by_hand(partner, cache, fed, ANSWER) == answer.token_ids
+        assert_same_cache(chat.cache, cache)
+        # All but the token that was chosen last went through, and none of them twice.
+        assert cache.num_seen_tokens == len(chat.transcript.token_ids) - 1
+    assert chat.cache.num_cached_tokens == 25
+
+
+def test_an_end_token_is_read_once_with_the_next_turn(partner):
+    end = partner.described.tokenizer.eos_token_id
+    chat = Chat(partner, make_cache(partner, chunk=64))
+    hook = ends_with(partner, end, after=4)
+    try:
+        for turn in ("the cat?", "the dog?"):
+            answer = chat.say(turn, ignore)
+            assert answer.finish_reason == "eos"
+            assert len(answer.token_ids) == 5 and answer.token_ids[-1] == end
+            assert "<|im_end|>" not in answer.shown
+    finally:
+        hook.remove()
+    answer = chat.say("and?", ignore)
+    messages = chat.transcript.messages[:-1]
+    whole = partner.described.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    fed = chat.transcript.token_ids[: -len(answer.token_ids)]
+    assert partner.described.tokenizer.decode(fed) == partner.described.tokenizer.decode(
+        whole["input_ids"]
+    )
+    assert fed.count(end) == 5  # three turns of the user's and two answers
+    assert chat.cache.num_seen_tokens == len(fed) + ANSWER - 1
+
+
+def test_a_plain_answer_ends_at_the_users_line(load):
+    partner = load(template=False)
+    tokenizer = partner.described.tokenizer
+    script = tokenizer(" a cat\nUser: W", add_special_tokens=False)["input_ids"]
+    calls = iter(script)
+
+    def follow(module, args, logits):
+        token = next(calls, None)
+        if token is not None:
+            logits[..., token] = logits.max() + 1
+        return logits
+
+    hook = partner.model.lm_head.register_forward_hook(follow)
+    pieces = []
+    chat = Chat(partner, make_cache(partner, chunk=64))
+    answer = chat.say("who?", pieces.append)
+    hook.remove()
+    assert answer.finish_reason == "stop"
+    assert "".join(pieces) == answer.shown == "a cat"
+    chat.say("more", ignore)
+    assert tokenizer.decode(chat.transcript.token_ids).startswith(
+        "User: who?\n\nAssistant: a cat\nUser: more\n\nAssistant:"
+    )
+
+
+def test_control_c_ends_the_answer_and_the_chat_goes_on(partner):
+    chat = Chat(partner, make_cache(partner))
+    cache = make_cache(partner)
+    pieces = []
+
+    def write(piece):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    answer = chat.say("the cat?", write)
+    assert answer.finish_reason == "interrupted"
+    assert 3 <= len(answer.token_ids) < ANSWER
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not chat.is_broken
+    chat.cache.check_integrity()
+    fed = chat.transcript.token_ids[: -len(answer.token_ids)]
+    assert by_hand(partner, cache, fed, len(answer.token_ids)) == answer.token_ids
+    assert_same_cache(chat.cache, cache)
+
+    read = cache.num_seen_tokens
+    later = chat.say("the dog?", ignore)
+    fed = chat.transcript.token_ids[read : -len(later.token_ids)]
+    assert fed[0] == answer.token_ids[-1]
+    assert by_hand(partner, cache, fed, ANSWER) == later.token_ids
+    assert_same_cache(chat.cache, cache)
+
+
+def test_control_c_while_a_turn_is_read_leaves_the_rest_for_the_next(partner):
+    chat = Chat(partner, make_cache(partner))
+    blocks = []
+
+    def interrupt(module, args, output):
+        blocks.append(1)
+        if len(blocks) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    hook = partner.model.base_model.register_forward_hook(interrupt)
+    answer = chat.say(LONG_TURN, ignore)
+    hook.remove()
+    assert (answer.finish_reason, answer.token_ids) == ("interrupted", [])
+    assert chat.cache.num_seen_tokens == 32
+    assert len(chat.transcript.token_ids) > 48
+    turn = list(chat.transcript.token_ids)
+    later = chat.say("well?", ignore)
+    assert chat.transcript.token_ids[: len(turn)] == turn
+    cache = make_cache(partner)
+    h2okv.prefill(partner.model, torch.tensor([turn[:32]]), cache)
+    fed = chat.transcript.token_ids[32 : -len(later.token_ids)]
+    assert by_hand(partner, cache, fed, ANSWER) == later.token_ids
+
+
+def test_a_second_control_c_breaks_off_and_says_so(partner):
+    chat = Chat(partner, make_cache(partner))
+    chat.say("the cat?", ignore)
+
+    def interrupt(module, args, output):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    # Between two layers: one has read the block, the other has not.
+    hook = partner.model.base_model.layers[0].register_forward_hook(interrupt)
+    answer = chat.say("the dog?", ignore)
+    hook.remove()
+    assert answer.finish_reason == "interrupted"
+    assert chat.is_broken
+    with pytest.raises(ValueError, match="/reset begins a new chat"):
+        chat.say("well?", ignore)
+    chat.reset()
+    fresh = Chat(partner, make_cache(partner))
+    assert chat.say("well?", ignore).token_ids == fresh.say("well?", ignore).token_ids
+
+
+def test_a_second_control_c_between_two_forwards_breaks_nothing(partner):
+    chat = Chat(partner, make_cache(partner))
+
+    def write(piece):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    answer = chat.say("the cat?", write)
+    assert answer.finish_reason == "interrupted"
+    assert not chat.is_broken
+    assert chat.cache.num_seen_tokens == len(chat.transcript.token_ids) - 1
+    assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
+
+
+def test_a_turn_beyond_the_context_changes_nothing(load):
+    partner = load()
+    chat = Chat(partner, make_cache(partner, positions="original"))
+    chat.say("the cat?", ignore)
+    before, seen = chat.transcript, chat.cache.num_seen_tokens
+    with pytest.raises(ValueError, match=rf"the chat has {seen} tokens .*ends at 256.*rolling"):
+        chat.say(LONG_TURN * 5, ignore)
+    assert chat.transcript is before
+    assert chat.cache.num_seen_tokens == seen
+    assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
+
+
+def test_an_answer_ends_with_the_context(load):
+    partner = load()
+    partner = Partner(partner.model, partner.described, Sampling(max_new_tokens=1000))
+    chat = Chat(partner, make_cache(partner, positions="original"))
+    answer = chat.say("the cat?", ignore)
+    assert answer.finish_reason == "context"
+    assert len(chat.transcript.token_ids) == 256
+    with pytest.raises(ValueError, match="ends at 256"):
+        chat.say("the dog?", ignore)
+
+
+def test_a_turn_that_the_cache_refuses_is_not_part_of_the_chat(partner):
+    # A block as long as the window has no room behind what is held.
+    chat = Chat(partner, make_cache(partner, chunk=None))
+    chat.say("the cat?", ignore)
+    before = chat.transcript
+    with pytest.raises(ValueError, match="window of 256"):
+        chat.say(LONG_TURN * 5, ignore)
+    assert chat.transcript is before
+    assert not chat.is_broken
+    assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
+
+
+def test_an_error_in_the_middle_keeps_what_was_said(partner):
+    chat = Chat(partner, make_cache(partner))
+    calls = 0
+
+    def spoil(module, args, logits):
+        nonlocal calls
+        calls += 1
+        return logits * torch.nan if calls == 4 else logits
+
+    hook = partner.model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(ValueError, match="not a number"):
+        chat.say("the cat?", ignore)
+    hook.remove()
+    assert [message["role"] for message in chat.transcript.messages] == ["user", "assistant"]
+    assert chat.cache.num_seen_tokens == len(chat.transcript.token_ids)
+    assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
+
+
+def test_sampling_follows_the_seed(load):
+    partner = load()
+    texts = []
+    for seed in (1, 1, 2):
+        sampling = Sampling(ANSWER, temperature=1.0, top_p=0.9, seed=seed)
+        chat = Chat(Partner(partner.model, partner.described, sampling), make_cache(partner))
+        texts.append([chat.say(turn, ignore).token_ids for turn in ("the cat?", "the dog?")])
+    assert texts[0] == texts[1] != texts[2]
