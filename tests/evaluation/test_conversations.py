@@ -58,7 +58,10 @@ def test_mt_bench_as_it_is(shared):
         ('{"messages": [{"role": "user"}]}', "messages[0].content is not a text"),
         ('{"messages": [{"role": "user", "content": [{}]}]}', "messages[0].content is not a text"),
         ('{"messages": [{"role": "system", "content": "a"}]}', "has no message of the user"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "messages[0].role is 'assistant'"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}]}',
+            "messages[0].role is 'assistant'",
+        ),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}',
             "messages[1].role is 'system'",

@@ -162,12 +162,17 @@ def test_a_resumed_stream_gives_the_same_numbers_to_the_last_bit(
         assert resumed.state.total_nll == stream.state.total_nll
 
 
-def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path):
+@pytest.mark.parametrize("tokens", [3, 120, 125])
+def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path, tokens):
     path = tmp_path / "stream.safetensors"
     rows, _ = drain(begin(text_source, StreamSettings(chunk=8, every=50)))
-    short = StreamSettings(chunk=8, every=50, tokens=120)
+    short = StreamSettings(chunk=8, every=50, tokens=tokens)
     stream = begin(text_source, short)
     assert run_stream(stream, checkpoint=path)
+    assert stream.state.position == tokens
+    if tokens < 8:
+        assert not path.exists()  # no whole block has been read
+        return
     longer = Stream.resume(stream.model, path, text_source, StreamSettings(chunk=8, every=50))
     assert run_stream(longer)
     assert nlls([*longer.state.rows, longer.last_row()]) == nlls(rows)
@@ -175,7 +180,7 @@ def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path):
 
 def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
-    settings = StreamSettings(chunk=8, every=50, tokens=20)
+    settings = StreamSettings(chunk=8, every=50, tokens=24)
     stream = begin(text_source, settings, identity={"policy": "h2o"})
     run_stream(stream, checkpoint=path)
 
@@ -183,7 +188,7 @@ def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, 
         identity = {"policy": "h2o"} if identity is None else identity
         return Stream.resume(stream.model, path, source, settings, identity)
 
-    assert resume().state.position == 20
+    assert resume().state.position == 24
     other = TextSource(text_source.ids, "another")
     with pytest.raises(ValueError, match=r"saved with text text, not another"):
         resume(source=other)
@@ -219,9 +224,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source
 def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
     stream = begin(text_source, StreamSettings(chunk=8, every=50))
-    assert not run_stream(
-        stream, checkpoint=path, should_stop=lambda: stream.state.position >= 100
-    )
+    assert not run_stream(stream, checkpoint=path, should_stop=lambda: stream.state.position >= 100)
     assert stream.state.position == 104
     resumed = Stream.resume(stream.model, path, text_source, stream.settings)
     assert resumed.state.position == 104

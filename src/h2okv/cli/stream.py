@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import h2okv
@@ -131,7 +130,7 @@ def stream(
     loaded = load_weights(described, wanted_dtype, wanted_device)
     identity: dict[str, Setting] = {
         "policy": policy, "heavy": choice.heavy, "recent": choice.recent, "sink": sink,
-        "positions": choice.positions, "seed": seed, "dtype": _dtype_name(loaded.dtype),
+        "positions": choice.positions, "seed": seed,
     }  # fmt: skip
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
@@ -251,13 +250,11 @@ def _summary(running: Stream) -> str:
 
 
 def _how_to_resume(running: Stream, files: _Files) -> str:
-    if files.checkpoint is None or not files.checkpoint.exists():
+    if files.checkpoint is None:
         return "stopped; with --checkpoint FILE a stream can be resumed"
+    if not files.checkpoint.exists():
+        return "stopped before the first checkpoint, so that there is nothing to resume"
     return (
         f"stopped at token {running.state.position}; go on with the same command and --resume"
         f" (the checkpoint is '{files.checkpoint}')"
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -58,10 +58,13 @@ class Step:
     Attributes:
         rows: The rows that became complete with it; mostly none.
         answer: The tokens of the answer that it completed.
+        precedes_cut: Whether it is no block, but the place before one that the stream's limit
+            cuts short: from here a longer stream reads what it would have read without that limit.
     """
 
     rows: tuple[Row, ...] = ()
     answer: tuple[int, ...] | None = None
+    precedes_cut: bool = False
 
 
 class Stream:
@@ -204,11 +207,20 @@ class Stream:
 
     def _read_given(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
         """Reads `ids [T]` up to `end`; if that is its length, the model chooses what follows."""
-        if self._room is not None:
-            end = min(end, self.state.read + self._room)
-        if self.state.read >= end:
-            return
         start = self.state.read
+        limit = end if self._room is None else min(end, start + self._room)
+        # A block that the limit cuts short is another block than without the limit.
+        whole = limit if limit == end else limit - (limit - start) % self.settings.chunk
+        yield from self._read_blocks(ids, whole)
+        if whole < limit:
+            yield Step(precedes_cut=True)
+            yield from self._read_blocks(ids, limit)
+
+    def _read_blocks(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
+        """Reads `ids [T]` on to `end`, block by block."""
+        start = self.state.read
+        if start >= end:
+            return
         began = time.perf_counter()
         blocks = read_blocks(
             self.model, ids[None, start:end], self.cache, self.settings.chunk, all_logits=True

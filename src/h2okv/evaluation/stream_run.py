@@ -20,8 +20,9 @@ def run_stream(
 ) -> bool:
     """Reads a stream until it ends or is stopped; mutates it.
 
-    At the end, rows that are not complete are written too: a stream of 2,500 tokens has a third
-    row of 500. A checkpoint holds the state before that, so that a stream can be made longer.
+    At the end, a row that is not complete is written too: a stream of 2,500 tokens has a third row
+    of 500. The last checkpoint is older than that row, and than a block that the stream's limit
+    cut short, so that a stream can be made longer as if it had been so from the start.
 
     Args:
         stream: A new or a resumed stream.
@@ -38,7 +39,7 @@ def run_stream(
         ValueError: If the model's output is no number, or a file cannot be written.
     """
     saved = stream.state.position
-    ended = True
+    ended, cut = True, False
     blocks = stream.blocks()
     try:
         for step in blocks:
@@ -46,15 +47,17 @@ def run_stream(
                 rows.append(step.rows)
             on_step(step)
             position = stream.state.position
-            if checkpoint is not None and position - saved >= save_every:
+            is_due = position - saved >= (1 if step.precedes_cut else save_every)
+            if checkpoint is not None and is_due and not cut:
                 stream.save(checkpoint)
                 saved = position
+            cut = cut or step.precedes_cut
             if should_stop():
                 ended = False
                 break
     finally:
         blocks.close()  # gives the model its own attention back
-    if checkpoint is not None and stream.state.position > saved:
+    if checkpoint is not None and stream.state.position > saved and not cut:
         stream.save(checkpoint)
     last = stream.last_row()
     if ended and last is not None and rows is not None:

@@ -1,0 +1,348 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from h2okv.evaluation.stream_record import read_rows
+
+WAIT = 120
+BUDGET = ("--heavy", "16", "--recent", "16", "--chunk", "8")
+TURNS = [{"question_id": 1, "category": "x", "turns": ["the cat sat", "and the dog"]}] * 2
+
+
+@pytest.fixture
+def book(tmp_path, prompt):
+    path = tmp_path / "book.txt"
+    path.write_text(prompt * 8, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, TURNS)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def stream(h2okv_command, model_folder):
+    def call(*args, model=model_folder, budget=BUDGET):
+        return h2okv_command("stream", "--model", model, *budget, *args)
+
+    return call
+
+
+def nlls(path):
+    return [(row.position, row.nll) for row in read_rows(path)]
+
+
+def test_a_text_gives_rows_a_picture_and_a_summary(stream, book, tmp_path):
+    rows, picture = tmp_path / "rows.csv", tmp_path / "rows.png"
+    outcome = stream(
+        "--text", book, "--tokens", 250, "--every", 100, "--csv", rows, "--plot", picture
+    )
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err.startswith("250 tokens | perplexity ")
+    assert [row.position for row in read_rows(rows)] == [100, 200, 250]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_is_read_past_the_trained_window(stream, book, tmp_path):
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--text", book, "--tokens", 400, "--every", 100, "--csv", rows)
+    assert outcome.code == 0
+    assert len({row.cache_bytes for row in read_rows(rows)}) == 1
+    rows = tmp_path / "full.csv"
+    outcome = stream(
+        "--text", book, "--tokens", 400, "--every", 100, "--csv", rows, "--policy", "full"
+    )
+    assert outcome.code == 0
+    sizes = [row.cache_bytes for row in read_rows(rows)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_short_text_is_read_to_its_end(stream, tmp_path, tokenizer):
+    path = tmp_path / "short.txt"
+    path.write_text("the cat sat on the mat")
+    read = len(tokenizer("the cat sat on the mat")["input_ids"]) - 1
+    outcome = stream("--text", path, "--tokens", 500)
+    assert outcome.code == 0
+    assert f"note: the text has {read} tokens to read, not 500\n" in outcome.err
+    assert f"\n{read} tokens | perplexity" in outcome.err
+
+
+def test_conversations_are_answered_on_one_cache(stream, chats, tmp_path):
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--input", chats, "--max-new-tokens", 5, "--csv", rows, "--every", 10)
+    assert outcome.code == 0
+    headings = [line for line in outcome.out.splitlines() if line.startswith("--- sample")]
+    assert headings == [f"--- sample {i}, answer {j} ---" for i in (1, 2) for j in (1, 2)]
+    found = [row.position for row in read_rows(rows)]
+    assert found[:3] == [10, 20, 30]
+
+
+def test_mt_bench_runs_as_it_is(h2okv_command, shared):
+    path = shared / "data" / "eval" / "mt_bench_question.jsonl"
+    args = ("--input", path, "--tokens", 150, "--max-new-tokens", 20, "--heavy", 32)
+    outcome = h2okv_command("stream", *args, "--recent", 32)
+    assert outcome.code == 0
+    assert "--- sample 1, answer 1 ---" in outcome.out
+    assert outcome.err.startswith("150 tokens | perplexity ")
+
+
+def test_a_budget_beyond_the_window_brings_a_note(stream, book):
+    budget = ("--heavy", 200, "--recent", 50, "--chunk", 8)
+    outcome = stream("--text", book, "--tokens", 20, budget=budget)
+    assert "note: budget and chunk together are 258 tokens" in outcome.err
+    assert "note" not in stream("--text", book, "--tokens", 20, budget=()).err
+
+
+def test_without_a_budget_it_follows_the_window(stream, book, tmp_path):
+    def size(*budget):
+        rows = tmp_path / f"{len(budget)}.csv"
+        stream("--text", book, "--tokens", 100, "--csv", rows, budget=budget)
+        return read_rows(rows)[-1].cache_bytes
+
+    assert size() == size("--heavy", 32, "--recent", 32)
+
+
+def test_a_stream_made_in_two_runs_is_that_of_one(stream, book, chats, tmp_path):
+    for source in (("--text", book), ("--input", chats, "--max-new-tokens", 7)):
+        name = source[0].strip("-")
+        whole, parts, saved = (tmp_path / f"{name}.{kind}" for kind in ("a", "b", "c"))
+        args = (*source, "--every", 15)
+        assert stream(*args, "--tokens", 104, "--csv", whole).code == 0
+        two = (*args, "--csv", parts, "--checkpoint", saved)
+        assert stream(*two, "--tokens", 40).code == 0
+        assert stream(*two, "--tokens", 104, "--resume").code == 0
+        assert nlls(parts) == nlls(whole)
+
+
+def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
+    rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
+    args = ("--text", book, "--tokens", 100, "--csv", rows, "--every", 30, "--checkpoint", saved)
+    stream(*args)
+    before = nlls(rows)
+    assert [position for position, _ in before] == [30, 60, 90, 100]
+    assert stream(*args, "--resume").code == 0
+    assert nlls(rows) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (("--every", 0), "--every 0 is too few"),
+        (("--chunk", 0), "--chunk 0 is too few"),
+        (("--tokens", -1), "--tokens -1 is too few"),
+        (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
+        (("--save-every", 0), "--save-every 0 is too few"),
+        (("--policy", "h20"), "policy='h20' is unknown; did you mean 'h2o'?"),
+        (("--positions", "round"), "--positions 'round' is not known; choose auto, original"),
+        (("--heavy", "0.5"), "--heavy"),
+        (("--resume",), "--resume needs --checkpoint FILE"),
+        (("--plot", "picture.bmp"), "let it end in .png, .svg, .pdf"),
+        (("--csv", "no/where.csv"), "is in no folder that exists"),
+        (("--csv", "."), "is a folder"),
+        (("--checkpoint", "none", "--resume"), "nothing to go on with"),
+    ],
+)
+def test_bad_options_bring_one_sentence(stream, book, monkeypatch, tmp_path, args, complaint):
+    monkeypatch.chdir(tmp_path)
+    outcome = stream("--text", book, "--tokens", 50, *args)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert complaint in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_bad_sources_bring_one_sentence(stream, book, chats, tmp_path):
+    for args, complaint in [
+        ((), "neither --text nor --input is given"),
+        (("--text", book, "--input", chats), "both --text and --input are given"),
+        (("--text", tmp_path / "missing"), "cannot be read"),
+        (("--input", book), "line 1 of"),
+    ]:
+        outcome = stream(*args)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert complaint in outcome.err
+    book.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in stream("--text", book).err
+    book.write_text("")
+    assert "is empty" in stream("--text", book).err
+    book.write_text("a")
+    assert "a text to score needs 2 or more" in stream("--text", book).err
+
+
+def test_nothing_that_is_there_is_overwritten(stream, book, tmp_path):
+    for option in ("--csv", "--checkpoint"):
+        path = tmp_path / "precious"
+        path.write_text("precious")
+        outcome = stream("--text", book, "--tokens", 50, option, path)
+        assert outcome.code == 2
+        assert "exists already" in outcome.err
+        assert path.read_text() == "precious"
+
+
+def test_a_checkpoint_of_something_else_is_refused(stream, book, save_model, tmp_path):
+    saved = tmp_path / "saved"
+    args = ("--text", book, "--tokens", 50, "--checkpoint", saved)
+    assert stream(*args).code == 0
+    for more, complaint in [
+        (("--policy", "recent"), "saved with policy h2o, not recent"),
+        (("--heavy", 17), "saved with heavy 16, not 17"),
+        (("--dtype", "bfloat16"), "saved in torch.float32 and the model is in torch.bfloat16"),
+    ]:
+        outcome = stream(*args, "--resume", *more)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert complaint in outcome.err
+    assert "another model" in stream(*args, "--resume", model=save_model(context=512)).err
+    book.write_text("another text, long enough to be read")
+    assert "saved with text" in stream(*args, "--resume").err
+
+
+def test_the_extra_for_pictures_is_named_before_the_run(stream, book, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--text", book, "--csv", rows, "--plot", tmp_path / "rows.png")
+    assert outcome.code == 2
+    assert "pip install 'h2okv[plot]'" in outcome.err
+    assert not rows.exists()
+
+
+def test_numbers_that_overflow_keep_the_rows_before(stream, book, tmp_path, monkeypatch):
+    forward, calls = LlamaForCausalLM.forward, []
+
+    def overflow(self, *args, **options):
+        output = forward(self, *args, **options)
+        calls.append(1)
+        if len(calls) == 20:
+            output.logits[:] = torch.nan
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", overflow)
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--text", book, "--csv", rows, "--every", 50)
+    assert outcome.code == 2
+    assert "not a number after 152 tokens" in outcome.err
+    assert [row.position for row in read_rows(rows)] == [50, 100, 150]
+
+
+@pytest.fixture
+def start(model_folder):
+    """Starts the command as a process of its own; whatever happens, it ends with the test."""
+    processes = []
+
+    def call(*args):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "h2okv.cli", "stream", "--model", model_folder, *BUDGET]
+            + [str(arg) for arg in args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_rows(path, process, count):
+    deadline = time.monotonic() + WAIT
+    while not path.exists() or len(path.read_text().splitlines()) <= count:
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_process_is_resumed_without_losing_or_doubling(start, stream, tmp_path, prompt):
+    book = tmp_path / "book.txt"
+    book.write_text(prompt * 2000, encoding="utf-8")
+    rows, saved, whole = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
+    process = start(*args, "--save-every", 50)
+    wait_for_rows(rows, process, 20)
+    process.kill()
+    process.communicate(timeout=WAIT)
+    kept = nlls(rows)
+    assert len(kept) >= 20
+    length = kept[-1][0] + 300
+    assert stream(*args, "--resume", "--tokens", length).code == 0
+    whole_args = ("--text", book, "--every", 20, "--csv", whole, "--tokens", length)
+    assert stream(*whole_args).code == 0
+    assert nlls(rows) == nlls(whole)
+    assert nlls(rows)[: len(kept)] == kept
+
+
+@pytest.fixture
+def control_c(monkeypatch):
+    """Lets Ctrl-C come in the middle of a forward pass, some times in a row."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    forward, calls = LlamaForCausalLM.forward, []
+
+    def at(call, times=1):
+        def interrupted(self, *args, **options):
+            calls.append(1)
+            for _ in range(times if len(calls) == call else 0):
+                signal.raise_signal(signal.SIGINT)
+            return forward(self, *args, **options)
+
+        monkeypatch.setattr(LlamaForCausalLM, "forward", interrupted)
+
+    yield at
+    signal.signal(signal.SIGINT, before)
+
+
+def test_control_c_waits_for_the_block_and_saves(stream, book, tmp_path, control_c):
+    rows, saved, whole = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+    picture = tmp_path / "rows.png"
+    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved, "--plot", picture)
+    control_c(13)
+    outcome = stream(*args)
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err.splitlines()[1] == (
+        "stopped at token 104; go on with the same command and --resume"
+        f" (the checkpoint is '{saved}')"
+    )
+    assert [row.position for row in read_rows(rows)] == [20, 40, 60, 80, 100]
+    assert picture.exists()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert stream(*args, "--resume", "--tokens", 200).code == 0
+    assert stream("--text", book, "--every", 20, "--csv", whole, "--tokens", 200).code == 0
+    assert nlls(rows) == nlls(whole)
+
+
+def test_a_second_control_c_does_not_wait(stream, book, tmp_path, control_c):
+    rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
+    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
+    control_c(13, times=2)
+    outcome = stream(*args, "--save-every", 50)
+    assert outcome.code == 130
+    assert len(read_rows(rows)) == 4
+    assert stream(*args, "--resume", "--tokens", 100).code == 0
+    assert [position for position, _ in nlls(rows)] == [20, 40, 60, 80, 100]
+
+
+def test_control_c_without_a_checkpoint_says_what_is_missing(stream, book, tmp_path, control_c):
+    control_c(13)
+    outcome = stream("--text", book, "--every", 20)
+    assert outcome.code == 130
+    assert "with --checkpoint FILE a stream can be resumed" in outcome.err
+    control_c(14, times=2)
+    outcome = stream("--text", book, "--checkpoint", tmp_path / "saved")
+    assert "stopped before the first checkpoint" in outcome.err
+
+
+def test_help_shows_examples(h2okv_command):
+    outcome = h2okv_command("stream", "--help")
+    assert outcome.code == 0
+    assert "h2okv stream --text book.txt --tokens 100000" in outcome.out
+    assert "Algorithm 1" in outcome.out
