@@ -29,7 +29,9 @@ def decode(model, forward, ids, budget, prompt):
 
 # From a full cache, and from one that fills up only while decoding.
 @pytest.mark.parametrize("budget", [{"heavy": 6, "recent": 5}, {"heavy": 9, "recent": 16}])
-@pytest.mark.parametrize("options", [{}, {"sink": 2}, {"policy": "sink_recent"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sink": 2}, {"policy": "sink_recent"}, {"positions": "rolling"}]
+)
 @torch.no_grad()
 def test_decode_compiles_once(make_llama, budget, options):
     model = make_llama(heads=4, kv_heads=2)

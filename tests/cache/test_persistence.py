@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import stat
 
 import pytest
 import torch
@@ -211,15 +210,6 @@ def test_an_empty_or_torn_cache_is_not_saved(model, tmp_path):
     cache.layers[1].cumulative_length += 1
     with pytest.raises(ValueError, match="interrupted"):
         cache.save(tmp_path / "c")
-
-
-def test_others_may_read_the_file_as_the_umask_says(model, tmp_path):
-    old = os.umask(0o022)
-    try:
-        _, path = saved(model, tmp_path)
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
 def test_a_policy_of_ones_own_comes_by_argument(model, tmp_path):

@@ -17,15 +17,15 @@ class Block:
         key: ``[B, H, T, D]``.
         value: ``[B, H, T, Dv]``.
         real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-        undo: ``(cos, sin)``, fp32 ``[B or 1, 1, T, R / 2]``, what turns queries and keys back;
-            ``None`` where they stay as the model turned them.
+        undo: fp32 ``[B or 1, 1, T, R / 2, 2]``, factors that turn queries and keys back; ``None``
+            where they stay as the model turned them.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     real: torch.Tensor | None
-    undo: tuple[torch.Tensor, torch.Tensor] | None
+    undo: torch.Tensor | None
 
 
 def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]]:
@@ -58,20 +58,21 @@ def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]
 def _columns(block: Block, at: slice) -> Block:
     """A view of the same columns of every row."""
     query, key, value = (part[:, :, at] for part in (block.query, block.key, block.value))
-    undo = None if block.undo is None else (block.undo[0][:, :, at], block.undo[1][:, :, at])
+    undo = None if block.undo is None else block.undo[:, :, at]
     return Block(query, key, value, None, undo)
 
 
 def _gathered(block: Block, columns: torch.Tensor) -> Block:
     """A copy of each row's own columns, int64 ``[B, c]``."""
     assert block.real is not None
-    index = columns[:, None, :, None]
+    rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(1)
 
     def take(states: torch.Tensor) -> torch.Tensor:
-        states = states.expand(columns.shape[0], -1, -1, -1)
-        return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+        """Each row's columns, of ``[B, H, T, ...]``."""
+        own_rows = rows if states.shape[0] > 1 else torch.zeros_like(rows)
+        return states.transpose(1, 2)[own_rows, columns].transpose(1, 2)
 
     query, key, value = (take(part) for part in (block.query, block.key, block.value))
     real = block.real.gather(1, columns)
-    undo = None if block.undo is None else (take(block.undo[0]), take(block.undo[1]))
+    undo = None if block.undo is None else take(block.undo)
     return Block(query, key, value, None if bool(real.all()) else real, undo)

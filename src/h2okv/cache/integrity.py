@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from h2okv.cache.rolling import ranks_of
 from h2okv.policy.selection import protected_entries
 
 if TYPE_CHECKING:
@@ -33,11 +34,16 @@ def check_integrity(layer: ScoredLayer) -> None:
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     protected = protected_entries(positions, newest, layer.sink, layer.recent) & taken
     due = torch.minimum(newest + 1, layer.sink + layer.recent)
+    ranks = getattr(layer, "ranks", None)
+    misplaced = torch.zeros_like(taken)
+    if ranks is not None:
+        misplaced = taken & (ranks != ranks_of(positions))
     problems = {
         "holds another number of entries than the budget": counts != expected,
         "holds a token twice": twice,
         "holds a token that it has not seen": positions > newest,
         "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
+        "holds an entry at another place than its rank": misplaced,
         "has a score that is negative or not finite": taken & ~(scores.isfinite() & (scores >= 0)),
     }
     for problem, found in problems.items():

@@ -70,9 +70,10 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"the cache cannot be written to '{path}' ({getattr(error, 'strerror', None) or error}); give a file in "
-            "a folder that exists and is writable."
+            f"the cache cannot be written to '{path}' ({reason}); give a file in a folder that "
+            "exists and is writable."
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from h2okv.ops.rotary import Layout, inverse, rotate
+from h2okv.ops.rotary import Layout, inverse, turn
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position."""
@@ -49,53 +49,53 @@ class Rotation:
         self._as_model = self._make()
         kind: Any = self._as_model.rope_type
         self.kind: str = kind if layer_type is None else kind[layer_type]
-        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._last: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._tables: dict[int, torch.Tensor] = {}
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.width = 2 * getattr(self._as_model, f"{self._prefix}inv_freq").shape[0]
+        """R, how many numbers of a head are turned."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
         """Copies of a cache share what was learned about its model."""
         return self
 
-    def of_text(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What undoes the model's turn.
+    def of_text(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Factors that undo the model's turn.
 
         Args:
             position_ids: int ``[B, T]`` or ``[1, T]``, as the model got them.
 
         Returns:
-            ``(cos, sin)`` fp32 ``[B or 1, 1, T, R / 2]``, for `rotate`.
+            fp32 ``[B or 1, 1, T, R / 2, 2]``, for `turn`.
         """
         # All layers of a forward get the same object.
         last = self._last
         if last is None or last[0] is not position_ids:
-            cos, sin = self._turn(self._as_model, position_ids.to(self._device))
-            cos, sin = inverse(cos.to(self._dtype), sin.to(self._dtype))
-            last = self._last = position_ids, (cos.unsqueeze(1), sin.unsqueeze(1))
+            factors = self._factors(self._as_model, position_ids.to(self._device))
+            last = self._last = position_ids, inverse(factors.to(self._dtype)).unsqueeze(1)
         return last[1]
 
     def begin_forward(self) -> None:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
         self._last = None
 
-    def of_ranks(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The turns to the ranks of a cache.
+    def of_ranks(self, length: int) -> torch.Tensor:
+        """Factors of the turns to the ranks of a cache.
 
         Args:
             length: entries and new tokens.
 
         Returns:
-            ``(cos, sin)`` fp32 ``[length, R / 2]``.
+            fp32 ``[length, R / 2, 2]``.
         """
         if length not in self._tables:
             if len(self._tables) >= 8:
                 self._tables.clear()
             with torch.inference_mode(False):
                 ranks = torch.arange(length, device=self._device).unsqueeze(0)
-                cos, sin = self._turn(self._make(), ranks)
-                self._tables[length] = cos[0], sin[0]
+                self._tables[length] = self._factors(self._make(), ranks)[0]
         return self._tables[length]
 
-    def _turn(self, rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factors(self, rotary: Any, positions: torch.Tensor) -> torch.Tensor:
         if self.kind in _BY_LENGTH:
             rotary(torch.empty(0, device=self._device), positions, **self._options)
         # The same operation as in transformers, so that the same angle comes out, rounding and all.
@@ -104,28 +104,21 @@ class Rotation:
         if scaling is None:
             scaling = rotary.attention_scaling
         angles = positions[..., None].float() * frequencies.float()
-        return angles.cos() * scaling, angles.sin() * scaling
+        return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
 
 
-def turn_to_ranks(
-    states: torch.Tensor, ranks: torch.Tensor, rotation: Rotation | None, length: int
-) -> torch.Tensor:
+def turn_to_ranks(states: torch.Tensor, ranks: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Turns queries or keys to their ranks.
 
     Args:
-        states: ``[B, H, N, D]``, not turned.
-        ranks: int, broadcastable to ``[B, H, N]``; below ``length`` for what is an entry.
-        rotation: the layer's rotation; ``None`` for a layer without positions.
-        length: entries and new tokens.
+        states: ``[B, H, N, D]``, not turned, pairs next to each other.
+        ranks: int, broadcastable to ``[B, H, N]``; anything for what is no entry.
+        factors: fp32 ``[n, R / 2, 2]``, from `Rotation.of_ranks`.
 
     Returns:
-        ``[B, H, N, D]``: fp32, or ``states`` itself for a layer without positions.
+        fp32 ``[B, H, N, D]``.
     """
-    if rotation is None:
-        return states
-    cos, sin = rotation.of_ranks(length)
-    at = ranks.clamp(max=length - 1).long()
-    return rotate(states, cos[at], sin[at], rotation.layout)
+    return turn(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
 
 
 def ranks_of(positions: torch.Tensor) -> torch.Tensor:
@@ -135,11 +128,11 @@ def ranks_of(positions: torch.Tensor) -> torch.Tensor:
         positions: int ``[B, H, S]``; -1 for an empty slot.
 
     Returns:
-        int32 ``[B, H, S]``; an empty slot has rank S, behind all.
+        int32 ``[B, H, S]``; an empty slot has rank S - 1, behind all.
     """
     size = positions.shape[-1]
     order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1)
     ranks = torch.empty_like(positions, dtype=torch.int32)
     places = torch.arange(size, dtype=torch.int32, device=positions.device)
     ranks.scatter_(-1, order, places.expand_as(ranks))
-    return ranks.masked_fill_(positions < 0, size)
+    return ranks.masked_fill_(positions < 0, size - 1)

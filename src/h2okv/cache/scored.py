@@ -15,7 +15,7 @@ from h2okv.cache.fingerprint import fingerprint
 from h2okv.cache.positions import PositionRule
 from h2okv.cache.refusals import check_match, check_window
 from h2okv.cache.rolling import Rotation
-from h2okv.ops.rotary import rotate
+from h2okv.ops.rotary import pair_up, turn
 from h2okv.policy import Policy
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
@@ -209,8 +209,9 @@ class ScoredLayer(CacheLayerMixin):
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
         query, key = block.query, block.key
         if self.rotation is not None and block.undo is not None:
-            query = rotate(query, *block.undo, self.rotation.layout)
-            key = rotate(key, *block.undo, self.rotation.layout).to(self.dtype)
+            width, layout = self.rotation.width, self.rotation.layout
+            query = turn(pair_up(query, width, layout), block.undo)
+            key = turn(pair_up(key, width, layout), block.undo).to(self.dtype)
         output = self._attend(query, key, block.value, block.real, scale, softcap)
         return output.to(self.dtype)
 

@@ -51,15 +51,15 @@ class SimulatedLayer(ScoredLayer):
         """The block's queries and all keys at the ranks of those alive."""
         alive = self.positions >= 0
         # Tokens are held in the order of the text, so those alive before count the rank.
-        ranks = (alive.cumsum(dim=-1) - 1).clamp(min=0)
+        ranks = alive.cumsum(dim=-1) - 1
         length = query.shape[2]
         limit = int(alive.sum(dim=-1).max())
         if length == 1 and past:
             limit = max(tokens.total for tokens in self.row_budgets) + 1
-        own = ranks[:, :1, past:]
+        factors = self.rotation.of_ranks(limit)
         return (
-            turn_to_ranks(query, own, self.rotation, limit),
-            turn_to_ranks(self.keys, ranks, self.rotation, limit),
+            turn_to_ranks(query, ranks[:, :1, past:], factors),
+            turn_to_ranks(self.keys, ranks, factors),
         )
 
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from h2okv.cache.refusals import check_finite
 from h2okv.cache.rolling import ranks_of, turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
-from h2okv.ops.decode import decode_with_scores, write_slot
+from h2okv.ops.decode import Ranks, decode_with_scores, write_slot
 from h2okv.policy.selection import free_slot, keep_indices, protected_entries
 
 _GROWTH = 256
@@ -25,8 +25,9 @@ class SlotLayer(ScoredLayer):
 
     State, all on the layer's device: ``keys [B, H, S, D]``, ``values [B, H, S, Dv]``,
     ``scores [B, H, S]`` fp32, ``positions [B, H, S]`` int32 (-1 = empty), ``free [B, H, 1]`` int64.
-    When positions roll, ``keys`` are as before the model's turn, and ``ranks [B, H, S]`` int32 are
-    the entries' places in the cache (S for an empty slot).
+    When positions roll, ``keys`` are as before the model's turn (pairs
+    next to each other), and ``ranks [B, H, S]`` int32 are
+    the entries' places in the cache (S - 1 for an empty slot).
 
     Args:
         layer_idx: the layer's index in the model.
@@ -40,6 +41,7 @@ class SlotLayer(ScoredLayer):
         self.free: torch.Tensor | None = None
         self.enabled: torch.Tensor | None = None
         self.ranks: torch.Tensor | None = None
+        self.rank_factors: torch.Tensor | None = None
         self.is_full = False
         self.has_sinks = True
         self.last_growth = 0
@@ -75,9 +77,10 @@ class SlotLayer(ScoredLayer):
         if not self.policy.evicts:
             self._grow()
         full = self.is_full and real is None
-        keys = self.keys
+        ranks = None
         if self.rotation is not None:
             query = self._rank_new(query, real, full)
+            ranks = Ranks(self.rank_factors, self.ranks)
         write_slot(self.keys, self.free, key)
         write_slot(self.values, self.free, value)
         position = self.num_real_tokens.to(torch.int32).view(-1, 1, 1)
@@ -86,10 +89,10 @@ class SlotLayer(ScoredLayer):
         entry = position.expand_as(self.free)
         self.positions.scatter_(-1, self.free, entry)
         self.scores.scatter_(-1, self.free, 0.0)
-        if self.rotation is not None:
-            keys = turn_to_ranks(self.keys, self.ranks, self.rotation, self.rank_limit(1))
         hidden = None if full else self.positions < 0
-        output, sums = decode_with_scores(query, keys, self.values, hidden, scale, softcap)
+        output, sums = decode_with_scores(
+            query, self.keys, self.values, hidden, scale, softcap, ranks
+        )
         if real is None:
             self.num_real_tokens += 1
         else:
@@ -103,6 +106,8 @@ class SlotLayer(ScoredLayer):
     def _rank_new(self, query: torch.Tensor, real: torch.Tensor | None, full: bool) -> torch.Tensor:
         """Ranks the new token behind all; returns its query, turned. Mutates the layer."""
         num_slots = self.positions.shape[2]
+        if self.rank_factors is None:
+            self.rank_factors = self.rotation.of_ranks(self.rank_limit(1))
         if full:
             rank = torch.full_like(self.free, num_slots - 1, dtype=torch.int32)
         else:
@@ -110,9 +115,9 @@ class SlotLayer(ScoredLayer):
         # All heads of a row hold the same number of entries.
         own = rank[:, :1]
         if real is not None:
-            rank = torch.where(real.unsqueeze(1), rank, num_slots)
+            rank = torch.where(real.unsqueeze(1), rank, num_slots - 1)
         self.ranks.scatter_(-1, self.free, rank)
-        return turn_to_ranks(query, own, self.rotation, self.rank_limit(1))
+        return turn_to_ranks(query, own, self.rank_factors)
 
     def _close_gap(self, full: bool) -> None:
         """Moves the entries behind the freed slot's one rank down; mutates the layer."""
@@ -121,7 +126,7 @@ class SlotLayer(ScoredLayer):
         if not full:
             behind &= self.positions >= 0
         self.ranks -= behind.to(self.ranks.dtype)
-        self.ranks.scatter_(-1, self.free, self.ranks.shape[-1])
+        self.ranks.scatter_(-1, self.free, self.ranks.shape[-1] - 1)
 
     def _free_one(self, full: bool) -> None:
         """Finds the slot that the next token takes, and evicts what it holds; mutates the layer."""
@@ -189,11 +194,8 @@ class SlotLayer(ScoredLayer):
         own = ranks[:, :1]
         if past:
             ranks = torch.cat([self.ranks, ranks], dim=-1)
-        length = self.rank_limit(query.shape[2])
-        return (
-            turn_to_ranks(query, own.clamp(min=0), self.rotation, length),
-            turn_to_ranks(key, ranks.clamp(min=0), self.rotation, length),
-        )
+        factors = self.rotation.of_ranks(self.rank_limit(query.shape[2]))
+        return turn_to_ranks(query, own, factors), turn_to_ranks(key, ranks, factors)
 
     def _block_entries(
         self, length: int, real: torch.Tensor | None
@@ -296,6 +298,7 @@ class SlotLayer(ScoredLayer):
             self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
             if self.rotation is not None:
                 self.ranks = ranks_of(self.positions)
+                self.rank_factors = self.rotation.of_ranks(self.rank_limit(1))
 
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from h2okv.cache.rolling import Rotation
-from h2okv.ops.rotary import Layout, rotate
+from h2okv.ops.rotary import Layout, pair_up, turn
 
 _POSITIONS = (5, 11)
 _LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
@@ -78,8 +78,9 @@ def find_rotation(
     ids = torch.tensor([_POSITIONS], device=device)
     for layout in _LAYOUTS:
         rotation = Rotation(rotary_class, config, options.get("layer_type"), layout, held, device)
-        back = rotate(turned, *rotation.of_text(ids), layout)
-        start = rotate(plain, *rotation.of_text(torch.zeros_like(ids)), layout)
+        width = rotation.width
+        back = turn(pair_up(turned, width, layout), rotation.of_text(ids))
+        start = turn(pair_up(plain, width, layout), rotation.of_text(torch.zeros_like(ids)))
         if (back - start).norm() <= _CLOSE * start.norm():
             for other in known:
                 if other.key == rotation.key:

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+from h2okv.ops.rotary import turn, turn_gathered
+
+_TURN_ELEMENTS = 5 << 17
+"""Numbers of keys turned at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
+
+
+class Ranks(NamedTuple):
+    """Where keys that are not turned yet belong.
+
+    Attributes:
+        factors: fp32 ``[n, R / 2, 2]``, the turn to each rank.
+        ranks: int32 ``[B, H, S]``, below n, whatever it is for slots that are hidden.
+    """
+
+    factors: torch.Tensor
+    ranks: torch.Tensor
 
 
 def write_slot(slots: torch.Tensor, free: torch.Tensor, entry: torch.Tensor) -> None:
     """Writes one entry for each sequence and head into its free slot.
 
     Args:
-        slots: ``[B, H, S, D]``; mutated.
+        slots: ``[B, H, S, D]``, contiguous; mutated.
         free: int64 ``[B, H, 1]``, the slot to take.
         entry: ``[B, H, 1, D]``.
     """
-    slots.scatter_(2, free.unsqueeze(-1).expand_as(entry), entry)
+    batch, heads, num_slots, size = slots.shape
+    first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
+    # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
+    slots.view(-1, size).index_copy_(0, first + free.flatten(), entry.reshape(-1, size))
 
 
 def decode_with_scores(
@@ -23,6 +45,7 @@ def decode_with_scores(
     hidden: torch.Tensor | None,
     scale: float,
     softcap: float | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with one query over all slots.
 
@@ -35,6 +58,7 @@ def decode_with_scores(
             with nothing to see gives zeros.
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
+        ranks: turns that the keys, but not the query, still need; ``None`` if none.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``.
@@ -45,7 +69,11 @@ def decode_with_scores(
     grouped = query.reshape(rows, num_heads // num_kv_heads, size)
     flat_keys, flat_values = keys.view(rows, num_slots, size), values.view(rows, num_slots, -1)
     # Logits in fp32 whatever the model's dtype: bf16 logits would move the scores by percents.
-    logits = torch.bmm(grouped.float() * scale, flat_keys.float().transpose(1, 2))
+    scaled = grouped.float() * scale
+    if ranks is None:
+        logits = torch.bmm(scaled, flat_keys.float().transpose(1, 2))
+    else:
+        logits = _logits_at_ranks(scaled, flat_keys, ranks)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
@@ -62,3 +90,23 @@ def decode_with_scores(
         output.view(batch, num_heads, 1, -1),
         sums.view(batch, num_kv_heads, num_slots),
     )
+
+
+def _logits_at_ranks(query: torch.Tensor, keys: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` turned to their ranks, piece by piece."""
+    count, num_slots, size = keys.shape
+    table = ranks.factors
+    index = ranks.ranks.reshape(count, num_slots)
+    if torch.compiler.is_compiling():
+        return torch.bmm(query, turn(keys, table[index]).transpose(1, 2))
+    step = count
+    if keys.device.type == "cpu":
+        step = max(1, min(count, _TURN_ELEMENTS // (num_slots * size)))
+    logits = query.new_empty(count, query.shape[1], num_slots)
+    buffer = table.new_empty(step * num_slots, *table.shape[1:])
+    for start in range(0, count, step):
+        at = slice(start, min(start + step, count))
+        used = buffer[: (at.stop - start) * num_slots]
+        turned = turn_gathered(keys[at], table, index[at], used)
+        torch.bmm(query[at], turned.transpose(1, 2), out=logits[at])
+    return logits
