@@ -198,10 +198,11 @@ def test_interrupted_forward_is_found(model):
         (lambda layer: layer.scores[0, 0].fill_(-1.0), "negative"),
         (lambda layer: layer.scores[0, 0].fill_(torch.inf), "not finite"),
         (lambda layer: layer.positions[0, 0, :1].fill_(99), "has not seen"),
+        (lambda layer: layer.ranks[0, 0, :2].fill_(0), "another place than its rank"),
     ],
 )
 def test_check_integrity_finds_damage(model, break_it, message):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4, positions="rolling")
     read(model, cache)
     cache.check_integrity()
     break_it(cache.layers[1])
