@@ -32,8 +32,8 @@ class Trace:
         recorded: int32 ``[C]``, the steps at which scores were noted.
         scores: for each recorded step t float32 ``[L, H, t + 1]``: each token's score, for an
             evicted token the last one it had.
-        held_bytes: int64 ``[C]``, what the cache took at these steps.
-        full_bytes: int64 ``[C]``, what a full cache would take.
+        held_bytes: int64 ``[T]``, what the cache took after each step; 0 before the first one.
+        full_bytes: int64 ``[T]``, what a full cache would take.
     """
 
     layers: tuple[int, ...]
@@ -69,7 +69,8 @@ class _Recorder:
         self.latest: torch.Tensor | None = None
         self.scores: list[np.ndarray] = []
         self.steps: list[int] = []
-        self.bytes: list[tuple[int, int]] = []
+        self.held_bytes = np.zeros(length, dtype=np.int64)
+        self.full_bytes = np.zeros(length, dtype=np.int64)
 
     def note(self, cache: H2OCache, step: int) -> None:
         """Takes the state after the token of this step."""
@@ -83,6 +84,7 @@ class _Recorder:
                 self.latest = torch.zeros(self.gone.shape)
         held = torch.full_like(positions, step + 2)
         self.gone.scatter_(-1, positions, held)
+        self.held_bytes[step], self.full_bytes[step] = cache.nbytes, cache.full_nbytes
         if self.latest is None:
             return
         scores = torch.cat([cache.scores(i) for i in self.layers]).cpu()
@@ -90,7 +92,6 @@ class _Recorder:
         if step in self.recorded:
             self.scores.append(self.latest[..., : step + 1].numpy().copy())
             self.steps.append(step)
-            self.bytes.append((cache.nbytes, cache.full_nbytes))
 
 
 @torch.inference_mode()
@@ -156,8 +157,8 @@ def follow(
         first=start,
         recorded=np.array(recorder.steps, dtype=np.int32),
         scores=tuple(recorder.scores),
-        held_bytes=np.array([held for held, _ in recorder.bytes], dtype=np.int64),
-        full_bytes=np.array([full for _, full in recorder.bytes], dtype=np.int64),
+        held_bytes=recorder.held_bytes,
+        full_bytes=recorder.full_bytes,
     )
 
 

@@ -23,6 +23,8 @@ from h2okv.cli.generate import HELP, generate
 from h2okv.cli.output import OutputClosedError, write_text
 from h2okv.cli.stream import HELP as STREAM_HELP
 from h2okv.cli.stream import stream
+from h2okv.cli.view import HELP as VIEW_HELP
+from h2okv.cli.view import view
 
 _app = typer.Typer(
     name="h2okv",
@@ -52,6 +54,7 @@ def _options(
 _app.command("generate", help=HELP)(generate)
 _app.command("demo")(demo)
 _app.command("analyze", help=ANALYZE_HELP)(analyze)
+_app.command("view", help=VIEW_HELP)(view)
 _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
 

@@ -1,0 +1,169 @@
+"use strict";
+// One policy's side of the page: its text, coloured, and what it costs.
+
+const LEVELS = 10;
+
+function inKiB(bytes) {
+  const kib = bytes / 1024;
+  return kib < 1024 ? `${kib.toFixed(0)} KiB` : `${(kib / 1024).toFixed(2)} MiB`;
+}
+
+function shown(piece) {
+  return piece.trim() ? `“${piece.trim()}”` : "a space or line end";
+}
+
+class Pane {
+  constructor(view, place) {
+    this.view = view;
+    this.place = place;
+    this.root = document.getElementById("pane").content.firstElementChild.cloneNode(true);
+    this.tokens = this.root.querySelector(".tokens");
+    this.policy = this.root.querySelector(".policy");
+    this.budget = this.root.querySelector(".budget");
+    this.map = new HeadMap(this.root.querySelector(".map"), view);
+    this.trace = null;
+    this.chosen = null;
+    this.policy.addEventListener("change", () => view.choose(this));
+    this.budget.addEventListener("change", () => view.choose(this));
+    this.tokens.addEventListener("click", (event) => {
+      const index = this.spans.indexOf(event.target);
+      if (index >= 0) this.inspect(index);
+    });
+    this.tokens.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  write(reading, choice) {
+    fill(this.policy, choice.policies.map((name) => [name, name]), this.policy.value);
+    const budgets = choice.budgets.map((share) => [String(share), `${+(100 * share).toFixed(1)} %`]);
+    fill(this.budget, budgets, this.budget.value);
+    this.tokens.setAttribute("aria-label", `Text ${this.place + 1}; arrows choose a token`);
+    this.spans = reading.tokens.map((piece, index) => {
+      const span = document.createElement("span");
+      span.textContent = piece;
+      span.className = "t unread";
+      if (index === reading.given) span.classList.add("given-end");
+      return span;
+    });
+    this.painted = new Array(this.spans.length).fill("t unread");
+    this.tokens.replaceChildren(...this.spans);
+    this.chosen = null;
+  }
+
+  // Repaints what has changed since the last time.
+  paint() {
+    const { view, trace } = this;
+    if (!trace) return;
+    const { layer, head, step } = view;
+    const gone = trace.goneAt(layer, head);
+    const score = trace.scorer(layer, head, step);
+    const { sink, recent } = trace.packed;
+    const evicts = trace.packed.policy !== "full";
+    const counts = { held: 0, leaving: 0 };
+    for (let token = 0; token < this.spans.length; token += 1) {
+      let name;
+      if (token > step) name = "t unread";
+      else if (gone[token] <= step) name = "t gone";
+      else {
+        name = `t l${view.levelOf(score(token))}`;
+        if (gone[token] === step + 1) {
+          name += " leaving";
+          counts.leaving += 1;
+        } else counts.held += 1;
+        if (evicts && token < sink) name += " sink";
+        else if (evicts && token > step - recent) name += " recent";
+        if (token === step) name += " now";
+      }
+      if (token === view.reading.given) name += " given-end";
+      if (token === this.chosen) name += " chosen";
+      if (name !== this.painted[token]) {
+        this.spans[token].className = name;
+        this.painted[token] = name;
+      }
+    }
+    this.follow(this.spans[step]);
+    this.tell(counts);
+    this.map.paint(trace);
+    if (this.chosen !== null) this.describe();
+  }
+
+  tell(counts) {
+    const { trace, view } = this;
+    const { step } = view;
+    const { packed } = trace;
+    const full = trace.fullBytesAt(step);
+    const held = trace.bytesAt(step);
+    const share = held === null ? null : held / full;
+    const bar = this.root.querySelector(".bar .held");
+    bar.style.width = `${Math.min(100, 100 * (held ?? full) / trace.packed.full_bytes)}%`;
+    const percent = share === null ? "" : `, ${(100 * share).toFixed(0)} %`;
+    this.root.querySelector(".bytes-text").textContent = held === null
+      ? `The first ${packed.first} tokens are read at once; a full cache takes ${inKiB(full)} here.`
+      : `This cache takes ${inKiB(held)}, a full one ${inKiB(full)} (all layers and heads${percent}).`;
+    const budget = packed.policy === "full"
+      ? "keeps everything"
+      : `budget ${packed.sink + packed.heavy + packed.recent} = ` +
+        `${packed.sink} sink + ${packed.heavy} heavy + ${packed.recent} recent`;
+    this.root.querySelector(".counts").textContent =
+      `Held by this head: ${counts.held} of ${step + 1} tokens` +
+      `${counts.leaving ? `, ${counts.leaving} evicted now` : ""} (${budget}).`;
+    const perplexity = trace.perplexityAt(step);
+    const next = view.reading.tokens[step + 1];
+    const guess = step < packed.first - 1 ? null : packed.next[step];
+    this.root.querySelector(".foresight").textContent =
+      (guess === null ? "" : `Would say next ${shown(guess)}`) +
+      (guess !== null && next !== undefined ? `, the text says ${shown(next)}. ` : ". ") +
+      (perplexity === null ? "" : `Perplexity so far ${perplexity.toFixed(2)}.`);
+  }
+
+  // Scrolls the text, never the page, so that the newest token is seen.
+  follow(span) {
+    const { tokens } = this;
+    const top = span.offsetTop;
+    const inView = top >= tokens.scrollTop && top < tokens.scrollTop + tokens.clientHeight - 40;
+    if (!inView) tokens.scrollTop = top - tokens.clientHeight / 2;
+  }
+
+  inspect(index) {
+    this.chosen = Math.max(0, Math.min(this.spans.length - 1, index));
+    this.spans[this.chosen].scrollIntoView({ block: "nearest" });
+    this.paint();
+  }
+
+  describe() {
+    const { view, trace, chosen } = this;
+    const { layer, head, step } = view;
+    const gone = trace.goneAt(layer, head)[chosen];
+    const heads = view.reading.layers.length * view.reading.heads;
+    let holding = 0;
+    for (let i = 0; i < heads; i += 1) {
+      if (chosen <= step && trace.gone[i * trace.length + chosen] > step + 1) holding += 1;
+    }
+    const score = trace.scorer(layer, head, step)(chosen);
+    const fate = gone > trace.length ? "held to the end" : `evicted at step ${gone}`;
+    document.getElementById("detail").textContent =
+      `Token ${chosen + 1}, ${shown(view.reading.tokens[chosen])}, with ${trace.packed.policy}: ` +
+      (chosen > step
+        ? "not read yet."
+        : `score ${score.toFixed(2)}; this head: ${fate}; ${holding} of ${heads} heads hold it.`);
+  }
+
+  onKey(event) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10 };
+    if (!(event.key in moves) || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.inspect((this.chosen ?? this.view.step) + (this.chosen === null ? 0 : moves[event.key]));
+  }
+}
+
+function fill(select, options, before) {
+  select.replaceChildren(
+    ...options.map(([value, label]) => {
+      const option = document.createElement("option");
+      option.value = value;
+      option.textContent = label;
+      return option;
+    }),
+  );
+  if (options.some(([value]) => value === before)) select.value = before;
+}

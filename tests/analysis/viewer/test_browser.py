@@ -1,0 +1,262 @@
+"""The page in a real Chromium: load, scrub, switch policy and head, compare, export."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from h2okv.analysis.trace import follow, held_after
+from h2okv.analysis.viewer.page import build_page
+from h2okv.analysis.viewer.reading import Reader
+from h2okv.analysis.viewer.server import Desk, make_server
+from h2okv.budget import TokenBudget
+
+TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
+CHOICE = {
+    "policies": ["full", "recent", "h2o", "heavy"],
+    "budgets": [0.2, 0.1],
+    "policy": "h2o",
+    "beside": "",
+    "other": "recent",
+    "layer": 1,
+    "head": 0,
+    "new_tokens": 6,
+    "text": TEXT,
+}
+READY = "document.getElementById('viewer').hidden === false && view.panes[0].trace && !message()"
+HELPERS = """
+globalThis.message = () => document.getElementById('message').textContent;
+globalThis.kept = (place) => view.panes[place].spans
+  .map((span, i) => /\\bl\\d/.test(span.className) && !/leaving/.test(span.className) ? i : -1)
+  .filter((i) => i >= 0);
+globalThis.text = (id) => document.getElementById(id).textContent;
+"""
+
+
+class LetterTokenizer:
+    """A token for each character."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def __call__(self, text, **_):
+        return {"input_ids": torch.tensor([[2 + ord(letter) % 90 for letter in text]])}
+
+    def decode(self, ids, **_):
+        return "".join(chr(32 + (int(i) + 56) % 90) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def reader(model):
+    return Reader(model, LetterTokenizer(), "tiny", 512, 300)
+
+
+@pytest.fixture(scope="module")
+def reading(reader):
+    return reader.read(TEXT, 6)
+
+
+@pytest.fixture(scope="module")
+def address(reader):
+    server = make_server(Desk(reader, CHOICE), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def page(browser, address):
+    browser.open(address)
+    browser.run(HELPERS)
+    browser.wait(READY)
+    return browser
+
+
+@pytest.fixture(scope="module")
+def expected(model, reading):
+    """What the library's cache holds of the same text."""
+
+    def find(policy, step, layer, head, share=0.2):
+        total = int(share * reading.length)
+        budget = TokenBudget(0, total - total // 2, total // 2)
+        trace = follow(model, reading.input_ids, policy, budget)
+        return [int(i) for i in held_after(trace.gone_at, step)[layer, head].nonzero()[0]]
+
+    return find
+
+
+def test_it_shows_what_the_cache_holds_while_scrubbing(page, reading, expected):
+    assert page.run("view.panes[0].spans.map((s) => s.textContent).join('')") == "".join(
+        reading.pieces
+    )
+    for step in (reading.length // 2, 60, 99, reading.length - 1):
+        page.run(
+            f"(() => {{ const s = document.getElementById('step'); s.value = {step};"
+            "s.dispatchEvent(new Event('input')); })()"
+        )
+        page.wait(f"text('step-text').startsWith('Step {step + 1} of {reading.length}')")
+        assert page.run("kept(0)") == expected("h2o", step, 1, 0)
+    assert page.complaints() == []
+
+
+def test_every_control_has_a_key(page, reading, expected):
+    start = page.run("view.step")
+    page.press("ArrowRight")
+    assert page.run("view.step") == start + 1
+    page.press("ArrowLeft", shift=True)
+    assert page.run("view.step") == start - 19
+    page.press("End")
+    assert page.run("view.step") == reading.length - 1
+    page.press("Home")
+    assert page.run("view.step") == 0
+    page.press("End")
+    page.press("h")
+    assert page.run("[view.layer, view.head]") == [1, 1]
+    page.press("l", shift=True)
+    assert page.run("document.getElementById('layer').value") == "0"
+    assert page.run("kept(0)") == expected("h2o", reading.length - 1, 0, 1)
+    page.press("p")
+    page.wait("view.panes[0].trace.packed.policy === 'heavy'")
+    assert page.run("kept(0)") == expected("heavy", reading.length - 1, 0, 1)
+    page.press("Home")
+    page.press(" ")
+    page.wait("view.step >= 2")
+    page.press(" ")
+    assert page.run("view.timer") is None
+
+
+def test_two_policies_side_by_side(page, reading, expected):
+    page.press("End")
+    page.press("b")
+    page.wait("view.panes[1].trace && !message()")
+    last = reading.length - 1
+    assert page.run("document.querySelectorAll('.pane').length") == 2
+    assert page.run("kept(0)") == expected("h2o", last, 1, 0)
+    assert page.run("kept(1)") == expected("recent", last, 1, 0)
+    page.run(
+        "(() => { const b = view.panes[1].budget; b.value = '0.1';"
+        "b.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait("view.panes[1].trace.packed.share === 0.1")
+    assert page.run("kept(1)") == expected("recent", last, 1, 0, share=0.1)
+
+
+def test_it_tells_bytes_and_a_tokens_fate(page, reading):
+    page.press("End")
+    trace = reading.trace("h2o", 0.2)
+    held = page.run("view.panes[0].trace.bytesAt(view.step)")
+    assert held == trace["bytes"][-1][1]
+    assert page.run("view.panes[0].trace.fullBytesAt(view.step)") == trace["full_bytes"]
+    assert "a full one" in page.run("document.querySelector('.bytes-text').textContent")
+    page.run("view.panes[0].tokens.focus()")
+    page.press("ArrowLeft")
+    detail = page.run("text('detail')")
+    assert detail.startswith(f"Token {reading.length}, ")
+    assert "held to the end; 4 of 4 heads hold it" in detail
+    page.press("ArrowUp")
+    assert page.run("text('detail')").startswith(f"Token {reading.length - 10}, ")
+    assert page.run("view.step") == reading.length - 1
+
+
+def test_scores_are_exact_where_they_were_recorded(page, reading):
+    trace = follow(
+        reading.reader.model, reading.input_ids, "h2o", TokenBudget(0, 17, 16), recorded=48
+    )
+    step = int(trace.recorded[-8])
+    page.run(f"view.go({step})")
+    shown = page.run(
+        f"Array.from({{length: {step + 1}}}, (_, i) => view.panes[0].trace.scorer(1, 0, {step})(i))"
+    )
+    true = trace.scores[-8][1, 0]
+    assert max(abs(a - b) / max(b, 0.05) for a, b in zip(shown, true, strict=True)) < 0.05
+
+
+def test_a_bad_text_is_told_and_a_new_one_is_read(page):
+    page.run("document.getElementById('text').value = 'x'; view.read()")
+    page.wait("message().includes('1 tokens')")
+    page.run("document.getElementById('text').value = 'another text to look at, that is all'")
+    page.run("document.getElementById('read').click()")
+    page.wait("view.reading.tokens.length === 42 && !message()")
+    page.wait("view.panes[0].trace.length === 42")
+
+
+def test_everything_that_can_be_focused_has_a_name_and_a_mark(page):
+    tree = page.call("Accessibility.getFullAXTree")["nodes"]
+    focusable = [
+        node
+        for node in tree
+        if any(p["name"] == "focusable" and p["value"]["value"] for p in node.get("properties", []))
+        and node["role"]["value"] not in ("RootWebArea", "option", "MenuListPopup")
+    ]
+    assert len(focusable) >= 12
+    unnamed = [node for node in focusable if not node.get("name", {}).get("value")]
+    assert unnamed == []
+    page.run("view.panes[0].tokens.focus()")
+    page.press("ArrowLeft")
+    assert page.run("getComputedStyle(view.panes[0].tokens).outlineWidth") == "3px"
+
+
+def luminance(colour):
+    parts = [int(part) / 255 for part in colour.split("(")[1].rstrip(")").split(",")[:3]]
+    parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_can_be_read_on_every_colour(page, dark):
+    page.dark(dark)
+    page.run("document.body.insertAdjacentHTML('beforeend', '<span id=probe></span>')")
+    lights = []
+    for level in range(1, 11):
+        page.run(f"document.getElementById('probe').className = 'l{level}'")
+        colours = page.run(
+            "(({ color, backgroundColor }) => [color, backgroundColor])"
+            "(getComputedStyle(document.getElementById('probe')))"
+        )
+        ink, paper = map(luminance, colours)
+        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5, (level, colours)
+        lights.append(paper)
+    # The scale goes one way in brightness, so that it can be read without colour.
+    assert lights == sorted(lights, reverse=not dark)
+    page.dark(False)
+
+
+def test_an_export_works_alone(browser, page, reading, expected, tmp_path):
+    traces = [reading.trace(policy, 0.2) for policy in ("recent", "h2o")]
+    choice = {**CHOICE, "policies": ["recent", "h2o"], "budgets": [0.2], "text": ""}
+    path = tmp_path / "kept.html"
+    content = {"choice": choice, "reading": reading.describe(), "traces": traces}
+    path.write_text(build_page(content), encoding="utf-8")
+    browser.open(path.as_uri())
+    browser.run(HELPERS)
+    browser.wait(READY)
+    browser.press("End")
+    last = reading.length - 1
+    assert browser.run("kept(0)") == expected("h2o", last, 1, 0)
+    browser.press("b")
+    browser.wait("view.panes[1].trace && !message()")
+    assert browser.run("kept(1)") == expected("recent", last, 1, 0)
+    assert browser.run("document.getElementById('input').hidden")
+    assert browser.complaints() == []
+
+
+def test_a_saved_page_works_alone(browser, page, tmp_path):
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.press("b")
+    page.wait("view.panes[1].trace && !message()")
+    page.press("End")
+    before = page.run("JSON.stringify([view.reading.tokens, kept(0)])")
+    page.run("document.getElementById('export').click()")
+    path = tmp_path / "kept.html"
+    for _ in range(200):
+        page.run("new Promise((done) => setTimeout(done, 50))")
+        if path.is_file():
+            break
+    browser.open(path.as_uri())
+    browser.run(HELPERS)
+    browser.wait(READY)
+    browser.press("End")
+    after = browser.run("JSON.stringify([view.reading.tokens, kept(0)])")
+    assert json.loads(after) == json.loads(before)
+    assert browser.complaints() == []

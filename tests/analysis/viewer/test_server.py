@@ -1,0 +1,143 @@
+import http.client
+import json
+import socket
+import threading
+
+import pytest
+
+from h2okv.analysis.viewer.page import build_page
+from h2okv.analysis.viewer.reading import Reader, check_choice
+from h2okv.analysis.viewer.server import HOST, Desk, make_server
+
+
+class LetterTokenizer:
+    """A token for each character."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def __call__(self, text, **_):
+        import torch
+
+        return {"input_ids": torch.tensor([[2 + ord(letter) % 90 for letter in text]])}
+
+    def decode(self, ids, **_):
+        return "".join(chr(32 + int(i) % 90) for i in ids)
+
+
+CHOICE = {"policies": ["h2o", "recent"], "budgets": [0.2], "policy": "h2o", "text": "</script>"}
+
+
+@pytest.fixture(scope="module")
+def reader(model):
+    return Reader(model, LetterTokenizer(), "tiny", 512, 300)
+
+
+@pytest.fixture(scope="module")
+def port(reader):
+    server = make_server(Desk(reader, CHOICE), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def ask(port, method, path, body=None, host=None):
+    connection = http.client.HTTPConnection(HOST, port, timeout=60)
+    headers = {} if host is None else {"Host": host}
+    connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.getheaders(), answer.read().decode()
+
+
+def read(port, text, new_tokens=0):
+    body = json.dumps({"text": text, "new_tokens": new_tokens})
+    status, _, answer = ask(port, "POST", "/api/text", body)
+    return status, json.loads(answer)
+
+
+def test_the_page_is_served_whole_and_closed_to_the_outside(port):
+    status, headers, page = ask(port, "GET", "/")
+    assert status == 200
+    assert "default-src 'none'" in dict(headers)["Content-Security-Policy"]
+    assert page == build_page({"choice": CHOICE})
+    assert "http://" not in page and "https://" not in page
+    assert page.count("</script>") == 2
+
+
+def test_a_text_and_its_trace(port):
+    status, reading = read(port, "some words and some more words", new_tokens=4)
+    assert status == 200
+    assert len(reading["tokens"]) == 34 and reading["given"] == 30
+    assert (reading["layers"], reading["heads"]) == ([0, 1], 2)
+    status, _, answer = ask(port, "GET", f"/api/trace?text={reading['id']}&policy=h2o&share=0.2")
+    trace = json.loads(answer)
+    assert status == 200
+    assert (trace["heavy"], trace["recent"], len(trace["next"])) == (3, 3, 34)
+    again = ask(port, "GET", f"/api/trace?text={reading['id']}&policy=h2o&share=0.2")[2]
+    assert again == answer
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ("text=999&policy=h2o&share=0.2", "not held any more"),
+        ("text=ID&policy=h3o&share=0.2", "did you mean 'h2o'"),
+        ("text=ID&policy=h2o&share=0", "above 0"),
+        ("text=ID&policy=h2o&share=nan", "above 0"),
+        ("policy=h2o", "needs text, policy and share"),
+    ],
+)
+def test_a_bad_trace_is_a_sentence(port, query, sentence):
+    _, reading = read(port, "some words and some more words")
+    status, _, answer = ask(port, "GET", "/api/trace?" + query.replace("ID", str(reading["id"])))
+    assert status == 400
+    assert sentence in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "new_tokens", "sentence"),
+    [
+        ("  ", 0, "text is empty"),
+        ("short", 0, "5 tokens"),
+        ("long enough a text", 299, "0 to 292"),
+        (7, 0, "the request needs"),
+    ],
+)
+def test_a_bad_text_is_a_sentence(port, text, new_tokens, sentence):
+    status, answer = read(port, text, new_tokens)
+    assert status == 400
+    assert sentence in answer["error"]
+
+
+def test_a_broken_request_is_a_sentence(port):
+    assert ask(port, "POST", "/api/text", "{")[0] == 400
+    assert ask(port, "POST", "/api/text", "[]")[0] == 400
+    assert ask(port, "POST", "/api/text")[0] == 400
+    assert ask(port, "GET", "/etc/passwd")[0] == 404
+    assert ask(port, "POST", "/")[0] == 404
+
+
+def test_another_hosts_name_is_refused(port):
+    assert ask(port, "GET", "/", host="evil.example:80")[0] == 403
+    assert ask(port, "GET", "/", host=f"localhost:{port}")[0] == 200
+
+
+def test_a_taken_port_is_refused(reader):
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {number} cannot be opened .* --port 0"):
+            make_server(Desk(reader, CHOICE), number)
+    with pytest.raises(ValueError, match="--port 99999"):
+        make_server(Desk(reader, CHOICE), 99999)
+
+
+def test_a_choice_out_of_range_is_refused(reader):
+    with pytest.raises(ValueError, match="layer 7 .* choose one of 0, 1"):
+        check_choice(reader, 7, 0, [])
+    with pytest.raises(ValueError, match="head 2 is out of range"):
+        check_choice(reader, 0, 2, [])
+    with pytest.raises(ValueError, match="policy='h3o'"):
+        check_choice(reader, 0, 0, ["h2o", "h3o"])
