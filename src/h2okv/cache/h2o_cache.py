@@ -155,6 +155,26 @@ class H2OCache(Cache):
         self._last_updated = layer if isinstance(layer, ScoredLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def next_turn(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Makes the inputs of a further turn out of its own tokens alone.
+
+        For example::
+
+            model.generate(**cache.next_turn(new_ids), past_key_values=cache)
+
+        The last token that a ``generate`` returned has not been read by the model yet, so a turn
+        begins with it. The same goes without this method by giving ``generate`` the whole text.
+
+        Args:
+            input_ids: int ``[B, T]``, what the cache has not seen; without padding, as all before.
+
+        Returns:
+            ``input_ids`` and an ``attention_mask`` ``[B, tokens seen + T]`` of ones, by which
+            ``generate`` knows that there is something before.
+        """
+        shape = (input_ids.shape[0], self.num_seen_tokens + input_ids.shape[1])
+        return {"input_ids": input_ids, "attention_mask": input_ids.new_ones(shape)}
+
     def save(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
         """Writes the cache to a safetensors file, at once or not at all.
 

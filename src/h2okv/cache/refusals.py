@@ -67,8 +67,9 @@ def check_follows(
         raise ValueError(
             f"H2OCache has seen {int(layer.num_real_tokens[row])} tokens of row {row} and got "
             f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
-            "does not go on from there; leave out use_cache=False, or call cache.reset() to "
-            "read a new text."
+            "does not go on from there; for a further turn call "
+            "generate(**cache.next_turn(input_ids)) or give it the whole text, leave out "
+            "use_cache=False, or call cache.reset() to read a new text."
         )
 
 

@@ -11,6 +11,8 @@ def generate(
     recent: int | float = 0.1,
     sink: int = 0,
     policy: str = "h2o",
+    positions: Any = "original",
+    prefill_chunk: int | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -22,6 +24,9 @@ def generate(
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
         policy: eviction policy, a name of ``h2okv.policy_names()``.
+        positions: ``"original"``, ``"rolling"`` or ``"clamped"``, as in ``H2OCache``.
+        prefill_chunk: the most tokens of a block, as in ``H2OCache``; also the most tokens that
+            pass the model at once.
         past_key_values: an ``H2OCache`` to go on with (mutated); a new one if ``None``.
         **kwargs: what ``generate`` takes.
 
@@ -33,7 +38,13 @@ def generate(
     """
     if past_key_values is None:
         past_key_values = h2okv.H2OCache(
-            model.config, heavy=heavy, recent=recent, sink=sink, policy=policy
+            model.config,
+            heavy=heavy,
+            recent=recent,
+            sink=sink,
+            policy=policy,
+            positions=positions,
+            prefill_chunk=prefill_chunk,
         )
     elif not isinstance(past_key_values, h2okv.H2OCache):
         raise ValueError(

@@ -1,0 +1,85 @@
+"""Turn after turn on one cache, with nothing but the new tokens."""
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.cache import slots
+
+NEW = 7
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def turn(seed, length=9, batch=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_turn_is_only_its_own_tokens(make_llama, kept_sets, monkeypatch, positions, chunk):
+    widest = []
+    plain = slots.blockwise_attention_with_scores
+
+    def spy(query, key, *args):
+        widest.append((key.shape[2], query.shape[2]))
+        return plain(query, key, *args)
+
+    monkeypatch.setattr(slots, "blockwise_attention_with_scores", spy)
+    model = make_llama()
+    options = {"heavy": 5, "recent": 6, "positions": positions, "prefill_chunk": chunk}
+    cache, whole = h2okv.H2OCache(model.config, **options), h2okv.H2OCache(model.config, **options)
+    text, unread = torch.empty(2, 0, dtype=torch.long), torch.empty(2, 0, dtype=torch.long)
+    for seed in range(12):
+        text = torch.cat([text, turn(seed)], dim=1)
+        # The whole text to one cache, the new tokens to the other.
+        mask = torch.ones_like(text)
+        expected = model.generate(text, attention_mask=mask, past_key_values=whole, **OPTIONS)
+        new = torch.cat([unread, turn(seed)], dim=1)
+        made = model.generate(**cache.next_turn(new), past_key_values=cache, **OPTIONS)
+        assert torch.equal(made[:, new.shape[1] :], expected[:, text.shape[1] :])
+        assert kept_sets(cache) == kept_sets(whole)
+        text, unread = expected, expected[:, -1:]
+        cache.check_integrity()
+        assert cache.num_seen_tokens == text.shape[1] - 1
+        assert cache.num_cached_tokens <= 11
+        assert cache.layers[0].keys.shape[2] == 12
+    assert all(keys <= 12 + queries for keys, queries in widest)
+    assert max(queries for _, queries in widest) <= (chunk or 10)
+
+
+def test_a_turn_equals_the_same_tokens_by_hand(make_llama, kept_sets):
+    model = make_llama()
+    first, second = (h2okv.H2OCache(model.config, heavy=5, recent=6) for _ in range(2))
+    text = turn(0)
+    made = model.generate(**first.next_turn(text), past_key_values=first, **OPTIONS)
+    with torch.no_grad():
+        tokens, logits = text, model(text, past_key_values=second).logits
+        for step in range(NEW):
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            if step < NEW - 1:
+                logits = model(tokens[:, -1:], past_key_values=second).logits
+    assert torch.equal(made, tokens)
+    assert kept_sets(first) == kept_sets(second)
+
+
+def test_a_turn_without_its_mask_names_the_remedy(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, heavy=5, recent=6)
+    model.generate(**cache.next_turn(turn(0)), past_key_values=cache, **OPTIONS)
+    with pytest.raises(ValueError, match=r"generate\(\*\*cache.next_turn\(input_ids\)\)"):
+        model.generate(turn(1, 12), past_key_values=cache, **OPTIONS)
+
+
+def test_a_shared_context_is_read_once(make_llama):
+    model = make_llama()
+    context = h2okv.H2OCache(model.config, heavy=5, recent=6, positions="rolling")
+    h2okv.prefill(model, turn(0, 40, batch=1), context)
+    many = context.fork(3)
+    prompts = turn(1, 6, batch=3)
+    together = model.generate(**many.next_turn(prompts), past_key_values=many, **OPTIONS)
+    for row, prompt in enumerate(prompts):
+        one = context.fork(1)
+        alone = model.generate(**one.next_turn(prompt[None]), past_key_values=one, **OPTIONS)
+        assert torch.equal(together[row : row + 1], alone)
+    assert context.num_seen_tokens == 40
