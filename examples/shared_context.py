@@ -22,7 +22,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"{context.shape[1]} tokens read, {file.stat().st_size:,} bytes on disk")
     cache = h2okv.H2OCache.load(file, model)
 
-words = [" The man", " The wind", " The door"]
+words = [" He", " She", " They"]
 prompts = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
 many = cache.fork(len(words))
 output = model.generate(
