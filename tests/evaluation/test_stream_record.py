@@ -1,3 +1,6 @@
+import errno
+from types import SimpleNamespace
+
 import pytest
 
 from h2okv.evaluation.resident_memory import resident_bytes
@@ -54,6 +57,17 @@ def test_what_is_there_is_not_overwritten(tmp_path):
 def test_a_place_that_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match="cannot be written"):
         RowFile(tmp_path / "nowhere" / "rows.csv")
+
+
+def test_a_full_disk_brings_a_sentence(tmp_path, monkeypatch):
+    file = RowFile(tmp_path / "rows.csv")
+
+    def no_room():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file, "_file", SimpleNamespace(flush=no_room))
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
+        file.append(ROWS)
 
 
 def test_resident_memory_grows_with_what_is_held():

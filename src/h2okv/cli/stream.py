@@ -26,9 +26,10 @@ from h2okv.evaluation.stream_run import run_stream
 from h2okv.evaluation.stream_source import ConversationSource, TextSource
 from h2okv.evaluation.stream_state import Setting
 
-# Of the trained window, what each part of the budget gets if nothing else is said.
-_DEFAULT_PART = 8
-_DEFAULT_TOKENS = 256
+# What each part of the budget gets if nothing else is said: a share of the trained window, but no
+# more than a window of 8,192 tokens would give.
+_DEFAULT_SHARE = 8
+_MOST_BY_DEFAULT = 1024
 
 HELP = """Run a text or conversations through one cache, far past the trained window.
 
@@ -86,10 +87,12 @@ def stream(
     model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
     policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
     heavy: Annotated[
-        int | None, typer.Option(help="Heavy hitters to keep; else an eighth of the window.")
+        int | None,
+        typer.Option(help="Heavy hitters to keep, in tokens; else window / 8, 1024 at most."),
     ] = None,
     recent: Annotated[
-        int | None, typer.Option(help="Newest tokens to keep; else an eighth of the window.")
+        int | None,
+        typer.Option(help="Newest tokens to keep, in tokens; else window / 8, 1024 at most."),
     ] = None,
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
     positions: Annotated[
@@ -144,7 +147,8 @@ def stream(
 def _choice(
     described: Described, policy: str, heavy: int | None, recent: int | None, sink: int, wanted: str
 ) -> CacheChoice:
-    part = described.context // _DEFAULT_PART if described.context else _DEFAULT_TOKENS
+    window = described.context or _MOST_BY_DEFAULT
+    part = max(1, min(window // _DEFAULT_SHARE, _MOST_BY_DEFAULT))
     positions = wanted
     if wanted == "auto":
         positions = "original" if policy == "full" else "rolling"

@@ -66,15 +66,20 @@ class RowFile:
             os.replace(fresh, path)
             self._file = path.open("a", newline="", encoding="utf-8")
         except OSError as error:
-            raise ValueError(
-                f"'{path}' cannot be written ({error.strerror}); choose another place"
-            ) from error
+            raise _unwritable(path, error) from error
         self._writer = csv.writer(self._file)
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Adds rows; they are with the operating system when this returns."""
-        self._writer.writerows(_cells(row) for row in rows)
-        self._file.flush()
+        """Adds rows; they are with the operating system when this returns.
+
+        Raises:
+            ValueError: If the file cannot be written any more.
+        """
+        try:
+            self._writer.writerows(_cells(row) for row in rows)
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
         """Closes the file; its rows are there already."""
@@ -123,6 +128,10 @@ def _check_header(path: Path) -> None:
             f"'{path}' does not hold a stream's rows (its first line is not"
             f" {','.join(COLUMNS)}); choose another file"
         )
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"'{path}' cannot be written ({error.strerror}); choose another place")
 
 
 def _cells(row: Row) -> tuple[Any, ...]:
