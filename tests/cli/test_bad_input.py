@@ -24,6 +24,17 @@ def assert_one_sentence(outcome, *words):
 
 
 OPTIONS = {
+    "positions unknown": (("--positions", "rolled"), ("rolled", "original, rolling, clamped")),
+    "positions of learned kind": (("--positions", "clamped"), ("no learned positions",)),
+    "positions with nothing evicted": (
+        ("--positions", "rolling", "--policy", "full"),
+        ("policy='full' evicts nothing", "original"),
+    ),
+    "chunk of nothing": (("--prefill-chunk", "0"), ("prefill_chunk=0", "1 or more")),
+    "budget beyond the window": (
+        ("--positions", "rolling", "--heavy", "200", "--recent", "100"),
+        ("budget of 300", "window of 256"),
+    ),
     "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0", "recent=0")),
     "budget of zero as a fraction": (("--heavy", "0.0", "--recent", "0.0"), ("heavy=0.0",)),
     "negative heavy": (("--heavy", "-1"), ("heavy=-1", "negative")),

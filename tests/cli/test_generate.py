@@ -25,6 +25,8 @@ SETTINGS_FIELDS = {
     "heavy": int,
     "recent": float,
     "sink": int,
+    "positions": str,
+    "prefill_chunk": type(None),
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
@@ -50,6 +52,31 @@ def stdin(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
     return give
+
+
+@pytest.mark.parametrize("chunk", [(), ("--prefill-chunk", 40)], ids=["default", "given"])
+def test_rolling_positions_read_and_write_past_the_window(generate, prompt, model_folder, chunk):
+    text = prompt * 8  # the window is 256
+    outcome = generate(
+        *BUDGET, "--positions", "rolling", *chunk, "--max-new-tokens", 300, "--json", text=text
+    )
+    assert outcome.code == 0
+    told = json.loads(outcome.out)
+    assert told["prompt_tokens"] > 256 and told["finish_reason"] == "length"
+    assert told["num_cached_tokens"] == 32
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
+    ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
+    cache = h2okv.H2OCache(
+        model.config, 16, 16, positions="rolling", prefill_chunk=chunk[1] if chunk else 64
+    )
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)
+    assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_share_is_of_the_whole_prompt_however_it_is_read(generate):
+    outcome = generate("--prefill-chunk", 7, "--max-new-tokens", 3, "--json")
+    told = json.loads(outcome.out)
+    assert told["num_cached_tokens"] == 2 * int(told["prompt_tokens"] * 0.1)
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):

@@ -292,10 +292,10 @@ class H2OCache(Cache):
         """Announces a prompt that comes in several forwards, for budgets in fractions.
 
         Args:
-            length: its tokens; ignored when the cache holds something.
+            length: its tokens; ignored when the cache holds something, or knows already.
         """
         for layer in self._scored:
-            if not layer.row_budgets:
+            if not layer.row_budgets and layer.expected_length is None:
                 layer.expected_length = length
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,14 @@ from h2okv.cli.comparison import run_alone, run_beside_full
 from h2okv.cli.exit_codes import exit_code
 from h2okv.cli.generation import Job
 from h2okv.cli.loading import BUNDLED, describe, load_weights
-from h2okv.cli.options import DTYPES, Sampling, parse_amount, parse_device, parse_dtype
+from h2okv.cli.options import (
+    DTYPES,
+    Sampling,
+    parse_amount,
+    parse_device,
+    parse_dtype,
+    parse_positions,
+)
 from h2okv.cli.output import write_text
 from h2okv.cli.prompt import encode_prompt, read_prompt
 from h2okv.cli.report import report, to_json
@@ -30,6 +37,8 @@ Examples:
     h2okv generate "It was late when" --heavy 64 --recent 64
 
     cat chapter.txt | h2okv generate --model ./my-model --compare full
+
+    h2okv generate --file book.txt --heavy 512 --recent 512 --positions rolling
 """
 
 
@@ -47,6 +56,17 @@ def generate(
         str, typer.Option(help="Newest tokens to keep: tokens (64) or a share (0.1).")
     ] = "0.1",
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    positions: Annotated[
+        str,
+        typer.Option(help="original, rolling (past the trained window) or clamped (OPT)."),
+    ] = "original",
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="The most tokens that are read at once; 1 is the paper's Algorithm 1.",
+            show_default="all; with rolling positions 512, or a quarter of the window",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this share.")] = 1.0,
@@ -62,10 +82,21 @@ def generate(
     if compare not in (None, "full"):
         raise ValueError(f"--compare {compare!r} is not known; the one choice is --compare full")
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    choice = CacheChoice(policy, parse_amount("heavy", heavy), parse_amount("recent", recent), sink)
+    choice = CacheChoice(
+        policy,
+        parse_amount("heavy", heavy),
+        parse_amount("recent", recent),
+        sink,
+        parse_positions(positions),
+        prefill_chunk,
+    )
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     text = read_prompt(prompt, file)
     described = describe(model)
+    if choice.positions == "rolling" and prefill_chunk is None and described.context is not None:
+        choice = replace(choice, prefill_chunk=max(1, min(512, described.context // 4)))
+    if choice.positions != "original" and compare is None:
+        described = replace(described, context=None)  # nothing ends at the trained window
     choice.make(described.config, seed)  # a bad budget is heard about before the weights load
     input_ids = encode_prompt(described, text)
     loaded = load_weights(described, wanted_dtype, wanted_device)

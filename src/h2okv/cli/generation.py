@@ -118,7 +118,9 @@ def generate_once(
     model = job.model
     attention = h2okv.enable(model) if isinstance(cache, h2okv.H2OCache) else nullcontext()
     interrupted = False
-    with attention, PrefillProgress(model, job.input_ids.shape[1], show_progress) as progress:
+    chunk = _chunk(cache)
+    length = job.input_ids.shape[1]
+    with attention, PrefillProgress(model, length, show_progress, chunk) as progress:
         stream = TextStream(job.described.tokenizer, job.input_ids, write, progress.close)
         torch.manual_seed(job.sampling.seed)
         start = time.perf_counter()
@@ -175,6 +177,11 @@ def _generate(
     job: Job, cache: Cache, stream: TextStream, processors: Sequence[LogitsProcessor]
 ) -> None:
     input_ids = job.input_ids.to(job.model.device)
+    options = sampling_options(job.sampling)
+    if isinstance(cache, h2okv.H2OCache) and cache.prefill_chunk is not None:
+        # Blocks of the cache, and no more than one of them in the model at a time.
+        cache.expect(input_ids.shape[1])
+        options["prefill_chunk_size"] = cache.prefill_chunk
     generate: Any = job.model.generate  # its type gets lost on the way through torch's Module
     generate(
         input_ids=input_ids,
@@ -185,8 +192,13 @@ def _generate(
         num_beams=1,
         logits_processor=[NumbersOnly(), *processors],
         streamer=stream,
-        **sampling_options(job.sampling),
+        **options,
     )
+
+
+def _chunk(cache: Cache) -> int | None:
+    """The most tokens that are read at once."""
+    return cache.prefill_chunk if isinstance(cache, h2okv.H2OCache) else None
 
 
 def _finish_reason(job: Job, stream: TextStream) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from h2okv.cache.positions import POSITIONS, Positions
+
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -79,6 +81,24 @@ def parse_amount(name: str, text: str) -> int | float:
             f" prompt with a point (--{name} 0.1)"
         )
     return fraction
+
+
+def parse_positions(text: str) -> Positions:
+    """Reads a way of placing entries.
+
+    Args:
+        text: What the user wrote.
+
+    Returns:
+        One of `POSITIONS`.
+
+    Raises:
+        ValueError: If it is not one of them.
+    """
+    for name in POSITIONS:
+        if name == text:
+            return name
+    raise ValueError(f"--positions {text!r} is not known; choose from {', '.join(POSITIONS)}")
 
 
 def parse_dtype(text: str) -> torch.dtype | None:

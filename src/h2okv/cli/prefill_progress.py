@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import TracebackType
 from typing import Any
@@ -21,10 +22,18 @@ class PrefillProgress:
         model: The model that reads.
         prompt_tokens: Length of the prompt; a short one gets no bar.
         wanted: Whether to show it, if stderr is a terminal.
+        chunk: The most tokens that are read at once; None for all.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt_tokens: int, wanted: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt_tokens: int,
+        wanted: bool,
+        chunk: int | None = None,
+    ) -> None:
         self._layers = decoder_layers(model)
+        self._steps = len(self._layers) * math.ceil(prompt_tokens / (chunk or prompt_tokens))
         shown = wanted and prompt_tokens >= LONG_PROMPT and sys.stderr.isatty() and self._layers
         self._text = f"reading {prompt_tokens} tokens"
         self._progress: Progress | None = _bar() if shown else None
@@ -34,7 +43,7 @@ class PrefillProgress:
         """Starts the bar."""
         if self._progress is not None:
             progress = self._progress
-            task = progress.add_task(self._text, total=len(self._layers))
+            task = progress.add_task(self._text, total=self._steps)
             self._hooks = [
                 layer.register_forward_hook(lambda *_: progress.advance(task))
                 for layer in self._layers

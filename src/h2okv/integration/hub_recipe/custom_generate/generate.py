@@ -51,5 +51,10 @@ def generate(
             f"past_key_values is a {type(past_key_values).__name__}; this recipe goes on with an "
             "h2okv.H2OCache, or makes one if past_key_values is left out."
         )
+    if past_key_values.prefill_chunk is not None:
+        kwargs.setdefault("prefill_chunk_size", past_key_values.prefill_chunk)
+        prompt = kwargs.get("input_ids", kwargs.get("inputs"))
+        if prompt is not None:
+            past_key_values.expect(prompt.shape[1])
     with h2okv.enable(model):
         return model.generate(past_key_values=past_key_values, **kwargs)
