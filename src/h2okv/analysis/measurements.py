@@ -10,7 +10,7 @@ import numpy as np
 from h2okv.analysis.kept_sets import chance_similarity, heavy_after, overlap, similarity, stays
 from h2okv.analysis.losses import cost
 from h2okv.analysis.neurons import activation_frequency
-from h2okv.analysis.power_law import fit_power_law
+from h2okv.analysis.power_law import LEAST_VALUES, fit_power_law
 from h2okv.analysis.removal import drawn, heaviest, losses_with_hidden
 from h2okv.analysis.rows import Retention, Sinks, Sparsity, Tick, no_tick, watch_rows
 from h2okv.analysis.study import BUDGETS, DEFAULT_BUDGET, POLICIES, Study
@@ -84,7 +84,9 @@ def measure_accumulation(study: Study, tick: Tick = no_tick) -> Tables:
                 {"of": kind, "layer": layer_idx, "rank": rank, "score": ordered[rank - 1]}
                 for rank in chosen
             ]
-            laws.append({"of": kind, "layer": layer_idx, **vars(fit_power_law(values))})
+            # A text with few different words still has tokens enough.
+            if (values > 0).sum() >= LEAST_VALUES:
+                laws.append({"of": kind, "layer": layer_idx, **vars(fit_power_law(values))})
         tick((place + 1) / len(study.layers))
     return {"token_scores": tokens, "score_ranks": ranks, "power_law": laws}
 

@@ -10,6 +10,8 @@ import numpy as np
 
 _CANDIDATES = 40
 _LEAST_TAIL = 30
+LEAST_VALUES = 2 * _LEAST_TAIL
+"""Fewer positive values than this are refused."""
 _DRAWS = 200
 
 
@@ -71,10 +73,10 @@ def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Pow
         ValueError: if there are too few values, or scipy is missing.
     """
     ordered = np.sort(values[values > 0].astype(np.float64))
-    if len(ordered) < 2 * _LEAST_TAIL:
+    if len(ordered) < LEAST_VALUES:
         raise ValueError(
             f"{len(ordered)} positive values are too few for a power law; it takes at least "
-            f"{2 * _LEAST_TAIL}, so give a longer text."
+            f"{LEAST_VALUES}, so give a longer text."
         )
     first, exponent, distance = _best_tail(ordered)
     tail = ordered[first:]

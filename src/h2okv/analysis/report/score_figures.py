@@ -52,14 +52,13 @@ def draw_ranks(tables: dict[str, Rows]) -> Any:
     for axes, kind in zip(panels, ("tokens", "words"), strict=True):
         for layer in layers:
             part = where(rows, of=kind, layer=layer)
-            (law,) = where(laws, of=kind, layer=layer)
             rank, score = column(part, "rank"), column(part, "score")
             axes.loglog(rank, score, "-", color=colours[layer], lw=1.6, label=str(layer))
-            slope = -1 / (law["exponent"] - 1)
-            ends = np.array([1.0, law["tail"]])
-            axes.loglog(
-                ends, law["start"] * (ends / law["tail"]) ** slope, ":", color="black", lw=1
-            )
+            for law in where(laws, of=kind, layer=layer):
+                slope = -1 / (law["exponent"] - 1)
+                ends = np.array([1.0, law["tail"]])
+                line = law["start"] * (ends / law["tail"]) ** slope
+                axes.loglog(ends, line, ":", color="black", lw=1)
         axes.set_xlabel("rank")
         axes.set_title(f"accumulated score by {kind[:-1]}")
         low = column(where(rows, of=kind), "score")

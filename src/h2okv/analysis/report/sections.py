@@ -63,6 +63,9 @@ def _ranks(tables: Tables) -> str:
     parts = []
     for kind in ("tokens", "words"):
         own = where(laws, of=kind)
+        if not own:
+            parts.append(f"The text has too few different {kind} for a fit.")
+            continue
         exponents, plausible = column(own, "exponent"), column(own, "p_value") >= 0.1
         tails = column(own, "tail") / column(own, "values")
         normal = (column(own, "log_ratio") < 0) & (column(own, "log_ratio_p") < 0.05)

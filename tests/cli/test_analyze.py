@@ -1,0 +1,110 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
+
+from h2okv.analysis.measurements import MEASUREMENTS
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    words = [*"etaoinshrdlu", "the", "cat", "mat", "dog", "log"]
+    torch.manual_seed(0)
+    chosen = [words[i] for i in torch.randint(len(words), (200,)).tolist()]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(chosen), encoding="utf-8")
+    return path
+
+
+def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tmp_path):
+    out = tmp_path / "new" / "report"
+    done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
+    assert (done.code, done.out) == (0, f"{out / 'report.html'}\n"), done.err
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count("<img ") == 11
+    assert "Not measured (yet): Neurons" in page
+    tables = {table for m in MEASUREMENTS if not m.is_option for table in m.tables}
+    assert {path.stem for path in out.glob("*.csv")} == tables
+    again = h2okv_command(
+        "analyze", "--model", model_folder, "--text", text_file, "--out", out, "--neurons"
+    )
+    assert again.code == 0
+    assert (out / "neurons.csv").is_file()
+
+
+def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
+    command = [sys.executable, "-m", "h2okv.cli", "analyze", "--model", str(model_folder)]
+    command += ["--text", str(text_file), "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "removal.csv").is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "measurements are finished" in err and "the same command goes on" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "sparsity.csv").is_file()
+    assert not (tmp_path / "theory.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "the text is empty"),
+        (" \n \n", "the text is empty"),
+        ("the cat", "it takes at least 128, so give a longer text"),
+    ],
+)
+def test_a_text_without_enough_in_it(h2okv_command, model_folder, tmp_path, content, sentence):
+    path = tmp_path / "short.txt"
+    path.write_text(content)
+    out = tmp_path / "report"
+    done = h2okv_command("analyze", "--model", model_folder, "--text", path, "--out", out)
+    assert done.code == 2
+    assert done.err.startswith("h2okv: ") and done.err.count("\n") == 1
+    assert sentence in done.err
+    assert not out.exists()
+
+
+def test_bad_options(h2okv_command, model_folder, text_file, tmp_path):
+    base = ["analyze", "--model", model_folder, "--out", tmp_path / "report"]
+    done = h2okv_command(*base, "--text", "nowhere.txt")
+    assert done.code == 2 and "--text 'nowhere.txt' cannot be read" in done.err
+    done = h2okv_command(*base, "--text", text_file, "--tokens", 5)
+    assert done.code == 2 and "--tokens 5 is too few; give 128 or more" in done.err
+    done = h2okv_command("analyze", "--model", model_folder, "--text", text_file)
+    assert done.code == 2 and "--out" in done.err
+
+
+def test_a_folder_of_another_model_is_refused(
+    h2okv_command, model_folder, save_model, text_file, tmp_path
+):
+    (tmp_path / "settings.json").write_text('{"model": "another"}')
+    done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path)
+    assert done.code == 2
+    assert "holds an analysis with another model" in done.err
+
+
+def test_a_model_without_attention_access(h2okv_command, text_file, tokenizer, tmp_path):
+    folder = tmp_path / "bloom"
+    config = BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=300)
+    BloomForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    done = h2okv_command(
+        "analyze", "--model", folder, "--text", text_file, "--out", tmp_path / "report"
+    )
+    assert done.code == 2
+    assert "computes attention itself" in done.err

@@ -1,0 +1,108 @@
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+
+@pytest.fixture
+def text_file(tmp_path, prompt):
+    path = tmp_path / "text.txt"
+    path.write_text(prompt, encoding="utf-8")
+    return path
+
+
+def content_of(page):
+    data = re.search(r'<script type="application/json" id="content">(.*?)</script>', page, re.S)
+    return json.loads(data.group(1))
+
+
+def test_an_export_holds_every_policy_and_budget(h2okv_command, model_folder, text_file, tmp_path):
+    path = tmp_path / "kept.html"
+    done = h2okv_command(
+        "view", "--model", model_folder, "--text", text_file, "--export", path,
+        "--budget", 0.5, "--budget", 0.2, "--beside", "recent", "--layer", 1, "--new-tokens", 3,
+    )  # fmt: skip
+    assert (done.code, done.out) == (0, f"{path}\n"), done.err
+    content = content_of(path.read_text(encoding="utf-8"))
+    pairs = [(trace["policy"], trace["share"]) for trace in content["traces"]]
+    policies = ["full", "recent", "sink_recent", "h2o", "heavy", "random"]
+    assert pairs == [(policy, share) for policy in policies for share in (0.5, 0.2)]
+    reading, choice = content["reading"], content["choice"]
+    assert len(reading["tokens"]) == reading["given"] + 3
+    assert "".join(reading["tokens"][: reading["given"]]).endswith("on the log, ")
+    assert (choice["layer"], choice["beside"], choice["budgets"]) == (1, "recent", [0.5, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--layer", 9), "layer 9 is not a full-attention layer of this model; choose one of 0, 1"),
+        (("--head", -1), "head -1 is out of range; the KV heads are 0 to 1"),
+        (("--policy", "h3o"), "policy='h3o' is unknown"),
+        (("--beside", "h3o"), "policy='h3o' is unknown"),
+        (("--budget", 1.5), "a budget of 1.5 is no share of the text"),
+        (("--new-tokens", 9999), "9999 new tokens is out of range"),
+        (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    h2okv_command, model_folder, text_file, tmp_path, options, sentence
+):
+    base = ["view", "--model", model_folder, "--text", text_file, "--export", tmp_path / "k.html"]
+    done = h2okv_command(*base, *options)
+    assert done.code == 2
+    assert done.err.startswith("h2okv: ") and done.err.count("\n") == 1
+    assert sentence in done.err
+    assert not (tmp_path / "k.html").exists()
+
+
+def test_an_empty_text_and_a_place_that_cannot_be_written(
+    h2okv_command, model_folder, text_file, tmp_path
+):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    done = h2okv_command("view", "--model", model_folder, "--text", empty, "--export", "x.html")
+    assert done.code == 2 and "the text is empty" in done.err
+    done = h2okv_command(
+        "view", "--model", model_folder, "--text", text_file, "--export", tmp_path, "--budget", 0.5
+    )
+    assert done.code == 2 and "cannot be written" in done.err
+
+
+def test_a_taken_port_is_one_sentence(h2okv_command, model_folder, text_file):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = h2okv_command(
+            "view", "--model", model_folder, "--text", text_file, "--port", port, "--no-open"
+        )
+    assert done.code == 2
+    assert f"--port {port} cannot be opened" in done.err and "--port 0" in done.err
+
+
+def test_it_serves_the_page_until_ctrl_c(model_folder, text_file):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2okv.cli", "view", "--model", str(model_folder), "--port", "0",
+         "--text", str(text_file), "--no-open"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    try:
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            content = content_of(answer.read().decode())
+        assert content["choice"]["text"].startswith("the cat sat")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in err
