@@ -1,6 +1,8 @@
 """A chat is what the same tokens fed by hand would give, whatever interrupts it."""
 
+import io
 import signal
+import sys
 
 import pytest
 import torch
@@ -294,3 +296,20 @@ def test_sampling_follows_the_seed(load):
         chat = Chat(Partner(partner.model, partner.described, sampling), make_cache(partner))
         texts.append([chat.say(turn, ignore).token_ids for turn in ("the cat?", "the dog?")])
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_long_turn_shows_how_far_it_is(partner, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    chat = Chat(partner, make_cache(partner))
+    chat.say(LONG_TURN, ignore, show_progress=True)
+    assert terminal.getvalue() == ""
+    chat.say(LONG_TURN * 10, ignore, show_progress=True)
+    assert "reading " in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
+    chat.say(LONG_TURN * 10, ignore, show_progress=True)
+    assert quiet.getvalue() == ""

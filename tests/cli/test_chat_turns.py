@@ -1,4 +1,6 @@
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from h2okv.cli.chat_turns import PlainForm, TemplateForm, Transcript, form_for
 
@@ -111,3 +113,17 @@ class TestPlain:
         ids = tokenizer(" a cat\nUser", add_special_tokens=False)["input_ids"]
         again = form.ask(asked.answered("", ids, ""), "more")
         assert tokenizer.decode(again.token_ids).endswith("a cat\nUser: more\n\nAssistant:")
+
+    def test_a_tokenizer_that_begins_with_a_space_adds_none_in_the_middle(self):
+        inner = Tokenizer(models.Unigram())
+        inner.pre_tokenizer = pre_tokenizers.Metaspace()
+        inner.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(special_tokens=["<unk>"], unk_token="<unk>")
+        inner.train_from_iterator(["User: hello more\n\nAssistant: a cat" * 4], trainer=trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+        form = PlainForm(tokenizer)
+        asked = form.ask(Transcript(), "hello")
+        answer = tokenizer("a cat")["input_ids"]
+        again = form.ask(asked.answered("a cat", answer, " a cat"), "more")
+        expected = "User: hello\n\nAssistant: a cat\n\nUser: more\n\nAssistant:"
+        assert tokenizer.decode(again.token_ids) == expected

@@ -17,7 +17,7 @@ from h2okv.cli.kept_text import coloured, kept_shares, marked, runs_of
 from h2okv.cli.output import write_remark, write_text
 
 _LONG_CHAT = 2000
-_SHORTEN_ABOVE = 60
+_SHORTEN_ABOVE = 30
 
 _HELP = '''Type a turn and press Enter. A line that ends in a backslash goes on in the next one, and
 whatever stands between two lines of """ is one turn as it is.

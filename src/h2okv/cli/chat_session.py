@@ -126,6 +126,7 @@ class Chat:
                 f"the chat has {seen} tokens and this turn brings {new} more, but with"
                 f" --positions original the context of --model {described.name!r} ends at"
                 f" {described.context}; say less, /reset, or start with --positions rolling"
+                " (clamped for learned positions)"
             )
         return min(wanted, room)
 

@@ -13,6 +13,7 @@ Message = dict[str, str]
 # Stands for an earlier answer when a turn is rendered alone; letters only, so that no template
 # trims, escapes or splits it.
 _PLACEHOLDER = "anearlieranswerstoodhere"
+_ANCHOR = "a"
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,18 @@ class TurnForm(ABC):
     def _new_part(self, transcript: Transcript, message: str) -> tuple[str, list[int]]:
         """Text and tokens of a user's turn after the transcript."""
 
-    def _encode(self, text: str, *, is_start: bool) -> list[int]:
-        encoded = self.tokenizer(text, add_special_tokens=is_start, verbose=False)
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokens of a text by itself, with the first token of all texts if `special`."""
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return [int(token) for token in encoded["input_ids"]]
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """Tokens of a text that stands behind another one."""
+        # Some tokenizers put a space before whatever they get; then it stands before the anchor.
+        before, whole = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self._encode(text)
 
 
 class TemplateForm(TurnForm):
@@ -107,9 +117,9 @@ class TemplateForm(TurnForm):
         user = {"role": "user", "content": message}
         if not transcript.token_ids:
             text = self._render([*transcript.messages, user])
-            return text, self._encode(text, is_start=False)
+            return text, self._encode(text)
         text = self._continuation(transcript, user)
-        return text, self._encode(text, is_start=False)
+        return text, self._encode_behind(text)
 
     def _continuation(self, transcript: Transcript, user: Message) -> str:
         try:
@@ -161,12 +171,12 @@ class PlainForm(TurnForm):
         if not transcript.token_ids:
             before = f"{self.system}\n\n" if self.system else ""
             text = f"{before}User:{turn}"
-            return text, self._encode(text, is_start=True)
+            return text, self._encode(text, special=True)
         end = self.tokenizer.decode(
             transcript.token_ids[-self._LOOK_BACK :], skip_special_tokens=True
         )
         text = self._rest_of_separator(str(end)) + turn
-        return text, self._encode(text, is_start=False)
+        return text, self._encode_behind(text)
 
     def _rest_of_separator(self, end: str) -> str:
         """What is missing of the way to the user's line; the model may have begun it itself."""

@@ -134,15 +134,24 @@ def _characters(
 ) -> Iterator[tuple[int, int, float | None]]:
     """The tokens, those of one character together: first, end, mean share."""
     first = 0
+    whole: dict[int, bool] = {}  # by token: a long chat has more tokens than a vocabulary
     while first < len(token_ids):
         end = first + 1
-        for longer in range(end, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1):
-            if _UNFINISHED not in str(tokenizer.decode(list(token_ids[first:longer]))):
-                end = longer
-                break
+        token = token_ids[first]
+        if token not in whole:
+            whole[token] = _is_text(tokenizer, [token])
+        if not whole[token]:
+            for longer in range(end + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1):
+                if _is_text(tokenizer, token_ids[first:longer]):
+                    end = longer
+                    break
         known = shares[first:end]
         yield first, end, sum(known) / len(known) if known else None
         first = end
+
+
+def _is_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> bool:
+    return _UNFINISHED not in str(tokenizer.decode(list(token_ids)))
 
 
 def _run(
