@@ -68,6 +68,8 @@ def test_a_full_disk_brings_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(file, "_file", SimpleNamespace(flush=no_room))
     with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
         file.append(ROWS)
+    monkeypatch.undo()
+    file.close()
 
 
 def test_resident_memory_grows_with_what_is_held():

@@ -11,12 +11,12 @@ import typer
 import h2okv
 from h2okv.cache.positions import POSITIONS
 from h2okv.cli.cache_choice import CacheChoice
+from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
 from h2okv.cli.options import DTYPES, parse_device, parse_dtype
 from h2okv.cli.output import write_remark, write_text
 from h2okv.cli.report import format_bytes
-from h2okv.cli.stop_signal import StopSignal
 from h2okv.cli.stream_progress import StreamProgress, perplexity
 from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream import Step, Stream, StreamSettings
@@ -200,7 +200,7 @@ def _run(
     rows = None
     if files.csv is not None:
         rows = RowFile(files.csv, state.rows if files.resume else None)
-    with StopSignal() as stop, StreamProgress(running, total) as progress:
+    with Interrupt(running.model) as interrupt, StreamProgress(running, total) as progress:
 
         def on_step(step: Step) -> None:
             progress.update(step)
@@ -213,7 +213,7 @@ def _run(
                 rows=rows,
                 checkpoint=files.checkpoint,
                 save_every=save_every,
-                should_stop=lambda: stop.asked,
+                should_stop=lambda: interrupt.requested,
                 on_step=on_step,
             )
         except KeyboardInterrupt:  # the second one, which does not wait for the block
