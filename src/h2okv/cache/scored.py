@@ -210,8 +210,10 @@ class ScoredLayer(CacheLayerMixin):
         query, key = block.query, block.key
         if self.rotation is not None and block.undo is not None:
             width, layout = self.rotation.width, self.rotation.layout
-            query = turn(pair_up(query, width, layout), block.undo)
-            key = turn(pair_up(key, width, layout), block.undo).to(self.dtype)
+            # Together: for a single token it is the number of operations that takes time.
+            both = turn(pair_up(torch.cat([query, key], dim=1), width, layout), block.undo)
+            query, key = both.split([query.shape[1], key.shape[1]], dim=1)
+            key = key.to(self.dtype)
         output = self._attend(query, key, block.value, block.real, scale, softcap)
         return output.to(self.dtype)
 

@@ -11,6 +11,7 @@ from h2okv.cache.rolling import ranks_of, turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.decode import Ranks, decode_with_scores, write_slot
+from h2okv.ops.rotary import relative
 from h2okv.policy.selection import free_slot, keep_indices, protected_entries
 
 _GROWTH = 256
@@ -42,6 +43,7 @@ class SlotLayer(ScoredLayer):
         self.enabled: torch.Tensor | None = None
         self.ranks: torch.Tensor | None = None
         self.rank_factors: torch.Tensor | None = None
+        self.relative_factors: torch.Tensor | None = None
         self.is_full = False
         self.has_sinks = True
         self.last_growth = 0
@@ -79,8 +81,7 @@ class SlotLayer(ScoredLayer):
         full = self.is_full and real is None
         ranks = None
         if self.rotation is not None:
-            query = self._rank_new(query, real, full)
-            ranks = Ranks(self.rank_factors, self.ranks)
+            query, ranks = self._rank_new(query, real, full)
         write_slot(self.keys, self.free, key)
         write_slot(self.values, self.free, value)
         position = self.num_real_tokens.to(torch.int32).view(-1, 1, 1)
@@ -103,30 +104,39 @@ class SlotLayer(ScoredLayer):
         self._free_one(full)
         return output
 
-    def _rank_new(self, query: torch.Tensor, real: torch.Tensor | None, full: bool) -> torch.Tensor:
-        """Ranks the new token behind all; returns its query, turned. Mutates the layer."""
-        num_slots = self.positions.shape[2]
+    def _rank_new(
+        self, query: torch.Tensor, real: torch.Tensor | None, full: bool
+    ) -> tuple[torch.Tensor, Ranks]:
+        """Ranks the new token behind all; mutates the layer.
+
+        Returns:
+            The query, turned to its rank, and where the keys belong.
+        """
         if self.rank_factors is None:
-            self.rank_factors = self.rotation.of_ranks(self.rank_limit(1))
+            self._know_ranks()
         if full:
-            rank = torch.full_like(self.free, num_slots - 1, dtype=torch.int32)
-        else:
-            rank = self._counts().to(torch.int32)
+            # The free slot has the last rank already, and the keys are turned as seen from there.
+            return query, Ranks(self.relative_factors, self.ranks)
+        rank = self._counts().to(torch.int32)
         # All heads of a row hold the same number of entries.
-        own = rank[:, :1]
+        query = turn_to_ranks(query, rank[:, :1], self.rank_factors)
         if real is not None:
-            rank = torch.where(real.unsqueeze(1), rank, num_slots - 1)
+            rank = torch.where(real.unsqueeze(1), rank, self.ranks.shape[-1] - 1)
         self.ranks.scatter_(-1, self.free, rank)
-        return turn_to_ranks(query, own, self.rank_factors)
+        return query, Ranks(self.rank_factors, self.ranks)
 
     def _close_gap(self, full: bool) -> None:
         """Moves the entries behind the freed slot's one rank down; mutates the layer."""
-        gone = self.ranks.gather(-1, self.free)
-        behind = self.ranks > gone
+        behind = self.ranks > self.ranks.gather(-1, self.free)
         if not full:
             behind &= self.positions >= 0
-        self.ranks -= behind.to(self.ranks.dtype)
+        self.ranks.add_(behind, alpha=-1)
         self.ranks.scatter_(-1, self.free, self.ranks.shape[-1] - 1)
+
+    def _know_ranks(self) -> None:
+        """Notes the turns of a decode step, which all steps share; mutates the layer."""
+        self.rank_factors = self.rotation.of_ranks(self.rank_limit(1))
+        self.relative_factors = relative(self.rank_factors)
 
     def _free_one(self, full: bool) -> None:
         """Finds the slot that the next token takes, and evicts what it holds; mutates the layer."""
@@ -298,7 +308,7 @@ class SlotLayer(ScoredLayer):
             self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
             if self.rotation is not None:
                 self.ranks = ranks_of(self.positions)
-                self.rank_factors = self.rotation.of_ranks(self.rank_limit(1))
+                self._know_ranks()
 
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""

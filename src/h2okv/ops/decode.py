@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from h2okv.ops.rotary import turn, turn_gathered
+from h2okv.ops.rotary import Scratch, turn, turn_gathered
 
 _TURN_ELEMENTS = 5 << 17
 """Numbers of keys turned at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
@@ -103,10 +103,9 @@ def _logits_at_ranks(query: torch.Tensor, keys: torch.Tensor, ranks: Ranks) -> t
     if keys.device.type == "cpu":
         step = max(1, min(count, _TURN_ELEMENTS // (num_slots * size)))
     logits = query.new_empty(count, query.shape[1], num_slots)
-    buffer = table.new_empty(step * num_slots, *table.shape[1:])
+    scratch = Scratch.for_keys(keys, table, step)
     for start in range(0, count, step):
-        at = slice(start, min(start + step, count))
-        used = buffer[: (at.stop - start) * num_slots]
-        turned = turn_gathered(keys[at], table, index[at], used)
+        at = slice(start, start + step)
+        turned = turn_gathered(keys[at], table, index[at], scratch)
         torch.bmm(query[at], turned.transpose(1, 2), out=logits[at])
     return logits

@@ -6,12 +6,41 @@ held as fp32 ``[..., R / 2, 2]``: real and imaginary part.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 Layout = Literal["half", "interleaved"]
 """Which two numbers of a head are turned together: d and d + R / 2, or 2 d and 2 d + 1."""
+
+
+class Scratch(NamedTuple):
+    """Memory for the turned keys of some rows.
+
+    Attributes:
+        turned: fp32 ``[rows * S, R / 2, 2]``.
+        converted: fp32 ``[rows, S, R / 2, 2]`` for keys of another dtype; else ``None``.
+    """
+
+    turned: torch.Tensor
+    converted: torch.Tensor | None
+
+    @classmethod
+    def for_keys(cls, keys: torch.Tensor, factors: torch.Tensor, rows: int) -> Scratch:
+        """Makes room.
+
+        Args:
+            keys: ``[B * H, S, D]``.
+            factors: fp32 ``[n, R / 2, 2]``.
+            rows: how many rows are turned at a time.
+
+        Returns:
+            The memory, unwritten.
+        """
+        num_slots, pair = keys.shape[1], factors.shape[1:]
+        turned = factors.new_empty(rows * num_slots, *pair)
+        fits = keys.dtype == factors.dtype
+        return cls(turned, None if fits else factors.new_empty(rows, num_slots, *pair))
 
 
 def pair_up(states: torch.Tensor, width: int, layout: Layout) -> torch.Tensor:
@@ -51,7 +80,7 @@ def turn(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def turn_gathered(
-    states: torch.Tensor, factors: torch.Tensor, ranks: torch.Tensor, buffer: torch.Tensor
+    states: torch.Tensor, factors: torch.Tensor, ranks: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
     """Turns each entry by its own rank, in memory that is used again; for eager code.
 
@@ -59,15 +88,19 @@ def turn_gathered(
         states: ``[rows, S, D]``, pairs next to each other.
         factors: fp32 ``[n, R / 2, 2]``, the turn to each rank.
         ranks: int ``[rows, S]``.
-        buffer: fp32 ``[rows * S, R / 2, 2]``; mutated.
+        scratch: mutated.
 
     Returns:
-        fp32 ``[rows, S, D]``, in the buffer's memory if all of a head is turned.
+        fp32 ``[rows, S, D]``, in the scratch's memory if all of a head is turned.
     """
     width = 2 * factors.shape[-2]
-    torch.index_select(factors, 0, ranks.flatten(), out=buffer)
-    turned = buffer.view(*ranks.shape, width // 2, 2)
-    pairs = states[..., :width].float().unflatten(-1, (-1, 2))
+    rows, num_slots = ranks.shape
+    turned = scratch.turned[: rows * num_slots]
+    torch.index_select(factors, 0, ranks.flatten(), out=turned)
+    turned = turned.view(rows, num_slots, width // 2, 2)
+    pairs = states[..., :width].unflatten(-1, (-1, 2))
+    if scratch.converted is not None:
+        pairs = scratch.converted[:rows].copy_(pairs)
     # A product in place takes two thirds of the time of one into new memory.
     torch.view_as_complex(turned).mul_(torch.view_as_complex(pairs))
     turned, rest = turned.flatten(-2), states[..., width:]
@@ -86,6 +119,19 @@ def inverse(factors: torch.Tensor) -> torch.Tensor:
     real, imaginary = factors.float().unbind(-1)
     size = real.square() + imaginary.square()
     return torch.stack([real / size, -imaginary / size], dim=-1)
+
+
+def relative(factors: torch.Tensor) -> torch.Tensor:
+    """Turns as seen from the last one, so that what sits there needs none itself.
+
+    Args:
+        factors: fp32 ``[n, R / 2, 2]``, the turns to n ranks.
+
+    Returns:
+        The same shape: the turn of a key that stands for its own turn and the last one of a query.
+    """
+    last = factors[-1] * factors.new_tensor([1.0, -1.0])
+    return _multiply(factors, last)
 
 
 def _multiply(pairs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
