@@ -13,7 +13,7 @@ pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 fcntl = pytest.importorskip("fcntl")
 termios = pytest.importorskip("termios")
 
-WAIT = 60
+WAIT = 120
 CONTROL_C, CONTROL_D, UP, ENTER = b"\x03", b"\x04", b"\x1b[A", b"\r"
 
 

@@ -25,8 +25,10 @@ from h2okv.cli.report import format_bytes
 
 HELP = """Chat with a model on one H2O cache.
 
-Only what is new is read in each turn, and the cache never holds more than its budget, so that a
-chat can go on for ever. Answers stream to stdout, all else goes to stderr. /help lists what can be
+Only what is new is read in each turn, and the cache never holds more than
+its budget, so that a chat can go on for ever.
+
+Answers stream to stdout, all else goes to stderr. /help lists what can be
 typed beside a turn; from a pipe, each line or block is a turn.
 
 Examples:

@@ -148,7 +148,9 @@ def _show(text: str) -> None:
     import pydoc
 
     # less shows colours only if it is told to.
-    os.environ.setdefault("LESS", "-R")
+    options = os.environ.get("LESS", "")
+    if "R" not in options:
+        os.environ["LESS"] = f"{options} -R".strip()
     pydoc.pager(text)
 
 
