@@ -170,6 +170,21 @@ def test_bad_options_are_refused(make_llama, options, message):
 
 
 @torch.no_grad()
+def test_position_ids_that_a_caller_overwrites_in_place(make_llama):
+    model = make_llama(kv_heads=1)
+    ids = tokens(40)
+    results = []
+    for reuse in (False, True):
+        cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+        place = torch.empty(1, 1, dtype=torch.long)
+        for at in range(40):
+            step = place.fill_(at) if reuse else torch.tensor([[at]])
+            logits = model(ids[:, at : at + 1], position_ids=step, past_key_values=cache).logits
+        results.append(logits)
+    assert torch.equal(*results)
+
+
+@torch.no_grad()
 def test_dynamic_scaling_needs_enable(make_llama):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = make_llama(rope_parameters=rope)

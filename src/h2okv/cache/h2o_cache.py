@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2okv.budget import Budget
 from h2okv.cache.integrity import check_integrity
-from h2okv.cache.persistence import check_same_model, read_head, restore, save_cache
+from h2okv.cache.persistence import load_cache, save_cache
 from h2okv.cache.positions import PositionRule, Positions
 from h2okv.cache.rolling import Rotation
 from h2okv.cache.scored import ScoredLayer
@@ -212,28 +212,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the file is damaged, or of another model, dtype, contract or policy.
         """
-        head = read_head(path)
-        device = torch.device("cpu")
-        if model is None:
-            saved = dict(head["config"])
-            config = AutoConfig.for_model(saved.pop("model_type"), **saved)
-        else:
-            config = model if isinstance(model, PreTrainedConfig) else model.config
-            check_same_model(path, head["config"], config)
-        if isinstance(model, PreTrainedModel):
-            device = model.device
-        if policy is None:
-            policy = get_policy(head["policy"]["name"])
-            vars(policy).update(head["policy"]["settings"])
-        cache = cls(config, policy=policy, **head["options"])
-        restore(cache, path, head, device)
-        dtype = cache._scored[0].dtype
-        if isinstance(model, PreTrainedModel) and model.dtype != dtype:
-            raise ValueError(
-                f"'{path}' was saved in {dtype} and the model is in {model.dtype}; load the model "
-                f"with dtype={dtype}."
-            )
-        return cache
+        return load_cache(cls, path, model, policy)
 
     def fork(self, copies: int) -> H2OCache:
         """Makes an independent cache in which every row is there several times.

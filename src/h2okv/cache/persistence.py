@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache.scored import ScoredLayer
+from h2okv.policy import Policy, get_policy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from h2okv.cache.h2o_cache import H2OCache
 
 CONTRACT = 1
@@ -113,34 +113,46 @@ def read_notes(path: str | Path) -> dict[str, str]:
     return json.loads(_metadata(path)[_NOTES])
 
 
-def restore(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch.device) -> None:
-    """Fills an empty cache from a file.
+def load_cache(
+    cache_class: type[H2OCache],
+    path: str | Path,
+    model: PreTrainedModel | PreTrainedConfig | None,
+    policy: Policy | None,
+) -> H2OCache:
+    """Reads what `save_cache` wrote; see `H2OCache.load`.
 
     Args:
-        cache: made with the file's options; mutated.
+        cache_class: what to make.
         path: the file.
-        head: from `read_head`.
-        device: where the tensors go.
+        model: the model that shall go on, its config, or ``None``.
+        policy: a policy that is not registered by name, or ``None``.
+
+    Returns:
+        The cache.
 
     Raises:
-        ValueError: if the file is damaged or does not fit the cache's layers.
+        ValueError: if the file is damaged, or of another model, dtype, contract or policy.
     """
-    held: list[dict[str, torch.Tensor]] = [{} for _ in cache.layers]
-    try:
-        with safe_open(str(path), framework="pt", device=str(device)) as file:
-            for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
-                index, _, part = name.partition(".")
-                held[int(index)][part] = file.get_tensor(name)
-        for layer, tensors, told in zip(cache.layers, held, head["layers"], strict=True):
-            missing = set(told["tensors"]) - set(tensors)
-            if missing:
-                raise LookupError(f"{min(missing)} is missing")
-            if isinstance(layer, ScoredLayer):
-                layer.restore(tensors, told["numbers"])
-            else:
-                _restore_foreign(layer, tensors, told["numbers"])
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{_damaged(path)} ({error}).") from error
+    head = read_head(path)
+    if model is None:
+        saved = dict(head["config"])
+        config = AutoConfig.for_model(saved.pop("model_type"), **saved)
+    else:
+        config = model if isinstance(model, PreTrainedConfig) else model.config
+        check_same_model(path, head["config"], config)
+    if policy is None:
+        policy = get_policy(head["policy"]["name"])
+        vars(policy).update(head["policy"]["settings"])
+    cache = cache_class(config, policy=policy, **head["options"])
+    loaded = isinstance(model, PreTrainedModel)
+    _fill(cache, path, head, model.device if loaded else torch.device("cpu"))
+    dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, ScoredLayer))
+    if loaded and model.dtype != dtype:
+        raise ValueError(
+            f"'{path}' was saved in {dtype} and the model is in {model.dtype}; load the model "
+            f"with dtype={dtype}."
+        )
+    return cache
 
 
 def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
@@ -179,6 +191,26 @@ def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrained
                 f"'{path}' was saved with another model: its {name} is {saved.get(name)!r} and "
                 f"this model's is {own.get(name)!r}; load it with the model that wrote it."
             )
+
+
+def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch.device) -> None:
+    """Fills an empty cache, made with the file's options; mutates it."""
+    held: list[dict[str, torch.Tensor]] = [{} for _ in cache.layers]
+    try:
+        with safe_open(str(path), framework="pt", device=str(device)) as file:
+            for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
+                index, _, part = name.partition(".")
+                held[int(index)][part] = file.get_tensor(name)
+        for layer, tensors, told in zip(cache.layers, held, head["layers"], strict=True):
+            missing = set(told["tensors"]) - set(tensors)
+            if missing:
+                raise LookupError(f"{min(missing)} is missing")
+            if isinstance(layer, ScoredLayer):
+                layer.restore(tensors, told["numbers"])
+            else:
+                _restore_foreign(layer, tensors, told["numbers"])
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_damaged(path)} ({error}).") from error
 
 
 def _metadata(path: str | Path) -> dict[str, str]:

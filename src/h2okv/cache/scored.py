@@ -7,7 +7,6 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.budget import Budget, TokenBudget
 from h2okv.cache.blocks import Block, split_block
@@ -15,6 +14,7 @@ from h2okv.cache.fingerprint import fingerprint
 from h2okv.cache.positions import PositionRule
 from h2okv.cache.refusals import check_match, check_window
 from h2okv.cache.rolling import Rotation
+from h2okv.cache.rows import RowLayer
 from h2okv.ops.rotary import pair_up, turn
 from h2okv.policy import Policy
 
@@ -27,7 +27,7 @@ _NO_WAY_BACK = (
 )
 
 
-class ScoredLayer(CacheLayerMixin):
+class ScoredLayer(RowLayer):
     """One attention layer's cache with scores; subclasses hold the entries.
 
     The model calls `update` and then the attention function, which calls `attend` on the layer
@@ -302,43 +302,6 @@ class ScoredLayer(CacheLayerMixin):
         """
         raise ValueError(_NO_WAY_BACK)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Takes each row from another one, scores included (beam search).
-
-        Args:
-            beam_idx: int64 ``[B]``, source row of each row.
-        """
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row.
-
-        Args:
-            repeats: copies of each row, next to each other.
-        """
-        rows = torch.arange(self.batch_size, device=self.device)
-        self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the named rows, in this order.
-
-        Args:
-            indices: int64 ``[B']``, rows to keep; may repeat.
-        """
-        if not self.is_initialized:
-            return
-        indices = indices.to(self.device)
-        for name in self.row_tensors():
-            held = getattr(self, name, None)
-            if held is not None:
-                with torch.inference_mode(False):
-                    chosen = held.new_empty((len(indices), *held.shape[1:]))
-                torch.index_select(held, 0, indices, out=chosen)
-                setattr(self, name, chosen)
-        if self.row_budgets:
-            self.row_budgets = [self.row_budgets[row] for row in indices.tolist()]
-        self.batch_size = len(indices)
-
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What a file must hold to go on from here.
 
@@ -373,20 +336,6 @@ class ScoredLayer(CacheLayerMixin):
             setattr(self, name, tensor)
         self.row_budgets = [TokenBudget(*parts) for parts in numbers["row_budgets"]]
         self.expected_weights = numbers["weights"]
-
-    def move(self, device: torch.device) -> None:
-        """Brings all entries to another device; mutates the layer."""
-        for name in (*self.row_tensors(), "cumulative_length"):
-            held = getattr(self, name, None)
-            if held is not None:
-                setattr(self, name, held.to(device))
-        self.device = device
-
-    def row_tensors(self) -> tuple[str, ...]:
-        """Names the attributes whose first dimension is the batch."""
-        return (
-            "keys", "values", "scores", "positions", "num_real_tokens", "sink", "recent", "total",
-        )  # fmt: skip
 
     @property
     @abstractmethod
