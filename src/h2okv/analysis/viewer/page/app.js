@@ -98,7 +98,7 @@ class View {
     let level = 1;
     for (const { trace } of this.active()) {
       const scores = trace?.layerScores.get(this.layer) ?? [];
-      for (const value of scores) if (value > level) level = value;
+      for (let i = 0; i < scores.length; i += 1) if (scores[i] > level) level = scores[i];
       if (trace) this.top = trace.scoreOf(level);
     }
     byId("ramp-low").textContent = (this.top / 1000).toPrecision(2);

@@ -14,53 +14,65 @@ class HeadMap {
     });
   }
 
+  // Painted when the page has a moment: with all heads of a large model it takes longer than text.
   paint(trace) {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.draw(trace), 30);
+  }
+
+  draw(trace) {
     const { view, canvas } = this;
+    const { step } = view;
+    const { length, gone } = trace;
     const rows = view.reading.layers.length * view.reading.heads;
     const height = Math.max(1, Math.min(8, Math.floor(480 / rows)));
-    const width = Math.min(trace.length, 1000);
-    if (canvas.width !== width || canvas.height !== rows * height) {
-      canvas.width = width;
-      canvas.height = rows * height;
-    }
+    const width = Math.min(length, 1000);
+    canvas.width = width;
+    canvas.height = rows * height;
     const context = canvas.getContext("2d");
     const image = context.createImageData(width, rows * height);
-    const style = getComputedStyle(document.documentElement);
-    const [held, rest, mark] = ["--held", "--rest", "--window"].map((name) =>
-      rgb(style.getPropertyValue(name)),
-    );
-    const paper = rgb(style.getPropertyValue("--paper"));
+    const pixels = new Uint32Array(image.data.buffer);
+    const { shades, paper, mark } = colours();
     const chosen = view.layer * view.reading.heads + view.head;
     for (let row = 0; row < rows; row += 1) {
-      const gone = trace.gone.subarray(row * trace.length, (row + 1) * trace.length);
+      const start = row * height * width;
+      const from = row * length;
       for (let x = 0; x < width; x += 1) {
-        const from = Math.floor((x * trace.length) / width);
-        const to = Math.max(from + 1, Math.floor(((x + 1) * trace.length) / width));
-        let read = 0;
+        const first = Math.floor((x * length) / width);
+        const end = Math.min(step, Math.max(first, Math.floor(((x + 1) * length) / width) - 1));
         let kept = 0;
-        for (let token = from; token < to && token <= view.step; token += 1) {
-          read += 1;
-          if (gone[token] > view.step + 1) kept += 1;
-        }
-        const part = kept / (read || 1);
-        const colour = read ? rest.map((value, i) => value + (held[i] - value) * part) : paper;
-        for (let y = 0; y < height; y += 1) {
-          const edge = row === chosen && height > 2 && (y === 0 || y === height - 1);
-          const [r, g, b] = edge ? mark : colour;
-          const at = 4 * ((row * height + y) * width + x);
-          image.data[at] = r;
-          image.data[at + 1] = g;
-          image.data[at + 2] = b;
-          image.data[at + 3] = 255;
-        }
+        for (let token = first; token <= end; token += 1) if (gone[from + token] > step + 1) kept += 1;
+        pixels[start + x] = first > step ? paper : shades[Math.round((kept / (end - first + 1)) * 15)];
+      }
+      for (let y = 1; y < height; y += 1) pixels.copyWithin(start + y * width, start, start + width);
+      if (row === chosen && height > 2) {
+        pixels.fill(mark, start, start + width);
+        pixels.fill(mark, start + (height - 1) * width, start + height * width);
       }
     }
     context.putImageData(image, 0, 0);
     canvas.setAttribute(
       "aria-label",
-      `Which tokens each of ${rows} heads holds after step ${view.step + 1}, ${trace.packed.policy}`,
+      `Which tokens each of ${rows} heads holds after step ${step + 1}, ${trace.packed.policy}`,
     );
   }
+}
+
+// The theme's colours as pixels: sixteen shades from nothing held to all held.
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  const [held, rest, mark, paper] = ["--held", "--rest", "--window", "--paper"].map((name) =>
+    rgb(style.getPropertyValue(name)),
+  );
+  const shades = Array.from({ length: 16 }, (_, i) =>
+    pixel(rest.map((value, part) => value + ((held[part] - value) * i) / 15)),
+  );
+  return { shades, paper: pixel(paper), mark: pixel(mark) };
+}
+
+function pixel([r, g, b]) {
+  const bytes = new Uint8Array([r, g, b, 255]);
+  return new Uint32Array(bytes.buffer)[0];
 }
 
 function rgb(text) {

@@ -45,8 +45,25 @@ class Pane {
       return span;
     });
     this.painted = new Array(this.spans.length).fill("t unread");
-    this.tokens.replaceChildren(...this.spans);
+    this.tokens.replaceChildren(...this.paragraphs());
     this.chosen = null;
+    this.paintedStep = 0;
+  }
+
+  // The spans in blocks that end with a line.
+  paragraphs() {
+    const blocks = [];
+    let block = document.createElement("div");
+    this.spans.forEach((span, index) => {
+      block.append(span);
+      const text = span.textContent;
+      const next = this.spans[index + 1]?.textContent ?? "";
+      if (text.endsWith("\n") && !next.startsWith("\n")) {
+        blocks.push(block);
+        block = document.createElement("div");
+      }
+    });
+    return [...blocks, block];
   }
 
   // Repaints what has changed since the last time.
@@ -59,6 +76,9 @@ class Pane {
     const { sink, recent } = trace.packed;
     const evicts = trace.packed.policy !== "full";
     const counts = { held: 0, leaving: 0 };
+    // Fading is for what goes at a step; after a jump it would only hold the page up.
+    this.tokens.classList.toggle("still", Math.abs(step - this.paintedStep) !== 1);
+    this.paintedStep = step;
     for (let token = 0; token < this.spans.length; token += 1) {
       let name;
       if (token > step) name = "t unread";
