@@ -24,7 +24,10 @@ CHOICE = {
     "new_tokens": 6,
     "text": TEXT,
 }
-READY = "document.getElementById('viewer').hidden === false && view.panes[0].trace && !message()"
+READY = (
+    "document.getElementById('viewer').hidden === false && !message()"
+    " && view.panes[0].trace?.layerScores.has(view.layer)"
+)
 HELPERS = """
 globalThis.message = () => document.getElementById('message').textContent;
 globalThis.kept = (place) => view.panes[place].spans
@@ -129,7 +132,7 @@ def test_every_control_has_a_key(page, reading, expected):
 def test_two_policies_side_by_side(page, reading, expected):
     page.press("End")
     page.press("b")
-    page.wait("view.panes[1].trace && !message()")
+    page.wait("view.panes[1].trace?.layerScores.has(view.layer) && !message()")
     last = reading.length - 1
     assert page.run("document.querySelectorAll('.pane').length") == 2
     assert page.run("kept(0)") == expected("h2o", last, 1, 0)
@@ -235,7 +238,7 @@ def test_an_export_works_alone(browser, page, reading, expected, tmp_path):
     last = reading.length - 1
     assert browser.run("kept(0)") == expected("h2o", last, 1, 0)
     browser.press("b")
-    browser.wait("view.panes[1].trace && !message()")
+    browser.wait("view.panes[1].trace?.layerScores.has(view.layer) && !message()")
     assert browser.run("kept(1)") == expected("recent", last, 1, 0)
     assert browser.run("document.getElementById('input').hidden")
     assert browser.complaints() == []
@@ -244,7 +247,7 @@ def test_an_export_works_alone(browser, page, reading, expected, tmp_path):
 def test_a_saved_page_works_alone(browser, page, tmp_path):
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     page.press("b")
-    page.wait("view.panes[1].trace && !message()")
+    page.wait("view.panes[1].trace?.layerScores.has(view.layer) && !message()")
     page.press("End")
     before = page.run("JSON.stringify([view.reading.tokens, kept(0)])")
     page.run("document.getElementById('export').click()")

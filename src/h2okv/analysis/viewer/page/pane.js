@@ -69,7 +69,8 @@ class Pane {
   // Repaints what has changed since the last time.
   paint() {
     const { view, trace } = this;
-    if (!trace) return;
+    // A choice may still be loading.
+    if (!trace?.layerScores.has(view.layer)) return;
     const { layer, head, step } = view;
     const gone = trace.goneAt(layer, head);
     const score = trace.scorer(layer, head, step);
