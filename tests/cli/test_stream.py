@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from h2okv.evaluation.stream_record import read_rows
 
@@ -96,11 +96,13 @@ def test_mt_bench_runs_as_it_is(h2okv_command, shared):
     assert outcome.err.startswith("150 tokens | perplexity ")
 
 
-def test_a_budget_beyond_the_window_brings_a_note(stream, book):
-    budget = ("--heavy", 200, "--recent", 50, "--chunk", 8)
-    outcome = stream("--text", book, "--tokens", 20, budget=budget)
-    assert "note: budget and chunk together are 258 tokens" in outcome.err
-    assert "note" not in stream("--text", book, "--tokens", 20, budget=()).err
+def test_budget_and_chunk_must_fit_the_window(stream, book):
+    budget = ("--heavy", 200, "--recent", 49, "--chunk", 8)
+    outcome = stream("--text", book, "--tokens", 300, budget=budget)
+    assert outcome.code == 2
+    assert "a budget of 249 tokens and a --chunk of 8 are more than the trained" in outcome.err
+    budget = ("--heavy", 200, "--recent", 48, "--chunk", 8)
+    assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
 def test_without_a_budget_it_follows_the_window(stream, book, tmp_path):
@@ -159,6 +161,28 @@ def test_bad_options_bring_one_sentence(stream, book, monkeypatch, tmp_path, arg
     assert outcome.out == ""
     assert complaint in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_path):
+    config = OPTConfig(
+        vocab_size=300, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=32,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "opt")
+
+    def call(*args):
+        return stream("--text", book, "--tokens", 100, *args, model=tmp_path / "opt")
+
+    for args, complaint in [
+        ((), "'opt' has no rotary positions"),
+        (("--policy", "full"), "learned positions for 64 tokens, and the stream goes on to 96"),
+    ]:
+        outcome = call(*args)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert complaint in outcome.err
+    assert call("--positions", "clamped").code == 0
+    assert call("--positions", "original", "--tokens", 64).code == 0
 
 
 def test_bad_sources_bring_one_sentence(stream, book, chats, tmp_path):

@@ -10,6 +10,7 @@ import typer
 
 import h2okv
 from h2okv.cache.positions import POSITIONS
+from h2okv.cache.support import trained_window
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.exit_codes import INTERRUPTED
@@ -19,10 +20,11 @@ from h2okv.cli.output import write_remark, write_text
 from h2okv.cli.report import format_bytes
 from h2okv.cli.stream_progress import StreamProgress, perplexity
 from h2okv.evaluation.resident_memory import resident_bytes
-from h2okv.evaluation.stream import Step, Stream, StreamSettings
+from h2okv.evaluation.stream import Step, Stream
 from h2okv.evaluation.stream_plot import check_plot, plot_stream
 from h2okv.evaluation.stream_record import RowFile
 from h2okv.evaluation.stream_run import run_stream
+from h2okv.evaluation.stream_settings import StreamSettings
 from h2okv.evaluation.stream_source import ConversationSource, TextSource
 from h2okv.evaluation.stream_state import Setting
 
@@ -129,6 +131,7 @@ def stream(
     described = describe(model)
     choice = _choice(described, policy, heavy, recent, sink, positions)
     choice.make(described.config, seed)  # a bad budget is heard about before anything is read
+    _check_room(described, choice, settings)
     source = _source(described, text, input)
     loaded = load_weights(described, wanted_dtype, wanted_device)
     identity: dict[str, Setting] = {
@@ -140,7 +143,7 @@ def stream(
     else:
         cache = choice.make(described.config, seed)
         running = Stream(loaded, cache, source, settings, identity)
-    _warn(described, choice, source, settings)
+    _note_short_text(source, settings)
     return _run(running, described, choice, files, save_every)
 
 
@@ -169,23 +172,21 @@ def _source(
     return ConversationSource(conversations, described.tokenizer, vocab_size)
 
 
-def _warn(
-    described: Described,
-    choice: CacheChoice,
-    source: TextSource | ConversationSource,
-    settings: StreamSettings,
-) -> None:
-    """Says what a user may not expect."""
+def _check_room(described: Described, choice: CacheChoice, settings: StreamSettings) -> None:
+    """Refuses ranks past the trained window now, not at the block that would reach them."""
+    held = int(choice.heavy) + int(choice.recent) + choice.sink
+    window = trained_window(described.config)
+    if choice.positions == "rolling" and window is not None and held + settings.chunk > window:
+        raise ValueError(
+            f"a budget of {held} tokens and a --chunk of {settings.chunk} are more than the"
+            f" trained window of {window}; make --heavy, --recent or --chunk smaller"
+        )
+
+
+def _note_short_text(source: TextSource | ConversationSource, settings: StreamSettings) -> None:
     wanted = settings.tokens
     if wanted is not None and isinstance(source, TextSource) and source.num_tokens < wanted:
         write_remark(f"note: the text has {source.num_tokens} tokens to read, not {wanted}")
-    held = int(choice.heavy) + int(choice.recent) + choice.sink + settings.chunk
-    window = described.context
-    if choice.positions == "rolling" and window is not None and held > window:
-        write_remark(
-            f"note: budget and chunk together are {held} tokens, more than the trained window of"
-            f" {window}; smaller ones give better text"
-        )
 
 
 def _run(

@@ -18,37 +18,14 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.persistence import read_notes
+from h2okv.cache.support import check_positions, trained_window
 from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_record import Row
+from h2okv.evaluation.stream_settings import StreamSettings
 from h2okv.evaluation.stream_source import Piece, StreamSource
 from h2okv.evaluation.stream_state import Setting, StreamState
 from h2okv.integration import enable
 from h2okv.integration.reading import read_blocks
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """How a stream is read.
-
-    Attributes:
-        chunk: Tokens of a block of given text; 1 is the paper's Algorithm 1.
-        every: Tokens between two rows.
-        tokens: Where to stop; None for the source's end.
-        max_new_tokens: The most tokens of an answer.
-    """
-
-    chunk: int = 64
-    every: int = 1000
-    tokens: int | None = None
-    max_new_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        """Refuses what no stream can be read with."""
-        for name in ("chunk", "every", "tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {value} is too few; give 1 or more")
 
 
 @dataclass(frozen=True)
@@ -99,6 +76,7 @@ class Stream:
         self.state = state or StreamState()
         self._identity = dict(identity or {})
         self._end_ids = _end_ids(model)
+        self._last_position = _last_position(model, cache)
 
     @classmethod
     def resume(
@@ -221,6 +199,7 @@ class Stream:
         start = self.state.read
         if start >= end:
             return
+        self._check_positions(end - start)
         began = time.perf_counter()
         blocks = read_blocks(
             self.model, ids[None, start:end], self.cache, self.settings.chunk, all_logits=True
@@ -236,11 +215,22 @@ class Stream:
 
     def _read_own(self) -> Iterator[Step]:
         """Reads the last token of the answer, and chooses the one after it."""
+        self._check_positions(1)
         began = time.perf_counter()
         last = torch.tensor([self.state.answer[-1:]])
         for _, logits in read_blocks(self.model, last, self.cache, 1):
             chosen = [int(logits[0, -1].argmax())]
             yield self._step(logits[0], chosen, chosen, began)
+
+    def _check_positions(self, count: int) -> None:
+        """Refuses tokens that learned positions do not reach, which would end in a crash."""
+        last = self.state.position + count
+        if self._last_position is not None and last > self._last_position:
+            raise ValueError(
+                f"the model has learned positions for {self._last_position} tokens, and the stream"
+                f" goes on to {last}; use --positions clamped, or stop by --tokens"
+                f" {self._last_position}"
+            )
 
     def _step(
         self, logits: torch.Tensor, following: list[int], chosen: list[int], began: float
@@ -298,6 +288,17 @@ class Stream:
 
 def _is_number(value: float) -> bool:
     return value == value
+
+
+def _last_position(model: PreTrainedModel, cache: H2OCache) -> int | None:
+    """Where learned positions end, if they are the text's; rotary ones just go on."""
+    if cache.rule.positions != "original":
+        return None
+    try:
+        check_positions(model.config, "clamped", cache.policy)
+    except ValueError:
+        return None
+    return trained_window(model.config)
 
 
 def _end_ids(model: PreTrainedModel) -> set[int]:
