@@ -103,6 +103,19 @@ def test_it_shows_what_the_cache_holds_while_scrubbing(page, reading, expected):
     assert page.complaints() == []
 
 
+def test_the_newest_token_stays_in_sight(page, reading):
+    page.run("view.panes[0].tokens.style.maxHeight = '60px'")
+    for key in ("End", "Home", "End"):
+        page.press(key)
+        inside = page.run(
+            "(() => { const { tokens, spans } = view.panes[0];"
+            "const box = tokens.getBoundingClientRect();"
+            "const span = spans[view.step].getBoundingClientRect();"
+            "return span.top >= box.top && span.bottom <= box.bottom; })()"
+        )
+        assert inside, key
+
+
 def test_every_control_has_a_key(page, reading, expected):
     start = page.run("view.step")
     page.press("ArrowRight")

@@ -139,9 +139,11 @@ class Pane {
   // Scrolls the text, never the page, so that the newest token is seen.
   follow(span) {
     const { tokens } = this;
-    const top = span.offsetTop;
-    const inView = top >= tokens.scrollTop && top < tokens.scrollTop + tokens.clientHeight - 40;
-    if (!inView) tokens.scrollTop = top - tokens.clientHeight / 2;
+    const box = tokens.getBoundingClientRect();
+    const { top, bottom } = span.getBoundingClientRect();
+    if (top < box.top || bottom > box.bottom) {
+      tokens.scrollTop += (top + bottom - box.top - box.bottom) / 2;
+    }
   }
 
   inspect(index) {
