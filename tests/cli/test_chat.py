@@ -143,6 +143,8 @@ def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_pa
     loaded = chat(f"/load {file}\nthe mat\n", "--seed", "3")
     assert first + loaded.out == whole
     assert "saved with --seed 0; this chat goes on with its own" in loaded.err
+    anew = chat(f"/load {file}\n/reset\nthe cat\n").out
+    assert anew == chat("the cat\n", "--system", "be brief").out != chat("the cat\n").out
     # Saving over a saved chat is what saving is for.
     assert "saved to" in chat(f"the cat\n/save {file}\n").err
 

@@ -200,7 +200,10 @@ def test_control_c_while_a_turn_is_read_leaves_the_rest_for_the_next(partner):
     assert by_hand(partner, cache, fed, ANSWER) == later.token_ids
 
 
-def test_a_second_control_c_breaks_off_and_says_so(partner):
+# After the first layer, when the others have not read the block, and in the last one, of which
+# nobody can tell from outside how far it came.
+@pytest.mark.parametrize("layer", [0, -1])
+def test_a_second_control_c_breaks_off_and_says_so(partner, layer):
     chat = Chat(partner, make_cache(partner))
     chat.say("the cat?", ignore)
 
@@ -208,8 +211,7 @@ def test_a_second_control_c_breaks_off_and_says_so(partner):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    # Between two layers: one has read the block, the other has not.
-    hook = partner.model.base_model.layers[0].register_forward_hook(interrupt)
+    hook = partner.model.base_model.layers[layer].register_forward_hook(interrupt)
     answer = chat.say("the dog?", ignore)
     hook.remove()
     assert answer.finish_reason == "interrupted"
