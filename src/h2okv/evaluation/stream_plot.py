@@ -65,7 +65,7 @@ def plot_stream(path: Path, rows: Sequence[Row], window: int | None, title: str)
             memory.plot(positions, [size / 2**20 for size in sizes], label=name, **style)
     # The cache is a small part of the process; on one plain scale it would lie on the axis.
     memory.set_yscale("log")
-    _plain_numbers(memory.yaxis)
+    _plain_numbers(memory.yaxis, between_decades=False)
     memory.set_ylabel("memory, MiB")
     memory.legend(loc="best")
     memory.set_xlabel("position in the stream, tokens")
@@ -105,7 +105,7 @@ def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int
             fontsize="small",
         )
     axes.set_yscale("log")
-    _plain_numbers(axes.yaxis)
+    _plain_numbers(axes.yaxis, between_decades=True)
     axes.set_ylabel("perplexity")
     axes.grid(alpha=0.3, which="both")
     if any(curves):
@@ -150,13 +150,13 @@ def _thousands(axis: Any) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _plain_numbers(axis: Any) -> None:
+def _plain_numbers(axis: Any, between_decades: bool) -> None:
     """Writes 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
-    from matplotlib.ticker import LogFormatter
+    from matplotlib.ticker import LogFormatter, NullFormatter
 
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    minor = LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5))
-    axis.set_minor_formatter(minor)
+    within = LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5))
+    axis.set_minor_formatter(within if between_decades else NullFormatter())
 
 
 def _figure_class() -> Any:
