@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
 from h2okv.cache import slots
+from h2okv.ops.rotary import turn
 
 
 def tokens(length, seed=0, batch=1):
@@ -16,9 +17,15 @@ def tokens(length, seed=0, batch=1):
 
 
 @torch.no_grad()
-def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama):
+@pytest.mark.parametrize("frequencies", [torch.float32, torch.bfloat16])
+def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, frequencies):
     """One layer, one head: what is kept, read anew as a short text in fp32, is the oracle."""
-    model = make_llama(1, 1, layers=1, sharpness=2.0).to(torch.bfloat16)
+    model = make_llama(1, 1, layers=1, sharpness=20.0)
+    rotary = model.model.rotary_emb
+    kept_fp32 = rotary.inv_freq.clone()
+    model.to(torch.bfloat16)  # rounds the frequencies too; from_pretrained(dtype=...) does not
+    if frequencies == torch.float32:
+        rotary.inv_freq = kept_fp32
     precise = copy.deepcopy(model).float()
     precise.set_attn_implementation("eager")
     rough = copy.deepcopy(model)
@@ -29,14 +36,18 @@ def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama):
     total = 1_000_000
     ids = tokens(total + 8)
     h2okv.prefill(model, ids[:, :total], cache)
+    sensitivity = []
     for at in range(total, total + 8):
         kept = cache.kept_positions(0)[0, 0].sort().values
         kept = torch.cat([kept[kept >= 0].long(), torch.tensor([at])])
         made = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float()
         expected = precise(ids[:, kept], use_cache=False).logits[0, -1]
         rounded = rough(ids[:, kept], use_cache=False).logits[0, -1].float()
+        turned = precise(ids[:, kept[[*range(47, -1, -1), 48]]], use_cache=False).logits[0, -1]
         bound = 2 * (rounded - expected).abs().max() + 0.01 * expected.abs().max()
         assert (made - expected).abs().max() <= bound
+        sensitivity.append(float((turned - expected).abs().max() / bound))
+    assert max(sensitivity) > 3  # positions matter for this model, so that wrong ones would show
     assert cache.num_seen_tokens == total + 8
     assert cache.num_cached_tokens == 48
     cache.check_integrity()
@@ -112,6 +123,27 @@ def test_prefill_then_generate_is_generate(make_llama):
 
 
 @torch.no_grad()
+def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
+    model = make_llama(sharpness=2.0)
+    ids, mask = tokens(110, batch=2), torch.ones(2, 110, dtype=torch.long)
+    mask[0, :30] = 0  # 20 % of 10 tokens, and of 40: slots that the first row must not use
+    place = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model.config, 0.1, 0.1, positions="rolling", simulate=simulate)
+        for start, stop in ((0, 40), *((at, at + 1) for at in range(40, 110))):
+            output = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=place[:, start:stop],
+                past_key_values=cache,
+            )
+        cache.check_integrity()
+        logits.append(output.logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
     model = make_llama()  # window 512
     cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
@@ -184,19 +216,6 @@ def test_position_ids_that_a_caller_overwrites_in_place(make_llama):
     assert torch.equal(*results)
 
 
-@torch.no_grad()
-def test_dynamic_scaling_needs_enable(make_llama):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_llama(rope_parameters=rope)
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
-    with pytest.raises(ValueError, match="with h2okv.enable"):
-        model(tokens(90), past_key_values=cache)
-    cache.reset()
-    h2okv.prefill(model, tokens(90), cache)  # enables by itself
-    with pytest.raises(ValueError, match="with h2okv.enable"):
-        model(tokens(1), past_key_values=cache)
-
-
 def _with_longer_table(model, length, wanted):
     longer = copy.deepcopy(model)
     for module in longer.modules():
@@ -206,6 +225,40 @@ def _with_longer_table(model, length, wanted):
             module.weight = torch.nn.Parameter(torch.cat([table, last]))
     longer.config.max_position_embeddings = wanted
     return longer
+
+
+@torch.no_grad()
+def test_dynamic_scaling_is_not_moved_by_what_else_the_model_reads(make_llama):
+    """The model's frequencies remember the longest text that it has met."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make_llama(rope_parameters=rope, sharpness=2.0)
+    model.config.max_position_embeddings = 30
+    model = type(model)(model.config).eval()
+    ids, logits = tokens(100), []
+    for others in (False, True):
+        cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling", prefill_chunk=10)
+        h2okv.prefill(model, ids[:, :20], cache)
+        with h2okv.enable(model):
+            for at in range(20, 100):
+                if others:
+                    model(tokens(90), use_cache=False)
+                step = model(ids[:, at : at + 1], past_key_values=cache)
+                logits.append(step.logits)
+    torch.testing.assert_close(torch.cat(logits[:80]), torch.cat(logits[80:]))
+
+
+@torch.no_grad()
+def test_the_models_own_rounding_is_undone(make_llama):
+    """In bf16 the model rounds its cosines; turning back must divide by what it multiplied with."""
+    model = make_llama(1, 1, layers=1).to(torch.bfloat16)
+    cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+    model(tokens(9), past_key_values=cache)
+    place = torch.arange(5000, 5009)[None]
+    cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), place)
+    factors = torch.stack([cos[..., :8], sin[..., :8]], dim=-1).float()
+    key = torch.randn(1, 1, 9, 16)
+    undo = cache.layers[0].rotation.of_text(place)
+    torch.testing.assert_close(turn(turn(key, factors), undo), key, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from h2okv.cache.rolling import Rotation
 from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
-from h2okv.cache.support import check_config, check_positions, has_dynamic_rope, trained_window
+from h2okv.cache.support import check_config, check_positions, trained_window
 from h2okv.policy import Policy, get_policy
 
 
@@ -87,9 +87,7 @@ class H2OCache(Cache):
         }
         check_config(config)
         check_positions(config, positions, self.policy)
-        self.rule = PositionRule(
-            positions, prefill_chunk, trained_window(config), has_dynamic_rope(config)
-        )
+        self.rule = PositionRule(positions, prefill_chunk, trained_window(config))
         layer_class = SimulatedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers

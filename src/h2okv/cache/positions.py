@@ -23,13 +23,11 @@ class PositionRule:
         prefill_chunk: the most tokens of a block; a longer input is read as several blocks.
             ``None`` for no limit.
         window: positions that the model was trained on; ``None`` if its config does not say.
-        has_dynamic_rope: whether the model's frequencies follow the longest position it has met.
     """
 
     positions: Positions = "original"
     prefill_chunk: int | None = None
     window: int | None = None
-    has_dynamic_rope: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense."""
@@ -51,7 +49,7 @@ class PositionRule:
     @property
     def rewrites(self) -> bool:
         """Whether the model must be given other positions than those in the text."""
-        return self.positions == "clamped" or (self.rolls and self.has_dynamic_rope)
+        return self.positions == "clamped"
 
     def place(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Says where the model shall put tokens.
@@ -64,8 +62,4 @@ class PositionRule:
         """
         if not self.rewrites or self.window is None:
             return position_ids
-        if self.positions == "clamped":
-            return position_ids.clamp(max=self.window - 1)
-        # Within the window, where dynamic scaling leaves the frequencies as they were trained. The
-        # layer turns the keys back from wherever they were put.
-        return position_ids % (self.window - 1)
+        return position_ids.clamp(max=self.window - 1)

@@ -21,8 +21,8 @@ class Rotation:
     """How a model turns the keys of a layer; shared by all layers that are turned alike.
 
     Args:
-        rotary_class: the model's own module of rotary embeddings.
-        config: the text model's config.
+        rotary: the model's own module of rotary embeddings, which every forward runs before the
+            layers; its frequencies are read, whatever dtype or scaling has made of them.
         layer_type: for models with frequencies for each type of layer; else ``None``.
         layout: which numbers of a head form a pair.
         dtype: in which the model holds the cosines.
@@ -31,27 +31,24 @@ class Rotation:
 
     def __init__(
         self,
-        rotary_class: type[torch.nn.Module],
-        config: Any,
+        rotary: torch.nn.Module,
         layer_type: str | None,
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.layout = layout
-        self.key = (rotary_class, layer_type, layout, dtype, device)
+        self.key = (rotary, layer_type, layout, dtype, device)
         """Equal for layers of one model that are turned alike."""
-        self._make = lambda: rotary_class(config).to(device)
-        self._options = {} if layer_type is None else {"layer_type": layer_type}
-        self._prefix = "" if layer_type is None else f"{layer_type}_"
+        self._rotary = rotary
+        self._layer_type = layer_type
         self._dtype = dtype
         self._device = device
-        self._as_model = self._make()
-        kind: Any = self._as_model.rope_type
-        self.kind: str = kind if layer_type is None else kind[layer_type]
+        kind: Any = rotary.rope_type
+        self._kind: str = kind if layer_type is None else kind[layer_type]
         self._tables: dict[int, torch.Tensor] = {}
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.width = 2 * getattr(self._as_model, f"{self._prefix}inv_freq").shape[0]
+        self.width = 2 * self._frequencies(rotary)[0].shape[0]
         """R, how many numbers of a head are turned."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
@@ -59,7 +56,7 @@ class Rotation:
         return self
 
     def of_text(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Factors that undo the model's turn.
+        """Factors that undo the model's turn in this forward.
 
         Args:
             position_ids: int ``[B, T]`` or ``[1, T]``, as the model got them.
@@ -70,7 +67,7 @@ class Rotation:
         # All layers of a forward get the same object.
         last = self._last
         if last is None or last[0] is not position_ids:
-            factors = self._factors(self._as_model, position_ids.to(self._device))
+            factors = self._factors(self._rotary, position_ids.to(self._device))
             last = self._last = position_ids, inverse(factors.to(self._dtype)).unsqueeze(1)
         return last[1]
 
@@ -82,7 +79,7 @@ class Rotation:
         """Factors of the turns to the ranks of a cache.
 
         Args:
-            length: entries and new tokens.
+            length: entries and new tokens; the longest text, for frequencies that depend on it.
 
         Returns:
             fp32 ``[length, R / 2, 2]``.
@@ -92,19 +89,41 @@ class Rotation:
                 self._tables.clear()
             with torch.inference_mode(False):
                 ranks = torch.arange(length, device=self._device).unsqueeze(0)
-                self._tables[length] = self._factors(self._make(), ranks)[0]
+                fresh = like_new(self._rotary, self._device)
+                if self._kind in _BY_LENGTH:
+                    options = {"layer_type": self._layer_type} if self._layer_type else {}
+                    fresh(torch.empty(0, device=self._device), ranks, **options)
+                self._tables[length] = self._factors(fresh, ranks)[0]
         return self._tables[length]
 
-    def _factors(self, rotary: Any, positions: torch.Tensor) -> torch.Tensor:
-        if self.kind in _BY_LENGTH:
-            rotary(torch.empty(0, device=self._device), positions, **self._options)
-        # The same operation as in transformers, so that the same angle comes out, rounding and all.
-        frequencies = getattr(rotary, f"{self._prefix}inv_freq")
-        scaling = getattr(rotary, f"{self._prefix}attention_scaling", None)
+    def _frequencies(self, rotary: Any) -> tuple[torch.Tensor, float]:
+        """Frequencies ``[R / 2]``, and the scale of the cosines (YaRN)."""
+        prefix = f"{self._layer_type}_" if self._layer_type else ""
+        scaling = getattr(rotary, f"{prefix}attention_scaling", None)
         if scaling is None:
             scaling = rotary.attention_scaling
-        angles = positions[..., None].float() * frequencies.float()
+        return getattr(rotary, f"{prefix}inv_freq"), scaling
+
+    def _factors(self, rotary: Any, positions: torch.Tensor) -> torch.Tensor:
+        frequencies, scaling = self._frequencies(rotary)
+        # A model that was cast as a whole has rounded frequencies.
+        frequencies = frequencies.to(self._frequencies(self._rotary)[0].dtype)
+        # The same operation as in transformers, so that the same angle comes out, rounding and all.
+        angles = positions[..., None].float() * frequencies.to(positions.device, torch.float32)
         return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
+
+
+def like_new(rotary: Any, device: torch.device) -> Any:
+    """Makes a module of rotary embeddings as its config has it, with nothing met yet.
+
+    Args:
+        rotary: the model's module; unchanged.
+        device: where the new one goes.
+
+    Returns:
+        The new module.
+    """
+    return type(rotary)(rotary.config).to(device)
 
 
 def turn_to_ranks(states: torch.Tensor, ranks: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

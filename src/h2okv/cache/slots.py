@@ -81,7 +81,7 @@ class SlotLayer(ScoredLayer):
         full = self.is_full and real is None
         ranks = None
         if self.rotation is not None:
-            query, ranks = self._rank_new(query, real, full)
+            query, ranks = self._rank_new(query, full)
         write_slot(self.keys, self.free, key)
         write_slot(self.values, self.free, value)
         position = self.num_real_tokens.to(torch.int32).view(-1, 1, 1)
@@ -104,9 +104,7 @@ class SlotLayer(ScoredLayer):
         self._free_one(full)
         return output
 
-    def _rank_new(
-        self, query: torch.Tensor, real: torch.Tensor | None, full: bool
-    ) -> tuple[torch.Tensor, Ranks]:
+    def _rank_new(self, query: torch.Tensor, full: bool) -> tuple[torch.Tensor, Ranks]:
         """Ranks the new token behind all; mutates the layer.
 
         Returns:
@@ -120,8 +118,6 @@ class SlotLayer(ScoredLayer):
         rank = self._counts().to(torch.int32)
         # All heads of a row hold the same number of entries.
         query = turn_to_ranks(query, rank[:, :1], self.rank_factors)
-        if real is not None:
-            rank = torch.where(real.unsqueeze(1), rank, self.ranks.shape[-1] - 1)
         self.ranks.scatter_(-1, self.free, rank)
         return query, Ranks(self.rank_factors, self.ranks)
 

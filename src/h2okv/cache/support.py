@@ -161,20 +161,6 @@ def trained_window(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def has_dynamic_rope(config: PreTrainedConfig) -> bool:
-    """Tells whether a model's rotary frequencies follow the longest position it has met.
-
-    Args:
-        config: the model's config.
-
-    Returns:
-        True for dynamic NTK scaling, in any type of layer.
-    """
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return any(part.get("rope_type") == "dynamic" for part in kinds)
-
-
 def check_positions(config: PreTrainedConfig, positions: str, policy: Policy) -> None:
     """Refuses a way of placing entries that the model or the policy has not.
 

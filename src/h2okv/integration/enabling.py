@@ -20,8 +20,7 @@ def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     The model's attention implementation is changed on entry and restored on exit, also after an
     error. Inside, a padded batch without an attention mask is refused, and the positions that the
-    model gets are those that a cache with ``positions="clamped"`` (or ``"rolling"`` with dynamic
-    RoPE scaling) asks for.
+    model gets are those that a cache with ``positions="clamped"`` asks for.
 
     Args:
         model: a loaded model; its config's attention implementation is mutated for the block.

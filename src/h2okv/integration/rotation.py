@@ -1,4 +1,4 @@
-"""Finding out how a model turns its keys, by asking its own attention module."""
+"""Finding out how a model turns its keys, by asking its own modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from h2okv.cache.rolling import Rotation
+from h2okv.cache.rolling import Rotation, like_new
 from h2okv.ops.rotary import Layout, pair_up, turn
 
 _POSITIONS = (5, 11)
@@ -52,21 +52,22 @@ def find_rotation(
     Raises:
         ValueError: if the way cannot be found out.
     """
-    rotary_class = _rotary_class(module)
+    rotary = _running_rotary(module)
     config: Any = module.config
     parameter = next(module.parameters())
     device = parameter.device
     options: dict[str, Any] = {}
-    if "layer_type" in inspect.signature(rotary_class.forward).parameters:
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
         options["layer_type"] = config.layer_types[layer_idx]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
     hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
-    rotary = rotary_class(config).to(device)
+    # Not the running one: its frequencies may depend on what it has met.
+    fresh = like_new(rotary, device)
 
     def keys_at(positions: tuple[int, int]) -> tuple[torch.Tensor, Any]:
         ids = torch.tensor([positions], device=device)
-        embeddings = rotary(hidden.to(dtype), ids, **options)
+        embeddings = fresh(hidden.to(dtype), ids, **options)
         return _keys(module, hidden, embeddings), embeddings
 
     plain, _ = keys_at((0, 0))
@@ -77,11 +78,12 @@ def find_rotation(
     held = torch.float32 if torch.is_tensor(embeddings) else dtype
     ids = torch.tensor([_POSITIONS], device=device)
     for layout in _LAYOUTS:
-        rotation = Rotation(rotary_class, config, options.get("layer_type"), layout, held, device)
-        width = rotation.width
-        back = turn(pair_up(turned, width, layout), rotation.of_text(ids))
-        start = turn(pair_up(plain, width, layout), rotation.of_text(torch.zeros_like(ids)))
+        layer_type = options.get("layer_type")
+        trial = Rotation(fresh, layer_type, layout, held, device)
+        back = turn(pair_up(turned, trial.width, layout), trial.of_text(ids))
+        start = turn(pair_up(plain, trial.width, layout), trial.of_text(torch.zeros_like(ids)))
         if (back - start).norm() <= _CLOSE * start.norm():
+            rotation = Rotation(rotary, layer_type, layout, held, device)
             for other in known:
                 if other.key == rotation.key:
                     return other
@@ -111,17 +113,23 @@ def _keys(module: torch.nn.Module, hidden: torch.Tensor, embeddings: Any) -> tor
     raise _unknown(module)
 
 
-def _rotary_class(module: torch.nn.Module) -> Any:
-    """The class of the model's rotary embeddings: the one in the file of its attention."""
-    names = vars(sys.modules[type(module).__module__])
-    found = [
-        value
-        for name, value in names.items()
-        if name.endswith("RotaryEmbedding") and "Vision" not in name and isinstance(value, type)
-    ]
-    if len(found) != 1:
-        raise _unknown(module)
-    return found[0]
+def _running_rotary(module: torch.nn.Module) -> Any:
+    """The rotary embeddings of the model whose forward is running.
+
+    An attention module does not know the model around it. Its forward, which has called the
+    rotary embeddings, is further up the stack; this is looked at once for each layer.
+    """
+    family = type(module).__module__
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.nn.Module):
+            for child in caller.children():
+                name = type(child).__name__
+                if name.endswith("RotaryEmbedding") and type(child).__module__ == family:
+                    return child
+        frame = frame.f_back  # type: ignore[assignment]
+    raise _unknown(module)
 
 
 def _unknown(module: torch.nn.Module) -> ValueError:
