@@ -1,0 +1,277 @@
+"""Makes the tables of docs/observations.md and docs/theory.md from the CSV files beside it.
+
+    python docs/results/observations/tables.py          prints them
+    python docs/results/observations/tables.py --write  puts them into the two pages
+
+Each folder beside it is what `h2okv analyze --neurons` wrote for one book. The largest tables are
+kept for the first book only.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h2okv.analysis.report.drawing import column, distinct, where
+from h2okv.analysis.tables import read_table
+
+FOLDER = Path(__file__).parent
+PAGES = (FOLDER.parents[1] / "observations.md", FOLDER.parents[1] / "theory.md")
+DETAILED = "sherlock_holmes"
+POLICIES = ("h2o", "global", "recent", "sink_recent", "random")
+
+
+def books() -> list[str]:
+    """Returns the names of the books that were analysed."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/settings.json"))
+
+
+def table(book: str, name: str) -> list[dict[str, Any]]:
+    """Reads a table of a book."""
+    return read_table(FOLDER / book / f"{name}.csv")
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Writes a table."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *map(list, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def title(book: str) -> str:
+    """Writes a book's name for people."""
+    return book.replace("_", " ").title().replace(" In ", " in ").replace(" Of ", " of ")
+
+
+def percent(share: float) -> str:
+    """Writes a share with one digit."""
+    return f"{100 * share:.1f} %"
+
+
+def span(values: np.ndarray, form: str = ".2f") -> str:
+    """Writes the lowest and the highest of some values."""
+    return f"{values.min():{form}} to {values.max():{form}}"
+
+
+def sparsity() -> str:
+    """Sparsity by layer, mean of the heads, and the heads above 95 %."""
+    lines = []
+    for book in books():
+        rows = table(book, "sparsity")
+        layers = [percent(column(where(rows, layer=i), "share").mean()) for i in range(6)]
+        share, square = column(rows, "share"), column(rows, "share_square")
+        above = f"{(share > 0.95).sum()} of {len(rows)}"
+        lines.append([title(book), *layers, above, f"{(square > 0.95).sum()} of {len(rows)}"])
+    header = ["book", *(f"layer {i}" for i in range(6)), "heads above 95 %", "counted as a square"]
+    return markdown(header, lines)
+
+
+def power_law() -> str:
+    """Fits by token and by word: ranges over the layers."""
+    lines = []
+    for kind in ("tokens", "words"):
+        for book in books():
+            rows = where(table(book, "power_law"), of=kind)
+            sure = column(rows, "log_ratio_p") < 0.05
+            ratio = column(rows, "log_ratio")
+            lines.append(
+                [
+                    kind,
+                    title(book),
+                    span(column(rows, "exponent"), ".1f"),
+                    span(100 * column(rows, "tail") / column(rows, "values"), ".0f") + " %",
+                    f"{(column(rows, 'p_value') >= 0.1).sum()} of {len(rows)}",
+                    f"{(sure & (ratio > 0)).sum()}, {(sure & (ratio < 0)).sum()}",
+                ]
+            )
+    header = ["of", "book", "exponent", "tail", "plausible (p at least 0.1)"]
+    return markdown([*header, "better: power law, log-normal"], lines)
+
+
+def cooccurrence() -> str:
+    """Spearman's correlations, mean score of the layers."""
+    lines = []
+    kinds = [("sum", "together"), ("sum", "count"), ("each", "together"), ("each", "count")]
+    for book in books():
+        rows = table(book, "cooccurrence")
+        cells = []
+        for measure, against in kinds:
+            (row,) = where(rows, measure=measure, against=against, layer="all")
+            cells.append(f"{row['rho']:.2f} ({row['low']:.2f} to {row['high']:.2f})")
+        lines.append([title(book), str(rows[0]["words"]), *cells])
+    header = ["book", "words", "sum, co-occurrence", "sum, frequency"]
+    return markdown([*header, "each, co-occurrence", "each, frequency"], lines)
+
+
+def removal() -> str:
+    """Perplexity with tokens hidden, times full attention's; random is the mean of the draws."""
+    lines = []
+    names = ("heavy hidden", "random hidden", "only heavy kept", "only random kept")
+    for share in (0.05, 0.1, 0.2):
+        for book in books():
+            rows = where(table(book, "removal"), share=share)
+            cells = []
+            for name in names:
+                part = where(rows, condition=name)
+                ratio = f"{column(part, 'ratio').mean():.2f}"
+                if len(part) == 1:
+                    ratio += f" ({part[0]['low']:.2f} to {part[0]['high']:.2f})"
+                cells.append(ratio)
+            lines.append([percent(share), title(book), *cells])
+    return markdown(["tokens", "book", *names], lines)
+
+
+def policies() -> str:
+    """Perplexity of the second half, times the full cache's."""
+    lines = []
+    for share in (0.05, 0.1, 0.2, 0.4):
+        for book in books():
+            rows = where(table(book, "perplexity"), share=share)
+            cells = []
+            for policy in POLICIES:
+                (row,) = where(rows, policy=policy)
+                cells.append(f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})")
+            lines.append([percent(share), title(book), *cells])
+    return markdown(["budget", "book", *POLICIES], lines)
+
+
+def retention() -> str:
+    """Attention retained and overlap with the oracle, means over layers and books."""
+    lines = []
+    for share in (0.05, 0.1, 0.2, 0.4):
+        cells = []
+        for policy in POLICIES:
+            means = [
+                column(where(table(b, "retention"), policy=policy, share=share), "mass").mean()
+                for b in books()
+            ]
+            cells.append(percent(float(np.mean(means))))
+        parts = [where(table(b, "local_global"), share=share) for b in books()]
+        overlap = [column(part, "overlap").mean() for part in parts]
+        chance = [column(part, "chance").mean() for part in parts]
+        lines.append(
+            [percent(share), *cells, percent(float(np.mean(overlap))), percent(np.mean(chance))]
+        )
+    return markdown(["budget", *POLICIES, "overlap, h2o with global", "by chance"], lines)
+
+
+def layers() -> str:
+    """Sinks, stays and agreement by layer, means over books."""
+    lines = []
+    for layer in range(6):
+        first = [column(where(table(b, "sinks"), layer=layer), "first_1") for b in books()]
+        rows = [where(table(b, "stays"), layer=layer, policy="h2o")[0] for b in books()]
+        same = [
+            row["jaccard"]
+            for b in books()
+            for row in where(table(b, "agreement"), layer=layer, other_layer=layer)
+            if row["head"] != row["other_head"]
+        ]
+        other = [
+            row["jaccard"]
+            for b in books()
+            for row in where(table(b, "agreement"), layer=layer)
+            if row["other_layer"] != layer
+        ]
+        tops = [where(table(b, "neurons"), layer=layer)[0]["share_of_top_tenth"] for b in books()]
+        heads = np.mean(first, axis=0)
+        lines.append(
+            [
+                str(layer),
+                f"{percent(heads.mean())} ({percent(heads.max())})",
+                percent(float(column(rows, "gone_at_once").mean())),
+                f"{column(rows, 'p90').mean():.0f}",
+                f"{np.mean(same):.2f}",
+                f"{np.mean(other):.2f}",
+                percent(float(np.mean(tops))),
+            ]
+        )
+    header = ["layer", "first token (highest head)", "gone at once", "a tenth stay longer than"]
+    header += ["heads of the layer share", "with other layers", "top tenth of neurons"]
+    return markdown(header, lines)
+
+
+def theorem() -> str:
+    """How often the bound holds, by policy, objective and h, on real rows."""
+    rows = where(table(DETAILED, "theory"), case="real")
+    lines = []
+    for objective in distinct(rows, "objective"):
+        for h in distinct(rows, "h"):
+            if h == "identity" and objective != "tokens":
+                continue
+            part = where(rows, objective=objective, h=h)
+            cells = []
+            for policy in ("heavy", "informed", "h2o", "belady"):
+                own = where(part, policy=policy)
+                held = column(own, "holds")
+                cells.append(
+                    f"{int(held.sum())} of {len(own)} ({column(own, 'lowest_ratio').min():.2f})"
+                )
+            name = "all three" if h == "identity" else objective
+            lines.append([name, h, *cells])
+    return markdown(["objective", "h", "heavy", "informed", "h2o", "Belady"], lines)
+
+
+def adversaries() -> str:
+    """The made-up cases for h = identity: ratios, what the bound needs, attention retained."""
+    rows = table(DETAILED, "theory")
+    masses = table(DETAILED, "theory_mass")
+    lines = []
+    for case in distinct(rows, "case"):
+        part = where(rows, case=case, objective="tokens", h="identity")
+        heavy, window = where(part, policy="heavy"), where(part, policy="h2o")
+        mass = where(masses, case=case)
+        cells = [
+            f"{column(heavy, 'lowest_ratio').min():.2f}",
+            f"{column(heavy, 'alpha').max():.2f}",
+            f"{column(heavy, 'beta').max():.2f}",
+            percent(column(heavy, "lost").max()),
+            f"{column(window, 'lowest_ratio').min():.2f}",
+        ]
+        kept = [percent(column(mass, name).mean()) for name in ("heavy", "h2o", "belady", "best")]
+        lines.append([case, *cells, *kept])
+    header = ["case", "heavy: lowest", "alpha", "beta", "lost", "h2o: lowest"]
+    header += ["attention: heavy", "h2o", "Belady", "best"]
+    return markdown(header, lines)
+
+
+PARTS = {
+    "sparsity": sparsity,
+    "power-law": power_law,
+    "cooccurrence": cooccurrence,
+    "removal": removal,
+    "policies": policies,
+    "retention": retention,
+    "layers": layers,
+    "theorem": theorem,
+    "adversaries": adversaries,
+}
+
+
+def filled(page: str) -> str:
+    """Puts the tables between their marks in a page."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found.group(1)
+        return f"<!-- {name}:start -->\n{PARTS[name]()}\n<!-- {name}:end -->"
+
+    return re.sub(r"<!-- ([a-z-]+):start -->.*?<!-- \1:end -->", fill, page, flags=re.S)
+
+
+def main() -> None:
+    """Prints the tables, or writes them into the pages."""
+    if "--write" in sys.argv[1:]:
+        for path in PAGES:
+            path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    for name, make in PARTS.items():
+        print(f"{name}\n\n{make()}\n")
+
+
+if __name__ == "__main__":
+    main()

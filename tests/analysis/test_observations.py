@@ -1,0 +1,32 @@
+"""The tables in the pages are those of the CSV files beside them."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    if not DOCS.is_dir():
+        pytest.skip("the pages are not beside these tests")
+    spec = importlib.util.spec_from_file_location(
+        "observation_tables", DOCS / "results" / "observations" / "tables.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["observations.md", "theory.md"])
+def test_pages_hold_what_the_files_say(tables, page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert tables.filled(text) == text
+
+
+def test_every_table_is_shown_once(tables):
+    text = "".join((DOCS / page).read_text() for page in ("observations.md", "theory.md"))
+    assert sorted(re.findall(r"<!-- ([a-z-]+):start -->", text)) == sorted(tables.PARTS)
