@@ -123,6 +123,22 @@ def test_prefill_then_generate_is_generate(make_llama):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_within_the_budget_a_rank_is_a_position(make_llama, dtype):
+    """A model that was cast as a whole has rounded frequencies, which ranks must have too."""
+    model = make_llama(sharpness=20.0).to(dtype)
+    ids, logits = tokens(500), []
+    for positions in ("original", "rolling"):
+        cache = h2okv.H2OCache(model.config, 250, 250, positions=positions)
+        parts = [ids[:, :400], ids[:, 400:480], *ids[:, 480:].split(1, dim=1)]
+        outputs = [model(part, past_key_values=cache).logits for part in parts]
+        logits.append(torch.cat(outputs, dim=1).float())
+    original, rolling = logits
+    error = (rolling - original).norm() / original.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.04)
+
+
+@torch.no_grad()
 def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
     model = make_llama(sharpness=2.0)
     ids, mask = tokens(110, batch=2), torch.ones(2, 110, dtype=torch.long)

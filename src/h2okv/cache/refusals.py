@@ -109,9 +109,12 @@ def check_window(layer: ScoredLayer, length: int) -> None:
             f"positions='rolling' with a budget of {budget} tokens leaves no room for a new one in "
             f"the model's window of {window}; lower heavy, recent or sink."
         )
+    if length == 1:  # always finds room, and must not wait for the device
+        return
     block = length if chunk is None else min(length, chunk)
-    # A prompt that is one block finds the cache empty.
-    held = 0 if layer.positions is None and block == length else budget
+    held = 0 if layer.positions is None else int((layer.positions >= 0).sum(dim=-1).max())
+    # What is there when the last block comes.
+    held = min(budget, held + length - block)
     if held + block > window:
         raise ValueError(
             f"positions='rolling' cannot place a block of {block} tokens after {held} entries in "

@@ -121,11 +121,10 @@ class SlotLayer(ScoredLayer):
         self.ranks.scatter_(-1, self.free, rank)
         return query, Ranks(self.rank_factors, self.ranks)
 
-    def _close_gap(self, full: bool) -> None:
+    def _close_gap(self) -> None:
         """Moves the entries behind the freed slot's one rank down; mutates the layer."""
+        # Slots that stay closed (`enabled`) move too, but never below a rank that is freed.
         behind = self.ranks > self.ranks.gather(-1, self.free)
-        if not full:
-            behind &= self.positions >= 0
         self.ranks.add_(behind, alpha=-1)
         self.ranks.scatter_(-1, self.free, self.ranks.shape[-1] - 1)
 
@@ -149,7 +148,7 @@ class SlotLayer(ScoredLayer):
         self.free.copy_(chosen)
         self.positions.scatter_(-1, self.free, -1)
         if self.rotation is not None:
-            self._close_gap(full)
+            self._close_gap()
 
     def _block(
         self,
