@@ -26,7 +26,7 @@ ROTARY = [
 
 
 def one_layer(family: Family) -> list[dict]:
-    """Configs of a single full-attention layer: with rotary positions, and without where both are."""
+    """Configs of one full-attention layer: with rotary positions, and without where both are."""
     options = {"num_hidden_layers": 1}
     if "layer_types" in family.options:
         options["layer_types"] = ["full_attention"]

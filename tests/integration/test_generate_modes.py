@@ -54,11 +54,18 @@ def test_a_large_budget_gives_the_full_cache(make_llama, options, is_padded):
 
 @every_mode
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-def test_a_small_budget_gives_what_masking_gives(make_llama, kept_sets, options, is_padded):
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+def test_a_small_budget_gives_what_masking_gives(
+    make_llama, kept_sets, options, is_padded, positions
+):
     model = make_llama()
     ids, mask = _padded() if is_padded else (_prompt(), None)
-    dropping = h2okv.H2OCache(model.config, **SMALL)
-    masking = h2okv.H2OCache(model.config, **SMALL, simulate=True)
+    rules = SMALL | {
+        "positions": positions,
+        "prefill_chunk": 16 if positions == "rolling" else None,
+    }
+    dropping = h2okv.H2OCache(model.config, **rules)
+    masking = h2okv.H2OCache(model.config, **rules, simulate=True)
     made = _generate(model, ids, dropping, attention_mask=mask, **options)
     expected = _generate(model, ids, masking, attention_mask=mask, **options)
     dropping.check_integrity()
