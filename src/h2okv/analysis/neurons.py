@@ -12,15 +12,31 @@ _LAST_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "c_proj")
 SHARE_OF_LARGEST = 0.1
 
 
-def _neuron_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Finds the linear maps that read the neurons, one for each layer."""
-    return [
+def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Finds the linear maps that read the neurons, one for each layer.
+
+    Args:
+        model: a loaded model.
+
+    Returns:
+        The modules, layers in order.
+
+    Raises:
+        ValueError: if there is not exactly one for each layer (experts, unusual names).
+    """
+    found = [
         module
         for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in _LAST_OF_MLP
-        and ".mlp." in f".{name}"
+        if (name.rsplit(".", 1)[-1] in _LAST_OF_MLP and ".mlp." in f".{name}")
         or name.endswith(".fc2")
     ]
+    config = model.config.get_text_config(decoder=True)
+    if len(found) != config.num_hidden_layers:
+        raise ValueError(
+            f"the feed-forward layers of model type {config.model_type!r} cannot be told apart "
+            f"({len(found)} found for {config.num_hidden_layers} layers); leave out --neurons."
+        )
+    return found
 
 
 @torch.inference_mode()
@@ -40,13 +56,8 @@ def activation_frequency(model: PreTrainedModel, input_ids: torch.Tensor) -> np.
     Raises:
         ValueError: if the MLPs cannot be found.
     """
-    found = _neuron_layers(model)
+    found = find_neurons(model)
     config = model.config.get_text_config(decoder=True)
-    if len(found) != config.num_hidden_layers:
-        raise ValueError(
-            f"the feed-forward layers of model type {config.model_type!r} cannot be told apart "
-            f"({len(found)} found for {config.num_hidden_layers} layers); leave out --neurons."
-        )
     name = getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
     is_relu = name == "relu"
     counts: dict[int, np.ndarray] = {}

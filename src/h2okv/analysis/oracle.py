@@ -36,5 +36,6 @@ class GlobalPolicy(Policy):
     ) -> torch.Tensor:
         """The attention received from the whole text, whatever has been received so far."""
         table = self._scores[layer_idx].to(positions.device)
+        self._scores[layer_idx] = table
         places = positions.clamp(min=0).to(torch.int64)
         return table.expand(positions.shape[0], -1, -1).gather(-1, places)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from h2okv.analysis.analysis import analyze as run_analysis
 from h2okv.analysis.analysis import finished, open_folder
 from h2okv.analysis.measurements import MEASUREMENTS, Measurement
+from h2okv.analysis.neurons import find_neurons
 from h2okv.analysis.report.page import REPORT_FILE, write_report
 from h2okv.analysis.sample import LEAST_TOKENS, MOST_TOKENS, make_sample
 from h2okv.assets import sample_prompt
@@ -59,6 +60,8 @@ def analyze(
     sample = make_sample(described.tokenizer, wording, within_context(described, tokens))
     open_folder(out, described.name, wording, sample.length)
     loaded = load_weights(described, wanted_dtype, wanted_device)
+    if neurons:
+        find_neurons(loaded)  # a model without them is heard about before the long work
     with _Bar() as bar:
         try:
             run_analysis(loaded, sample, out, neurons, bar.show)

@@ -1,10 +1,14 @@
 """The page in a real Chromium: load, scrub, switch policy and head, compare, export."""
 
 import json
+import os
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from h2okv.analysis.trace import follow, held_after
 from h2okv.analysis.viewer.page import build_page
@@ -151,7 +155,7 @@ def test_two_policies_side_by_side(page, reading, expected):
     assert page.run("kept(0)") == expected("h2o", last, 1, 0)
     assert page.run("kept(1)") == expected("recent", last, 1, 0)
     page.run(
-        "(() => { const b = view.panes[1].budget; b.value = '0.1';"
+        "(() => { const b = view.panes[1].budget; b.value = '10';"
         "b.dispatchEvent(new Event('change')); })()"
     )
     page.wait("view.panes[1].trace.packed.share === 0.1")
@@ -195,6 +199,32 @@ def test_a_bad_text_is_told_and_a_new_one_is_read(page):
     page.run("document.getElementById('read').click()")
     page.wait("view.reading.tokens.length === 42 && !message()")
     page.wait("view.panes[0].trace.length === 42")
+
+
+def test_a_file_is_loaded_and_a_budget_out_of_range_is_told(page, tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text("a story from a file, long enough to be read")
+    root = page.call("DOM.getDocument")["root"]["nodeId"]
+    node = page.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
+    page.wait("document.getElementById('text').value.startsWith('a story')")
+    page.run("document.getElementById('read').click()")
+    page.wait("view.reading.tokens.length === 49 && !message()")
+    page.run(
+        "(() => { const b = view.panes[0].budget; b.value = '140';"
+        "b.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait("message().includes('1.4 is no share of the text')")
+
+
+def test_a_picture_of_it(page, tmp_path):
+    page.press("b")
+    page.wait("view.panes[1].trace?.layerScores.has(view.layer) && !message()")
+    # Where a picture is to be kept, say so in the environment.
+    path = Path(os.environ.get("H2OKV_SCREENSHOT", tmp_path / "viewer.png"))
+    page.screenshot(path)
+    pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+    assert len(np.unique(pixels, axis=0)) > 20
 
 
 def test_everything_that_can_be_focused_has_a_name_and_a_mark(page):

@@ -161,13 +161,12 @@ def _agreement(tables: Tables) -> str:
         for row in tables["agreement"]
         if (row["layer"], row["head"]) != (row["other_layer"], row["other_head"])
     ]
-    same = [row for row in rows if row["layer"] == row["other_layer"]]
-    other = [row for row in rows if row["layer"] != row["other_layer"]]
-    within = f"{column(same, 'jaccard').mean():.2f}" if same else "(one head only)"
-    return (
-        f"Two heads of a layer: {within}; heads of different layers: "
-        f"{column(other, 'jaccard').mean():.2f}; by chance {rows[0]['chance']:.2f}."
-    )
+    parts = []
+    for words, is_same in (("Two heads of a layer", True), ("heads of different layers", False)):
+        own = [row for row in rows if (row["layer"] == row["other_layer"]) == is_same]
+        if own:
+            parts.append(f"{words}: {column(own, 'jaccard').mean():.2f}")
+    return f"{'; '.join(parts)}; by chance {tables['agreement'][0]['chance']:.2f}."
 
 
 def _theory(tables: Tables) -> str:

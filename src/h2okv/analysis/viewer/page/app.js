@@ -53,7 +53,7 @@ class View {
     for (const pane of this.panes) pane.write(reading, this.choice);
     this.panes[0].policy.value = this.choice.policy;
     this.panes[1].policy.value = this.choice.beside || this.choice.other;
-    for (const pane of this.panes) pane.budget.value = String(this.choice.budgets[0]);
+    [this.panes[0].share, this.panes[1].share] = [this.choice.budgets[0], this.choice.budgets[0]];
     this.step = Math.min(reading.tokens.length - 1, Math.floor(reading.tokens.length / 2));
     byId("viewer").hidden = false;
     await this.arrange();
@@ -77,11 +77,11 @@ class View {
   async load(panes) {
     await this.busy("Following the policy", async () => {
       for (const pane of panes) {
-        const share = Number(pane.budget.value);
+        const { share } = pane;
         const wanted = pane.policy.value;
         const trace = await this.source.trace(this.reading, wanted, share);
         // Whoever chose again meanwhile gets the later choice.
-        if (pane.policy.value === wanted && Number(pane.budget.value) === share) pane.trace = trace;
+        if (pane.policy.value === wanted && pane.share === share) pane.trace = trace;
       }
       await this.openLayer();
     });
@@ -188,7 +188,7 @@ class View {
       ...this.choice,
       // Only what is in the file can be chosen in it.
       policies: complete ? policies : [this.panes[0].policy.value],
-      budgets: complete ? shares : [Number(this.panes[0].budget.value)],
+      budgets: complete ? shares : [this.panes[0].share],
       policy: this.panes[0].policy.value,
       other: complete ? this.panes[1].policy.value : this.panes[0].policy.value,
       beside: byId("beside").checked && complete ? this.panes[1].policy.value : "",

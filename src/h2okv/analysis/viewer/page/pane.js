@@ -8,6 +8,10 @@ function inKiB(bytes) {
   return kib < 1024 ? `${kib.toFixed(0)} KiB` : `${(kib / 1024).toFixed(2)} MiB`;
 }
 
+function inPercent(share) {
+  return String(+(100 * share).toFixed(3));
+}
+
 function shown(piece) {
   return piece.trim() ? `“${piece.trim()}”` : "a space or line end";
 }
@@ -20,6 +24,12 @@ class Pane {
     this.tokens = this.root.querySelector(".tokens");
     this.policy = this.root.querySelector(".policy");
     this.budget = this.root.querySelector(".budget");
+    if (!view.source.isExport) {
+      this.budget = Object.assign(document.createElement("input"), {
+        type: "number", className: "budget", min: 0.1, max: 100, step: "any",
+      });
+      this.root.querySelector(".budget").replaceWith(this.budget, " %");
+    }
     this.map = new HeadMap(this.root.querySelector(".map"), view);
     this.trace = null;
     this.chosen = null;
@@ -32,10 +42,21 @@ class Pane {
     this.tokens.addEventListener("keydown", (event) => this.onKey(event));
   }
 
+  // The budget as a share of the text.
+  get share() {
+    const value = Number(this.budget.value);
+    return this.view.source.isExport ? value : value / 100;
+  }
+
+  set share(share) {
+    this.budget.value = this.view.source.isExport ? String(share) : inPercent(share);
+  }
+
   write(reading, choice) {
     fill(this.policy, choice.policies.map((name) => [name, name]), this.policy.value);
-    const budgets = choice.budgets.map((share) => [String(share), `${+(100 * share).toFixed(1)} %`]);
-    fill(this.budget, budgets, this.budget.value);
+    // An export holds some budgets; otherwise any can be asked for.
+    const shares = choice.budgets.map((share) => [String(share), `${inPercent(share)} %`]);
+    if (this.view.source.isExport) fill(this.budget, shares, this.budget.value);
     this.tokens.setAttribute("aria-label", `Text ${this.place + 1}; arrows choose a token`);
     this.spans = reading.tokens.map((piece, index) => {
       const span = document.createElement("span");
