@@ -228,3 +228,18 @@ def test_decode_keeps_its_tensors(model):
     read(model, cache, length=1)
     assert before == (layer.keys.data_ptr(), layer.values.data_ptr(), layer.scores.data_ptr())
     assert int((layer.positions != held).sum(-1).max()) <= 2  # the written and the freed slot
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+def test_a_cache_that_fills_while_decoding_is_known_to_be_full(model, positions):
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=5, positions=positions)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    read(model, cache, length=3)
+    for step in range(3, 14):
+        assert [layer.is_full for layer in cache.layers] == [step > 10] * len(cache.layers)
+        padded = mask.clone()[:, : step + 1]
+        if step == 5:
+            padded[:, -1] = 0  # a step that adds nothing
+        with torch.no_grad():
+            model(torch.full((1, 1), 7), attention_mask=padded, past_key_values=cache)
+        cache.check_integrity()

@@ -45,6 +45,7 @@ class SlotLayer(ScoredLayer):
         self.rank_factors: torch.Tensor | None = None
         self.relative_factors: torch.Tensor | None = None
         self.is_full = False
+        self.steps_to_full = 0
         self.has_sinks = True
         self.last_growth = 0
 
@@ -78,6 +79,9 @@ class SlotLayer(ScoredLayer):
         """A block of one token: tensor code without a host sync."""
         if not self.policy.evicts:
             self._grow()
+        # A compiled step keeps what it was compiled with; a count would compile it anew each time.
+        if not torch.compiler.is_compiling() and not self.is_full and self.steps_to_full:
+            self._count_down()
         full = self.is_full and real is None
         ranks = None
         if self.rotation is not None:
@@ -249,9 +253,19 @@ class SlotLayer(ScoredLayer):
             self.enabled = self._slots_within_budget()
             self._look_ahead()
 
+    def _count_down(self) -> None:
+        """Looks again when enough steps have passed to fill the cache; mutates the layer."""
+        if self.steps_to_full == 1:
+            self._look_ahead()
+        else:
+            self.steps_to_full -= 1
+
     def _look_ahead(self) -> None:
         """Notes what a decode step may leave out, as Python bools known once for each block."""
-        self.is_full = self.enabled is None and bool(self._counts().eq(self.total).all())
+        left = int((self.total - self._counts()).max())
+        self.is_full = self.enabled is None and left == 0
+        # Rows with budgets of their own are never full all together.
+        self.steps_to_full = left if self.enabled is None else 0
         self.has_sinks = any(tokens.sink for tokens in self.row_budgets)
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
