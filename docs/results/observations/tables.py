@@ -45,7 +45,8 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def title(book: str) -> str:
     """Writes a book's name for people."""
-    return book.replace("_", " ").title().replace(" In ", " in ").replace(" Of ", " of ")
+    small = ("in", "of", "and")
+    return " ".join(w if w in small else w.capitalize() for w in book.split("_"))
 
 
 def percent(share: float) -> str:

@@ -45,6 +45,10 @@ def draw_removal(tables: dict[str, Rows]) -> Any:
         )
     axes.axhline(1, color="black", lw=0.8)
     axes.set_yscale("log")
+    bottom, top = axes.get_ylim()
+    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000) if bottom < tick < top]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xticks(range(len(shares)), [f"{100 * share:g} % of the tokens" for share in shares])
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("perplexity, times full attention's")
