@@ -30,11 +30,6 @@ def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tm
     assert "Not measured (yet): Neurons" in page
     tables = {table for m in MEASUREMENTS if not m.is_option for table in m.tables}
     assert {path.stem for path in out.glob("*.csv")} == tables
-    again = h2okv_command(
-        "analyze", "--model", model_folder, "--text", text_file, "--out", out, "--neurons"
-    )
-    assert again.code == 0
-    assert (out / "neurons.csv").is_file()
 
 
 def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
