@@ -84,6 +84,20 @@ def test_bad_options(h2okv_command, model_folder, text_file, tmp_path):
     assert done.code == 2 and "--out" in done.err
 
 
+@pytest.mark.parametrize("name", ["scipy", "matplotlib"])
+def test_a_missing_extra_is_named_before_anything_is_done(
+    h2okv_command, model_folder, text_file, tmp_path, monkeypatch, name
+):
+    for module in [m for m in sys.modules if m.split(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "report"
+    done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
+    assert done.code == 2
+    assert f"{name} is not installed" in done.err and "h2okv[analysis]" in done.err
+    assert not out.exists()
+
+
 def test_a_folder_of_another_model_is_refused(
     h2okv_command, model_folder, save_model, text_file, tmp_path
 ):

@@ -14,6 +14,8 @@ from h2okv.analysis.analysis import analyze as run_analysis
 from h2okv.analysis.analysis import finished, open_folder
 from h2okv.analysis.measurements import MEASUREMENTS, Measurement
 from h2okv.analysis.neurons import find_neurons
+from h2okv.analysis.power_law import load_scipy
+from h2okv.analysis.report.drawing import new_figure
 from h2okv.analysis.report.page import REPORT_FILE, write_report
 from h2okv.analysis.sample import LEAST_TOKENS, MOST_TOKENS, make_sample
 from h2okv.assets import sample_prompt
@@ -54,6 +56,9 @@ def analyze(
     """Runs the measurements and writes the report, as `HELP` tells the user."""
     if tokens < LEAST_TOKENS:
         raise ValueError(f"--tokens {tokens} is too few; give {LEAST_TOKENS} or more")
+    # What is not installed is heard about before the long work, not in the middle of it.
+    load_scipy("stats")
+    new_figure()
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     wording = sample_prompt() if text is None else read_text(text)
     described = describe(model)
