@@ -1,0 +1,247 @@
+"""The caches under test, all driven in the same way: read a prompt, then token by token."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+import h2okv
+from h2okv.benchmarking.settings import CacheChoice
+from h2okv.integration.hf import ATTENTION_NAME
+
+_NOT_INSTALLED = "not installed"
+_BITS = 4
+
+
+class Contestant(ABC):
+    """One cache on a model.
+
+    Args:
+        model: The model; `prepare` sets its attention implementation.
+        choice: Which cache, and its budget.
+        prefill_chunk: Tokens of a block of the prompt; ``None`` reads it at once.
+    """
+
+    attention = "sdpa"
+    reads_prompt = True
+    """Whether the time of the prompt means something."""
+
+    def __init__(
+        self, model: PreTrainedModel, choice: CacheChoice, prefill_chunk: int | None = None
+    ) -> None:
+        self.model = model
+        self.choice = choice
+        self.prefill_chunk = prefill_chunk
+        self.cache: Any = None
+        self.logits: torch.Tensor | None = None
+
+    @classmethod
+    def obstacle(cls) -> str | None:
+        """Why it cannot run here; ``None`` if it can."""
+        return None
+
+    @abstractmethod
+    def new_cache(self, context: int) -> Any:
+        """Makes an empty cache for a prompt of so many tokens."""
+
+    def prepare(self, context: int) -> None:
+        """Gets ready for a prompt; not timed."""
+        self.cache = None
+        self.cache = self.new_cache(context)
+        self.model.set_attn_implementation(self.attention)
+
+    def read(self, ids: torch.Tensor) -> None:
+        """Reads a prompt, int64 ``[B, T]``; what is timed as prefill."""
+        for block in ids.split(self.prefill_chunk or ids.shape[1], dim=1):
+            self.logits = self.forward(block)
+
+    def before_steps(self) -> None:
+        """Gets ready for decode steps; not timed."""
+        self.model.set_attn_implementation(self.attention)
+
+    def step(self, token: torch.Tensor) -> None:
+        """Reads one token of each sequence, int64 ``[B, 1]``; what is timed as decode."""
+        self.logits = self.forward(token)
+
+    def forward(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Runs the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
+        with torch.inference_mode():
+            output = self.model(
+                ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **options
+            )
+        return output.logits
+
+    def forget(self) -> None:
+        """Lets go of cache and logits."""
+        self.cache = self.logits = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache holds now."""
+        return held_bytes(self.cache)
+
+
+class Dynamic(Contestant):
+    """transformers' `DynamicCache`: everything, appended token by token."""
+
+    def new_cache(self, context: int) -> Any:
+        """See `Contestant`."""
+        return DynamicCache(config=self.model.config)
+
+
+class Static(Contestant):
+    """transformers' `StaticCache` with as many entries as H2O holds, kept full.
+
+    It cannot evict: it reads the end of the prompt, as much as it holds, and every step overwrites
+    its last entry. Only its step is comparable.
+    """
+
+    reads_prompt = False
+
+    def new_cache(self, context: int) -> Any:
+        """See `Contestant`; one entry more than K, as H2O has one free slot."""
+        self.entries = self.choice.entries(context) + 1
+        return StaticCache(config=self.model.config, max_cache_len=self.entries)
+
+    def read(self, ids: torch.Tensor) -> None:
+        """Fills all entries but one."""
+        super().read(ids[:, -(self.entries - 1) :])
+
+    def step(self, token: torch.Tensor) -> None:
+        """See `Contestant`."""
+        with torch.inference_mode():
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(self.entries - 1)
+        super().step(token)
+
+
+class Quantized(Contestant):
+    """transformers' `QuantizedCache` with 4 bits, by quanto or HQQ."""
+
+    @classmethod
+    def obstacle(cls) -> str | None:
+        """See `Contestant`."""
+        if is_optimum_quanto_available() or is_hqq_available():
+            return None
+        return f"{_NOT_INSTALLED} (optimum-quanto or hqq)"
+
+    def new_cache(self, context: int) -> Any:
+        """See `Contestant`."""
+        backend = "quanto" if is_optimum_quanto_available() else "hqq"
+        # HQQ counts axes from the front only.
+        return QuantizedCache(backend, self.model.config, nbits=_BITS)
+
+
+class H2O(Contestant):
+    """`h2okv.H2OCache`."""
+
+    attention = ATTENTION_NAME
+
+    def new_cache(self, context: int) -> Any:
+        """See `Contestant`."""
+        cache = h2okv.H2OCache(
+            self.model.config,
+            **self.choice.parts(),
+            positions=self.choice.positions,
+            prefill_chunk=self.prefill_chunk,
+        )
+        cache.expect(context)
+        return cache
+
+    @property
+    def nbytes(self) -> int:
+        """See `Contestant`; scores and positions included."""
+        return int(self.cache.nbytes)
+
+
+class Kvpress(Contestant):
+    """kvpress's `ObservedAttentionPress`, which is H2O's score on the prompt alone.
+
+    It needs eager attention, and so the T x T matrix, for the prompt; steps run on a `DynamicCache`
+    of what was kept, which grows.
+    """
+
+    attention = "eager"
+
+    @classmethod
+    def obstacle(cls) -> str | None:
+        """See `Contestant`."""
+        try:
+            importlib.import_module("kvpress")
+        except ModuleNotFoundError as error:
+            if error.name == "kvpress":
+                return _NOT_INSTALLED
+            return f"installed, but needs the module {error.name}"
+        except Exception as error:  # whatever another package's import may raise
+            return f"installed, but fails: {one_line(error)}"
+        return None
+
+    def new_cache(self, context: int) -> Any:
+        """See `Contestant`."""
+        self.seen = 0
+        self.share = self.choice.entries(context) / context
+        return DynamicCache(config=self.model.config)
+
+    def read(self, ids: torch.Tensor) -> None:
+        """Reads the prompt at once; blocks would be scored one by one."""
+        press_class = importlib.import_module("kvpress").ObservedAttentionPress
+        with press_class(compression_ratio=1 - self.share)(self.model):
+            self.logits = self.forward(ids)
+        self.seen = ids.shape[1]
+
+    def before_steps(self) -> None:
+        """Steps need no matrix, and run on SDPA."""
+        self.model.set_attn_implementation("sdpa")
+
+    def step(self, token: torch.Tensor) -> None:
+        """See `Contestant`; the cache does not know how many tokens there were before."""
+        positions = torch.full_like(token, self.seen)
+        self.logits = self.forward(token, position_ids=positions)
+        self.seen += 1
+
+
+_CLASSES: dict[str, type[Contestant]] = {
+    "dynamic": Dynamic,
+    "static": Static,
+    "quantized": Quantized,
+    "h2o": H2O,
+    "kvpress": Kvpress,
+}
+
+
+def contestant_class(choice: CacheChoice) -> type[Contestant]:
+    """Returns the class behind a choice."""
+    return _CLASSES[choice.name]
+
+
+def held_bytes(cache: Any) -> int:
+    """Counts the bytes of keys and values in a cache of transformers, packed ones too."""
+    total = 0
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            if name.lstrip("_") in ("keys", "values", "quantized_keys", "quantized_values"):
+                total += _nbytes(value)
+    return total
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of a tensor, also of one made of others, or of tensors in tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(_nbytes, value))
+    return 0
+
+
+def one_line(error: BaseException) -> str:
+    """Says what happened, on one line of at most 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

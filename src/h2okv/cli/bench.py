@@ -1,0 +1,295 @@
+"""`h2okv bench`: speed and memory beside other caches, and the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoConfig
+
+import h2okv
+from h2okv.assets import bundled_model_path
+from h2okv.benchmarking.bandwidth import measure_bandwidth
+from h2okv.benchmarking.comparison import Comparison, count_units
+from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
+from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS, environment
+from h2okv.benchmarking.footprint import Footprint, footprint_of
+from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch, MaxBatchRow
+from h2okv.benchmarking.memory import available_bytes, parse_memory
+from h2okv.benchmarking.requirement import check_fits
+from h2okv.benchmarking.roofline import check_plot, plot_roofline
+from h2okv.benchmarking.row import COLUMNS, Row
+from h2okv.benchmarking.row_file import RowFile
+from h2okv.benchmarking.settings import CACHES, CacheChoice, Settings
+from h2okv.benchmarking.shape import SHAPES, parse_shape
+from h2okv.benchmarking.source import ModelSource
+from h2okv.benchmarking.trial import TrialFailedError
+from h2okv.cache.support import trained_window
+from h2okv.cli.bench_options import parse_budgets, parse_dtypes, parse_numbers, split_list
+from h2okv.cli.bench_progress import BenchProgress
+from h2okv.cli.bench_table import comparison_table, left_out, max_batch_table, to_json
+from h2okv.cli.checkpoint import locate
+from h2okv.cli.exit_codes import INTERRUPTED
+from h2okv.cli.loading import BUNDLED
+from h2okv.cli.options import parse_device, parse_positions
+from h2okv.cli.output import write_remark, write_text
+
+CHECK_FAILED = 1
+
+HELP = """Measure H2O beside transformers' own caches, against the limit that memory traffic sets.
+
+Correctness is checked first; if it fails, no speed is reported and the exit code is 1. Rows go to
+the CSV file as they come, so that Ctrl-C keeps them.
+
+Examples:
+
+    h2okv bench --contexts 2048 --batches 1,4 --budgets 0.1,0.2 --csv bench.csv --plot bench.png
+
+    h2okv bench --shape llama-3-8b --layers 4 --dtype bfloat16 --contexts 4096 --batches 1
+
+    h2okv bench --max-batch --memory 8GiB --contexts 2048 --budgets 0.2 --prefill-chunk 512
+"""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """All that was asked for, checked."""
+
+    source: ModelSource
+    settings: Settings
+    device: torch.device
+    memory: int | None
+    max_run_batch: int
+    footprints: dict[torch.dtype, Footprint]
+
+
+@dataclass
+class _Results:
+    """All that was found so far."""
+
+    file: RowFile | None
+    environment: dict[str, str]
+    bandwidth: float | None = None
+    checks: dict[str, Any] = field(default_factory=dict)
+    rows: list[Any] = field(default_factory=list)
+
+    def add(self, row: Row | MaxBatchRow) -> None:
+        """Takes a row, and writes it at once."""
+        self.rows.append(row)
+        if self.file is not None:
+            self.file.append({**self.environment, **row.cells()})
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help=f"A folder, a Hub id, or {BUNDLED}, the bundled model.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Random weights: {', '.join(SHAPES)}, or hidden=..,layers=..,heads=..,"
+            "kv_heads=..,head_dim=..,intermediate=..,vocab=.. [default: small]"
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Cut a shape to so many layers.")] = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "2048",
+    batches: Annotated[str, typer.Option(help="Numbers of sequences.")] = "4",
+    budgets: Annotated[
+        str, typer.Option(help="Fractions of the prompt or tokens, half for heavy hitters.")
+    ] = "0.2",
+    caches: Annotated[str, typer.Option(help=f"{', '.join(CACHES)}.")] = (
+        "dynamic,static,quantized,h2o"
+    ),
+    positions: Annotated[str, typer.Option(help="original or rolling.")] = "original",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    rounds: Annotated[int, typer.Option(help="In each, every cache takes its turn.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps of one turn.")] = 8,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Read prompts in blocks of so many tokens.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    peak: Annotated[
+        bool, typer.Option(help="Measure peak memory, on a CPU in processes of its own.")
+    ] = True,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Find the largest batch in --memory instead.")
+    ] = False,
+    memory: Annotated[str | None, typer.Option(help="For --max-batch, such as 8GiB.")] = None,
+    max_run_batch: Annotated[
+        int, typer.Option(help="Run no larger batch than this to verify --max-batch.")
+    ] = 256,
+    csv: Annotated[Path | None, typer.Option(help="Add the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture: .png, .svg, .pdf.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Runs the benchmark, as `HELP` tells the user."""
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads {threads} is too few; give 1 or more")
+        torch.set_num_threads(threads)
+    chosen_device = parse_device(device)
+    settings = Settings(
+        contexts=parse_numbers("contexts", contexts),
+        batches=parse_numbers("batches", batches),
+        budgets=parse_budgets(budgets),
+        caches=split_list(caches),
+        dtypes=parse_dtypes(dtype, chosen_device),
+        positions=parse_positions(positions),
+        rounds=rounds,
+        steps=steps,
+        prefill_chunk=prefill_chunk,
+        peak=peak,
+    )
+    source = _source(model, shape, layers)
+    wanted_memory = _memory(max_batch, memory, max_run_batch, plot)
+    _check_files(csv, plot)
+    request = _checked(source, settings, chosen_device, wanted_memory, max_run_batch)
+    columns = COLUMNS if wanted_memory is None else MAX_BATCH_COLUMNS
+    file = None if csv is None else RowFile(csv, (*ENVIRONMENT_COLUMNS, *columns))
+    results = _Results(file, environment(chosen_device))
+    code = _run(request, results)
+    _show(request, results, plot, json)
+    return code
+
+
+def _source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
+    if model is None:
+        chosen = parse_shape("small" if shape is None else shape, layers)
+        return ModelSource(chosen.name, shape=chosen)
+    if shape is not None:
+        raise ValueError("both --model and --shape are given; give one of them")
+    if layers is not None:
+        raise ValueError("--layers cuts a --shape, not a --model; leave it out")
+    folder = locate(str(bundled_model_path()) if model == BUNDLED else model)
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the configuration of --model {model!r} cannot be loaded"
+            f" ({type(error).__name__}); check the name and the network, or give a folder"
+        ) from error
+    return ModelSource(model, folder=folder)
+
+
+def _memory(max_batch: bool, memory: str | None, most: int, plot: Path | None) -> int | None:
+    """Bytes for `--max-batch`; None if that is not asked for."""
+    if max_batch != (memory is not None):
+        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
+    if most < 1:
+        raise ValueError(f"--max-run-batch {most} is too few; give 1 or more")
+    if max_batch and plot is not None:
+        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
+    return None if memory is None else parse_memory(memory)
+
+
+def _check_files(csv: Path | None, plot: Path | None) -> None:
+    for name, path in (("csv", csv), ("plot", plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"--{name} '{path}' is no file in a folder that exists; make it first")
+    if plot is not None:
+        check_plot(plot)
+
+
+def _checked(
+    source: ModelSource,
+    settings: Settings,
+    device: torch.device,
+    memory: int | None,
+    max_run_batch: int,
+) -> _Request:
+    """Finds out what can be known before anything is allocated."""
+    config = source.config()
+    h2okv.check_model(config)
+    settings.check_window(trained_window(config))
+    for choice in settings.choices():
+        if choice.name == "h2o":
+            h2okv.H2OCache(config, **choice.parts(), positions=choice.positions)
+    rolls = settings.positions == "rolling"
+    footprints = {dtype: footprint_of(config, dtype, rolls) for dtype in settings.dtypes}
+    needed = settings
+    if memory is not None:
+        # Its straight line begins at batches of one and two, one cache at a time.
+        needed = Settings(
+            settings.contexts, (2,), settings.budgets, ("dynamic",), settings.dtypes,
+            prefill_chunk=settings.prefill_chunk,
+        )  # fmt: skip
+    for footprint in footprints.values():
+        check_fits(needed, footprint, available_bytes(device), device.type == "cpu")
+        if memory is not None and footprint.weight_bytes >= memory:
+            raise ValueError(
+                f"--memory {memory} bytes do not hold the model's {footprint.weight_bytes} bytes of"
+                " weights; give more, fewer --layers or another --dtype"
+            )
+    return _Request(source, settings, device, memory, max_run_batch, footprints)
+
+
+def _run(request: _Request, results: _Results) -> int:
+    """Measures; whatever ends it, the rows so far are in the results."""
+    with BenchProgress(_total(request)) as progress:
+        try:
+            progress.doing("memory bandwidth")
+            results.bandwidth = measure_bandwidth(request.device)
+            for dtype in request.settings.dtypes:
+                for row in _rows(request, results, dtype, progress):
+                    results.add(row)
+        except KeyboardInterrupt:
+            write_remark(f"stopped; {len(results.rows)} rows were finished")
+            return INTERRUPTED
+        except CheckFailedError as error:
+            write_remark(f"h2okv: {error}.")
+            return CHECK_FAILED
+        except TrialFailedError as error:
+            raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
+        finally:
+            if results.file is not None:
+                results.file.close()
+    return 0
+
+
+def _total(request: _Request) -> int:
+    settings = request.settings
+    per_dtype = count_units(settings)
+    if request.memory is not None:
+        per_dtype = len(settings.contexts) * (1 + len(settings.budgets)) * (3 + settings.rounds)
+    return len(settings.dtypes) * per_dtype
+
+
+def _rows(
+    request: _Request, results: _Results, dtype: torch.dtype, progress: BenchProgress
+) -> Iterator[Row | MaxBatchRow]:
+    """Builds the model of one dtype, checks H2O on it, and only then measures."""
+    progress.doing("building the model")
+    model = request.source.build(dtype, request.device)
+    progress.doing("checking correctness")
+    check = check_h2o(model, CacheChoice("h2o", positions=request.settings.positions))
+    results.checks[str(dtype).removeprefix("torch.")] = asdict(check)
+    common = (model, request.source, request.footprints[dtype], request.settings)
+    if request.memory is not None:
+        yield from MaxBatch(*common, request.memory, request.max_run_batch, progress.done).rows()
+        return
+    assert results.bandwidth is not None
+    yield from Comparison(*common, results.bandwidth, progress.done).rows()
+
+
+def _show(request: _Request, results: _Results, plot: Path | None, as_json: bool) -> None:
+    """Prints what was found, and draws it."""
+    if as_json:
+        line = to_json(results.environment, results.bandwidth, results.checks, results.rows)
+        write_text(line + "\n")
+    elif results.rows:
+        is_batch = request.memory is not None
+        write_text(max_batch_table(results.rows) if is_batch else comparison_table(results.rows))
+        if not is_batch:
+            for line in left_out(results.rows):
+                write_remark(line)
+        if results.bandwidth is not None:
+            write_remark(f"memory bandwidth measured: {results.bandwidth / 1e9:.1f} GB/s")
+    if plot is not None and any(row.decode is not None for row in results.rows):
+        plot_roofline(plot, results.rows)
