@@ -207,16 +207,16 @@ def _percent(share: float) -> str:
 
 
 SECTIONS = (
-    Section("sparsity", "Attention is sparse", ("sparsity",), draw_sparsity, _sparsity),
+    Section("sparsity", "Sparsity", ("sparsity",), draw_sparsity, _sparsity),
     Section(
-        "ranks", "A few tokens and words draw most of it", ("score_ranks", "power_law"),
+        "ranks", "Accumulated scores by rank", ("score_ranks", "power_law"),
         draw_ranks, _ranks,
     ),
     Section(
-        "words", "Words that stand near many others", ("word_scores", "cooccurrence"),
+        "words", "Scores and co-occurrence", ("word_scores", "cooccurrence"),
         draw_words, _words,
     ),
-    Section("sinks", "The first tokens", ("sinks",), draw_sinks, _sinks),
+    Section("sinks", "Attention on the first tokens", ("sinks",), draw_sinks, _sinks),
     Section("removal", "What hiding tokens costs", ("removal",), draw_removal, _removal),
     Section(
         "policies", "Policies by budget", ("perplexity", "retention"), draw_policies, _policies
