@@ -1,6 +1,7 @@
 """What rolling positions and long conversations cost, on the CPU.
 
-- decode step: rolling positions against original ones, each on a full cache of the same budget;
+- decode step: rolling positions against original ones, each on a full cache of the same budget, and
+  with --compile both once more in compiled steps (``h2okv.enable(model, compile=True)``);
 - turns: time to the first token of turn 10 against turn 2, of equal length, on one cache; beside it
   the same turns by reading the whole text anew with SDPA, as without a kept cache.
 
@@ -23,6 +24,7 @@ from record import Target, append_csv, environment, interleave, progress, rows_f
 from transformers import DynamicCache, LlamaForCausalLM
 
 import h2okv
+from h2okv.integration.compiled import with_compiled_steps
 
 MEASURES = ("decode", "turns")
 RESULTS = Path(__file__).parent / "results" / "past_the_window.csv"
@@ -56,11 +58,17 @@ def time_decode(model: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, 
     """Times one decode step at rolling and at original positions."""
     ids, step = prompt_ids(args.batch, args.budget + 200), prompt_ids(args.batch, 1)
     runs: dict[str, Callable[[], Any]] = {}
-    for name, positions in (("h2o", "rolling"), ("original", "original")):
-        progress(f"decode: reading the prompt, {positions} positions")
+    variants = [("h2o", "rolling", False), ("original", "original", False)]
+    if args.compile:
+        variants += [("compiled", "rolling", True), ("original, compiled", "original", True)]
+    for name, positions, is_compiled in variants:
+        progress(f"decode: reading the prompt, {name}")
         cache = make_cache(model, args.budget, positions=positions)
         forward(model, ids, cache, "h2o")
-        runs[name] = lambda cache=cache: forward(model, step, cache, "h2o")
+        own = with_compiled_steps(model) if is_compiled else model.forward
+        runs[name] = lambda cache=cache, own=own: own(
+            input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
     return interleave(runs, args.decode_rounds, 3, "decode")
 
 
@@ -117,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
     parser.add_argument("--decode-rounds", type=int, default=60)
     parser.add_argument("--turn-rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="compiled steps too")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=RESULTS, help="file to add rows to")
     return parser.parse_args()

@@ -275,6 +275,20 @@ class H2OCache(Cache):
             if not layer.row_budgets and layer.expected_length is None:
                 layer.expected_length = length
 
+    def prepare_step(self) -> bool:
+        """Tells whether the next token can go through a compiled step, and prepares for it.
+
+        Returns:
+            True if all layers hold entries in slots, and all that is learned from the model at
+            its first forward is known. Waits for the device only when a layer becomes full.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
+            return False
+        for layer in layers:
+            layer.count_down()
+        return True
+
     @property
     def num_seen_tokens(self) -> int:
         """Tokens that went through, padding included. Waits for the device."""

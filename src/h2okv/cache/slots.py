@@ -79,9 +79,9 @@ class SlotLayer(ScoredLayer):
         """A block of one token: tensor code without a host sync."""
         if not self.policy.evicts:
             self._grow()
-        # A compiled step keeps what it was compiled with; a count would compile it anew each time.
-        if not torch.compiler.is_compiling() and not self.is_full and self.steps_to_full:
-            self._count_down()
+        # In a compiled step a count that changes would compile it anew each time.
+        if not torch.compiler.is_compiling():
+            self.count_down()
         full = self.is_full and real is None
         ranks = None
         if self.rotation is not None:
@@ -253,12 +253,20 @@ class SlotLayer(ScoredLayer):
             self.enabled = self._slots_within_budget()
             self._look_ahead()
 
-    def _count_down(self) -> None:
+    def count_down(self) -> None:
         """Looks again when enough steps have passed to fill the cache; mutates the layer."""
-        if self.steps_to_full == 1:
-            self._look_ahead()
-        else:
+        if self.steps_to_full > 1:
             self.steps_to_full -= 1
+        elif self.steps_to_full == 1:
+            self._look_ahead()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a decode step needs nothing that only a block finds out."""
+        known = self.rotation is None or self.rank_factors is not None
+        return (
+            self.positions is not None and self.policy.evicts and self.owner is not None and known
+        )
 
     def _look_ahead(self) -> None:
         """Notes what a decode step may leave out, as Python bools known once for each block."""

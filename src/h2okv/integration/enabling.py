@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.support import check_model
+from h2okv.integration.compiled import check_compiler, with_compiled_steps
 from h2okv.integration.hf import ATTENTION_NAME
 
 
 @contextmanager
-def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrainedModel]:
     """Gives a loaded model H2O attention inside a ``with`` block.
 
     The model's attention implementation is changed on entry and restored on exit, also after an
@@ -23,17 +24,26 @@ def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     model gets are those that a cache with ``positions="clamped"`` asks for.
 
     Args:
-        model: a loaded model; its config's attention implementation is mutated for the block.
+        model: a loaded model; its config's attention implementation, and with ``compile`` its
+            ``forward``, are mutated for the block.
+        compile: run steps of a single token through ``torch.compile``. The first one takes some
+            tens of seconds; after that all small operations of a layer are one. Needs layers that
+            all keep H2O entries; others run as they are.
 
     Yields:
         The model.
 
     Raises:
-        ValueError: if the model is not supported.
+        ValueError: if the model is not supported, or the compiler does not work here.
     """
     check_model(model)
+    if compile:
+        check_compiler(model.device)
     before = model.config._attn_implementation
+    own_forward = vars(model).get("forward")
     model.set_attn_implementation(ATTENTION_NAME)
+    if compile:
+        vars(model)["forward"] = with_compiled_steps(model)
     hooks = [
         model.register_forward_pre_hook(_check_padding, with_kwargs=True),
         model.register_forward_pre_hook(_place_tokens, with_kwargs=True),
@@ -43,6 +53,10 @@ def enable(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     finally:
         for hook in hooks:
             hook.remove()
+        if compile:
+            del vars(model)["forward"]
+            if own_forward is not None:
+                vars(model)["forward"] = own_forward
         model.set_attn_implementation(before)
 
 
