@@ -1,7 +1,9 @@
 import http.client
 import json
 import socket
+import struct
 import threading
+import time
 
 import pytest
 
@@ -116,6 +118,17 @@ def test_a_broken_request_is_a_sentence(port):
     assert ask(port, "POST", "/api/text")[0] == 400
     assert ask(port, "GET", "/etc/passwd")[0] == 404
     assert ask(port, "POST", "/")[0] == 404
+
+
+def test_a_page_that_is_closed_too_early_is_no_error(port, capfd):
+    for _ in range(3):
+        with socket.create_connection((HOST, port)) as client:
+            # Closed with a reset, so that the answer has nowhere to go.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert ask(port, "GET", "/")[0] == 200
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
 
 
 def test_another_hosts_name_is_refused(port):

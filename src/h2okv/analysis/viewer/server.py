@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -84,6 +85,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # On Windows it would let a second server listen on the same port unnoticed.
     allow_reuse_address = os.name == "posix"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing about a page that was closed before its answer came."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def make_server(desk: Desk, port: int) -> ThreadingHTTPServer:
