@@ -3,6 +3,7 @@ import json
 import sys
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
@@ -71,6 +72,15 @@ def test_rolling_positions_read_and_write_past_the_window(generate, prompt, mode
     )
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)
     assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+def test_compiled_steps_give_the_same_text(generate, monkeypatch):
+    plain = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: plain(model, backend="eager", **options)
+    )
+    texts = [generate(*BUDGET, "--max-new-tokens", 20, *more).out for more in ((), ("--compile",))]
+    assert texts[0] == texts[1] and texts[0].strip()
 
 
 def test_a_share_is_of_the_whole_prompt_however_it_is_read(generate):

@@ -19,7 +19,7 @@ from h2okv.cli.chat_input import EntryReader, entries_of_stdin
 from h2okv.cli.chat_session import Chat, Partner
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED, describe, load_weights
-from h2okv.cli.options import DTYPES, Sampling, parse_device, parse_dtype
+from h2okv.cli.options import COMPILE_HELP, DTYPES, Sampling, parse_device, parse_dtype
 from h2okv.cli.output import OutputClosedError, write_remark, write_text
 from h2okv.cli.report import format_bytes
 
@@ -62,6 +62,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="Where the random numbers start.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)] = False,
     load: Annotated[Path | None, typer.Option(help="Go on with a saved chat.")] = None,
 ) -> int:
     """Chats on one cache, as `HELP` tells the user."""
@@ -73,7 +74,7 @@ def chat(
     described = describe(model)
     choice, remark = plan_cache(described.config, choice, positions, prefill_chunk)
     loaded = load_weights(described, wanted_dtype, wanted_device)
-    with h2okv.enable(loaded):
+    with h2okv.enable(loaded, compile=compile):
         choice, doubt = probe_positions(loaded, choice, positions)
         cache = choice.make(loaded.config, seed)
         session = Chat(Partner(loaded, described, sampling), cache, system)

@@ -15,6 +15,7 @@ from h2okv.cli.exit_codes import exit_code
 from h2okv.cli.generation import Job
 from h2okv.cli.loading import BUNDLED, describe, load_weights
 from h2okv.cli.options import (
+    COMPILE_HELP,
     DTYPES,
     Sampling,
     parse_amount,
@@ -73,6 +74,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Where the random numbers start.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     compare: Annotated[
         str | None, typer.Option(help="full: run the full cache too and compare.")
@@ -100,7 +102,7 @@ def generate(
     choice.make(described.config, seed)  # a bad budget is heard about before the weights load
     input_ids = encode_prompt(described, text)
     loaded = load_weights(described, wanted_dtype, wanted_device)
-    job = Job(loaded, described, input_ids, sampling)
+    job = Job(loaded, described, input_ids, sampling, compile)
     run = run_alone if compare is None else run_beside_full
     comparison = run(job, choice, quiet=json)
     if json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,12 +31,14 @@ class Job:
         described: From `describe`.
         input_ids: The prompt, int [1, T].
         sampling: How to choose the tokens, and how many.
+        compiled: Whether an H2O cache's steps go through torch.compile.
     """
 
     model: PreTrainedModel
     described: Described
     input_ids: torch.Tensor
     sampling: Sampling
+    compiled: bool = False
 
     @property
     def room(self) -> int:
@@ -116,7 +118,9 @@ def generate_once(
         The text and its measurements.
     """
     model = job.model
-    attention = h2okv.enable(model) if isinstance(cache, h2okv.H2OCache) else nullcontext()
+    attention: AbstractContextManager[Any] = nullcontext()
+    if isinstance(cache, h2okv.H2OCache):
+        attention = h2okv.enable(model, compile=job.compiled)
     interrupted = False
     chunk = _chunk(cache)
     length = job.input_ids.shape[1]

@@ -9,6 +9,7 @@ import torch
 
 from h2okv.cache.positions import POSITIONS, Positions
 
+COMPILE_HELP = "Compile the steps of one token: slow to start, then faster (torch.compile)."
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
