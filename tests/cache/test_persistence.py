@@ -143,6 +143,15 @@ def test_another_model_is_refused(make_llama, model, tmp_path):
         follow(make_llama(seed=1), loaded, CONTINUATION)
 
 
+def test_what_generation_is_told_makes_no_other_model(model, tmp_path):
+    cache, path = saved(model, tmp_path)
+    twin = copy.deepcopy(model)
+    twin.config.pad_token_id, twin.config.use_cache = 5, False
+    twin.config.output_hidden_states = True
+    loaded = h2okv.H2OCache.load(path, twin)
+    assert torch.equal(follow(twin, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
+
+
 def test_another_contract_is_refused(model, tmp_path):
     _, path = saved(model, tmp_path)
     with safe_open(path, framework="pt") as file:
@@ -210,6 +219,20 @@ def test_an_empty_or_torn_cache_is_not_saved(model, tmp_path):
     cache.layers[1].cumulative_length += 1
     with pytest.raises(ValueError, match="interrupted"):
         cache.save(tmp_path / "c")
+
+
+def test_a_policy_that_is_no_json_is_refused(model, tmp_path):
+    class Own(h2okv.Policy):
+        name = "own"
+
+        def __init__(self):
+            self.table = torch.zeros(3)
+
+        def priority(self, scores, positions, newest, layer_idx):
+            return -scores
+
+    with pytest.raises(ValueError, match="policy='own' .* no JSON"):
+        saved(model, tmp_path, policy=Own())
 
 
 def test_a_policy_of_ones_own_comes_by_argument(model, tmp_path):

@@ -24,7 +24,9 @@ CONTRACT = 1
 _KEY = "h2okv"
 _NOTES = "h2okv.notes"
 _VOLATILE = (
-    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "return_dict",
+    "id2label", "label2id", "problem_type", "initializer_range", "attention_dropout",
+    "chunk_size_feed_forward",
 )  # fmt: skip
 """Parts of a config that say nothing about what the keys are."""
 
@@ -58,7 +60,13 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         "policy": policy,
         "layers": layers,
     }
-    metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
+    try:
+        metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
+    except TypeError as error:
+        raise ValueError(
+            f"policy={cache.policy.name!r} or the notes hold something that is no JSON ({error}); "
+            "keep plain numbers and texts in them, or this cache in memory."
+        ) from error
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -168,7 +176,9 @@ def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _VOLATILE and not name.startswith("_")
+        if name not in _VOLATILE
+        and not name.startswith(("_", "output_"))
+        and not name.endswith("_token_id")  # which users set for generate
     }
 
 
