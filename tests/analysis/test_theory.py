@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h2okv.analysis.observing import read_observed
 from h2okv.analysis.theory.bound import FACTOR, check_bound
 from h2okv.analysis.theory.cases import adversarial_cases, real_cases
+from h2okv.analysis.theory.long import Worth
 from h2okv.analysis.theory.objectives import CONCAVE, OBJECTIVES, set_values
 from h2okv.analysis.theory.policies import (
     attention_rows,
@@ -19,6 +21,7 @@ from h2okv.analysis.theory.policies import (
     informed_sets,
     retained_mass,
 )
+from h2okv.analysis.trace import follow, held_after
 from h2okv.budget import TokenBudget
 
 
@@ -129,6 +132,20 @@ def test_alpha_and_beta_are_what_the_bound_needs():
     assert (values >= FACTOR * (1 - bound.alpha) * tops - 1e-9).all()
     assert (values >= FACTOR * tops - bound.beta * tops[-1] - 1e-9).all()
     assert bound.alpha > 0
+
+
+def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, attention):
+    length, kept = sample.length, 20
+    gone = follow(model, sample.input_ids, "h2o", TokenBudget(0, 10, 10)).gone_at
+    worth = Worth({"h2o": gone}, (0, 1), kept, [40, 159])
+    read_observed(model, sample.input_ids, worth.see_layer)
+    assert len(worth.ratios) == 2 * 2 * 2
+    grouped = attention.double().unflatten(1, (2, 2)).sum(dim=2).numpy()
+    for row in worth.ratios:
+        step = row["step"]
+        scores = grouped[row["layer"], row["head"], : step + 1, :length].sum(axis=0)
+        held = scores[: step + 1][held_after(gone, step)[row["layer"], row["head"]]].sum()
+        assert row["ratio"] == pytest.approx(held / np.sort(scores)[-kept:].sum(), rel=1e-4)
 
 
 def test_real_rows_are_the_models(model, sample, attention):

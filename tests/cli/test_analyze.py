@@ -26,7 +26,7 @@ def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tm
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
     assert (done.code, done.out) == (0, f"{out / 'report.html'}\n"), done.err
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count("<img ") == 11
+    assert page.count("<img ") == 12
     assert "Not measured (yet): Neurons" in page
     tables = {table for m in MEASUREMENTS if not m.is_option for table in m.tables}
     assert {path.stem for path in out.glob("*.csv")} == tables

@@ -16,6 +16,7 @@ from h2okv.analysis.rows import Retention, Sinks, Sparsity, Tick, no_tick, watch
 from h2okv.analysis.study import BUDGETS, DEFAULT_BUDGET, POLICIES, Study
 from h2okv.analysis.tables import Row
 from h2okv.analysis.theory.bound import measure_theory
+from h2okv.analysis.theory.long import measure_long
 from h2okv.analysis.words import by_word, count_words, spearman
 
 Tables = dict[str, list[Row]]
@@ -293,5 +294,6 @@ MEASUREMENTS = (
         ("theory", "theory_steps", "theory_mass"),
         lambda study, tick: measure_theory(study.model, study.sample, tick),
     ),
+    Measurement("theorem at full length", ("theory_long",), measure_long),
     Measurement("neurons", ("neurons",), measure_neurons, is_option=True),
 )

@@ -215,3 +215,25 @@ def draw_mass(tables: dict[str, Rows]) -> Any:
     axes.set_title("Attention retained, 4 of 14 tokens held")
     axes.legend(fontsize=9, ncols=4, loc="upper center")
     return figure
+
+
+def draw_long(tables: dict[str, Rows]) -> Any:
+    """Greedy against the best set on the whole text; bands span the heads."""
+    rows = tables["theory_long"]
+    figure, (axes,) = new_figure(width=7)
+    styles = {"heavy": (BLUE, "o"), "h2o": (ORANGE, "^"), "global": (COLOURS["global"], "s")}
+    for policy, (colour, marker) in styles.items():
+        part = where(rows, policy=policy)
+        steps = distinct(part, "step")
+        by_step = [column(where(part, step=step), "ratio") for step in steps]
+        mean = [values.mean() for values in by_step]
+        axes.plot(steps, mean, color=colour, marker=marker, label=policy)
+        ends = ([values.min() for values in by_step], [values.max() for values in by_step])
+        axes.fill_between(steps, *ends, color=colour, alpha=0.13)
+    axes.axhline(FACTOR, color="black", ls="--", lw=1, label="1 - 1/e")
+    axes.set_ylim(0, 1.04)
+    axes.set_xlabel("tokens read")
+    axes.set_ylabel("worth, share of the best set's")
+    axes.set_title("The whole text at a 20 % budget, mean and range of heads")
+    axes.legend(loc="lower left", ncols=2)
+    return figure

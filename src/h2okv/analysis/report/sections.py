@@ -10,6 +10,7 @@ from h2okv.analysis.report.drawing import Rows, column, where
 from h2okv.analysis.report.policy_figures import (
     draw_agreement,
     draw_local_global,
+    draw_long,
     draw_mass,
     draw_policies,
     draw_removal,
@@ -192,6 +193,17 @@ def _mass(tables: Tables) -> str:
     return "On real rows: " + ", ".join(parts) + "."
 
 
+def _long(tables: Tables) -> str:
+    parts = []
+    for policy in ("heavy", "h2o", "global"):
+        ratio = column(where(tables["theory_long"], policy=policy), "ratio")
+        parts.append(f"{policy} {ratio.mean():.2f} (lowest {ratio.min():.2f})")
+    return (
+        "Accumulated score of what is held, as a share of the best set's, mean of heads and "
+        f"steps: {', '.join(parts)}; the bound asks for {FACTOR:.2f}."
+    )
+
+
 def _neurons(tables: Tables) -> str:
     rows = tables["neurons"]
     tops = [where(rows, layer=layer)[0] for layer in sorted({row["layer"] for row in rows})]
@@ -233,5 +245,6 @@ SECTIONS = (
     Section(
         "theory_mass", "Attention retained on small cases", ("theory_mass",), draw_mass, _mass
     ),
+    Section("theory_long", "The theorem on the whole text", ("theory_long",), draw_long, _long),
     Section("neurons", "Neurons", ("neurons",), draw_neurons, _neurons),
 )  # fmt: skip
