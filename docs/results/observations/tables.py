@@ -241,6 +241,19 @@ def adversaries() -> str:
     return markdown(header, lines)
 
 
+def long() -> str:
+    """Accumulated score held on the whole text, share of the best set's: mean, lowest head."""
+    rows = table(DETAILED, "theory_long")
+    lines = []
+    for step in distinct(rows, "step"):
+        cells = []
+        for policy in ("heavy", "h2o", "global"):
+            ratio = column(where(rows, policy=policy, step=step), "ratio")
+            cells.append(f"{ratio.mean():.2f} ({ratio.min():.2f})")
+        lines.append([f"{step + 1:,}", *cells])
+    return markdown(["tokens read", "heavy", "h2o", "global"], lines)
+
+
 PARTS = {
     "sparsity": sparsity,
     "power-law": power_law,
@@ -251,6 +264,7 @@ PARTS = {
     "layers": layers,
     "theorem": theorem,
     "adversaries": adversaries,
+    "long": long,
 }
 
 
