@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import h2okv
@@ -172,7 +173,7 @@ class Kvpress(Contestant):
     def obstacle(cls) -> str | None:
         """See `Contestant`."""
         try:
-            importlib.import_module("kvpress")
+            _import_kvpress()
         except ModuleNotFoundError as error:
             if error.name == "kvpress":
                 return _NOT_INSTALLED
@@ -189,9 +190,11 @@ class Kvpress(Contestant):
 
     def read(self, ids: torch.Tensor) -> None:
         """Reads the prompt at once; blocks would be scored one by one."""
-        press_class = importlib.import_module("kvpress").ObservedAttentionPress
+        press_class = _import_kvpress().ObservedAttentionPress
         with press_class(compression_ratio=1 - self.share)(self.model):
-            self.logits = self.forward(ids)
+            # kvpress 0.5 asks the attention's arguments for it; transformers made it up to 5.2.
+            places = torch.arange(ids.shape[1], device=ids.device)
+            self.logits = self.forward(ids, cache_position=places)
         self.seen = ids.shape[1]
 
     def before_steps(self) -> None:
@@ -212,6 +215,19 @@ _CLASSES: dict[str, type[Contestant]] = {
     "h2o": H2O,
     "kvpress": Kvpress,
 }
+
+
+def _import_kvpress() -> Any:
+    """Imports kvpress, and leaves every registered attention function as it was.
+
+    Its import wraps them all for masks of its own, which this press does not use; the other caches
+    would pay for that, and H2O's attention does not take arguments in that order.
+    """
+    before = dict(ALL_ATTENTION_FUNCTIONS.items())
+    package = importlib.import_module("kvpress")
+    for name, function in before.items():
+        ALL_ATTENTION_FUNCTIONS[name] = function
+    return package
 
 
 def contestant_class(choice: CacheChoice) -> type[Contestant]:

@@ -61,12 +61,14 @@ def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
         axes.set_xlabel("context, tokens")
         axes.set_ylabel("decode step, ms (dashed: limit)")
         axes.set_ylim(bottom=0)
+        axes.set_xticks(sorted({row.context for row in own}))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     grid.flat[0].legend(loc="best", fontsize="small")
-    figure.suptitle(f"{timed[0].model}, {timed[0].positions} positions")
+    title = f"{timed[0].model}, {timed[0].positions} positions"
+    figure.suptitle(title, fontsize="small", wrap=True)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -245,6 +245,15 @@ def _run(request: _Request, results: _Results) -> int:
         except CheckFailedError as error:
             write_remark(f"h2okv: {error}.")
             return CHECK_FAILED
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"the memory ran out ({reason}); give a smaller batch or context, or fewer --layers"
+            ) from error
         except TrialFailedError as error:
             raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
         finally:

@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+import h2okv.benchmarking.contestant as contestants
+from h2okv.benchmarking.comparison import Comparison, count_units
+from h2okv.benchmarking.footprint import footprint_of
+from h2okv.benchmarking.limit import speedup_limit
+from h2okv.benchmarking.row import COLUMNS
+from h2okv.benchmarking.settings import Settings
+
+CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
+
+
+@pytest.fixture
+def compare(source, build):
+    def call(**options):
+        defaults = {
+            "contexts": (CONTEXT,), "batches": (BATCH,), "budgets": (0.2,),
+            "caches": ("dynamic", "static", "h2o"), "dtypes": (torch.float32,), "rounds": 2,
+            "steps": 2, "peak": False,
+        }  # fmt: skip
+        settings = Settings(**(defaults | options))
+        footprint = footprint_of(source.config(), torch.float32)
+        reports = []
+        comparison = Comparison(build(), source, footprint, settings, BANDWIDTH, reports.append)
+        rows = list(comparison.rows())
+        assert len(reports) == count_units(settings)
+        return {(row.cache, row.context, row.batch): row for row in rows}, footprint
+
+    return call
+
+
+def test_the_figures_follow_from_the_samples(compare):
+    rows, footprint = compare()
+    full, static, own = (rows[name, CONTEXT, BATCH] for name in ("dynamic", "static", "h2o"))
+    weights = footprint.step_weight_bytes
+    assert full.limit == full.share == full.speedup.median == 1
+    assert own.limit == speedup_limit(weights, 2 * 100 * 512, 2 * 20 * (512 + 32))
+    assert own.share == own.speedup.median / own.limit
+    assert own.step_bytes == weights + 2 * 20 * (512 + 32)
+    assert own.achieved == pytest.approx(own.step_bytes / own.decode.median)
+    assert own.tokens_per_second == pytest.approx(BATCH / own.decode.median)
+    assert own.entries == static.entries == 20
+    assert own.cache_bytes == 2 * 21 * (512 + 32)
+    assert static.prefill is None and static.prefill_ratio is None
+    assert own.prefill_ratio is not None
+    assert own.bandwidth == BANDWIDTH
+
+
+def test_every_combination_has_its_rows(compare):
+    rows, _ = compare(contexts=(32, 64), batches=(1, 2), caches=("dynamic", "h2o"))
+    expected = {(n, c, b) for n in ("dynamic", "h2o") for c in (32, 64) for b in (1, 2)}
+    assert rows.keys() == expected
+
+
+def test_without_the_full_cache_there_is_no_ratio(compare):
+    rows, _ = compare(caches=("h2o",))
+    own = rows["h2o", CONTEXT, BATCH]
+    assert own.speedup is None and own.share is None and own.limit > 1
+
+
+def test_cells_have_the_columns(compare):
+    rows, _ = compare(caches=("h2o",), rounds=1)
+    cells = rows["h2o", CONTEXT, BATCH].cells()
+    assert tuple(cells) == COLUMNS
+    assert cells["decode"] == cells["decode_lower"] == cells["decode_upper"] > 0
+    assert cells["speedup"] is None
+
+
+def test_what_is_missing_gets_a_row_without_figures(compare, monkeypatch):
+    monkeypatch.setattr(contestants, "is_optimum_quanto_available", lambda: False)
+    monkeypatch.setattr(contestants, "is_hqq_available", lambda: False)
+    rows, _ = compare(caches=("dynamic", "quantized"))
+    row = rows["quantized", CONTEXT, BATCH]
+    assert row.status.startswith("not installed") and row.decode is None
+
+
+def test_what_fails_in_another_package_ends_that_cache_alone(compare, monkeypatch):
+    def fail(self, context):
+        raise RuntimeError("their\nbug")
+
+    monkeypatch.setattr(contestants.Quantized, "obstacle", classmethod(lambda cls: None))
+    monkeypatch.setattr(contestants.Quantized, "new_cache", fail)
+    rows, _ = compare(caches=("dynamic", "quantized", "h2o"))
+    row = rows["quantized", CONTEXT, BATCH]
+    assert row.status == "failed: RuntimeError: their bug" and row.decode is None
+    assert rows["h2o", CONTEXT, BATCH].speedup is not None
+
+
+def test_what_fails_in_h2o_is_not_hidden(compare, monkeypatch):
+    def fail(self, context):
+        raise RuntimeError("our bug")
+
+    monkeypatch.setattr(contestants.H2O, "new_cache", fail)
+    with pytest.raises(RuntimeError, match="our bug"):
+        compare()
+
+
+def test_rolling_positions_are_measured(compare):
+    rows, _ = compare(caches=("dynamic", "h2o"), positions="rolling")
+    assert rows["h2o", CONTEXT, BATCH].positions == "rolling"

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+import h2okv.cache.slots as slots
+from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
+from h2okv.benchmarking.settings import CacheChoice
+
+CHOICES = [CacheChoice("h2o", positions=positions) for positions in ("original", "rolling")]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.positions)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_cache_passes(build, dtype, choice):
+    check = check_h2o(build(dtype), choice)
+    assert check.full_error < 0.05
+    assert (check.drop_error is None) == (dtype == torch.bfloat16)
+
+
+def test_a_wrong_output_fails(build, monkeypatch):
+    right = slots.decode_with_scores
+
+    def louder(*args):
+        output, sums = right(*args)
+        return 1.5 * output, sums
+
+    monkeypatch.setattr(slots, "decode_with_scores", louder)
+    with pytest.raises(CheckFailedError, match="differs from full attention"):
+        check_h2o(build(), CHOICES[0])
+
+
+def test_numbers_that_are_none_fail(build, monkeypatch):
+    right = slots.decode_with_scores
+
+    def broken(*args):
+        output, sums = right(*args)
+        return output * float("nan"), sums
+
+    monkeypatch.setattr(slots, "decode_with_scores", broken)
+    with pytest.raises(CheckFailedError, match="nan"):
+        check_h2o(build(), CHOICES[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_evictions_fail(build, monkeypatch, dtype):
+    right = slots.keep_indices
+
+    def upside_down(priority, *args):
+        return right(-priority, *args)
+
+    monkeypatch.setattr(slots, "keep_indices", upside_down)
+    with pytest.raises(CheckFailedError, match="keeps other entries"):
+        check_h2o(build(dtype), CHOICES[0])

@@ -1,0 +1,85 @@
+import pytest
+import torch
+from transformers import DynamicCache
+
+import h2okv
+from h2okv.benchmarking.footprint import footprint_of
+from h2okv.benchmarking.limit import speedup_limit
+from h2okv.benchmarking.shape import parse_shape
+
+HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 64, 4, 2, 16, 96, 300, 2
+
+
+def by_hand(tied):
+    attention = HIDDEN * HEADS * HEAD * 2 + HIDDEN * KV_HEADS * HEAD * 2
+    layer = attention + 3 * HIDDEN * MLP + 2 * HIDDEN
+    read = LAYERS * layer + HIDDEN + VOCAB * HIDDEN
+    return read + (0 if tied else VOCAB * HIDDEN), read
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_bytes_of_weights_by_hand(tied):
+    text = f"hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,tied={tied}"
+    footprint = footprint_of(parse_shape(text).config(), torch.float32)
+    everything, read = by_hand(tied)
+    assert footprint.weight_bytes == 4 * everything
+    assert footprint.step_weight_bytes == 4 * read
+
+
+def test_bytes_of_an_entry_by_hand(source):
+    config = source.config()
+    footprint = footprint_of(config, torch.bfloat16)
+    assert footprint.entry_bytes == LAYERS * KV_HEADS * 2 * HEAD * 2
+    assert footprint.note_bytes == LAYERS * KV_HEADS * 8
+    assert footprint_of(config, torch.bfloat16, rolls=True).note_bytes == LAYERS * KV_HEADS * 12
+    assert footprint.full_bytes(3, 100) == 3 * 100 * 256
+    assert footprint.h2o_bytes(3, 20, 100) == 3 * 20 * (256 + 32)
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_arithmetic_is_what_the_caches_hold(build, positions, dtype):
+    model = build(dtype)
+    footprint = footprint_of(model.config, dtype, rolls=positions == "rolling")
+    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, positions=positions)
+    ids = torch.randint(300, (3, 100))
+    with torch.no_grad(), h2okv.enable(model):
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    assert footprint.h2o_bytes(3, 21, 101) == cache.nbytes
+    assert footprint.full_bytes(3, 101) == cache.full_nbytes
+
+
+def test_windowed_layers_hold_no_more_than_their_window():
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=96, vocab_size=300, sliding_window=32,
+    )  # fmt: skip
+    footprint = footprint_of(config, torch.float32)
+    cache = DynamicCache(config=config)
+    assert sum(type(layer).__name__ == "DynamicLayer" for layer in cache.layers) == 2
+    entry = 2 * 2 * 16 * 4
+    assert footprint.full_bytes(1, 100) == 2 * 100 * entry + 2 * 32 * entry
+
+
+def test_the_limit_by_hand():
+    assert speedup_limit(100, 300, 60) == pytest.approx(2.5)
+    assert speedup_limit(100, 300, 300) == 1
+    # Llama-3-8B in bf16, n = 16384, batch 16, 20 %: (W + B n e) / (W + B K (e + 8 per head)).
+    weights, entry, notes = 15_009_849_344, 131_072, 2048
+    full, own = 16 * 16384 * entry, 16 * 3276 * (entry + notes)
+    limit = speedup_limit(weights, full, own)
+    assert limit == pytest.approx((weights + full) / (weights + own))
+    footprint = footprint_of(parse_shape("llama-3-8b").config(), torch.bfloat16)
+    assert footprint.step_weight_bytes == weights
+    assert (footprint.entry_bytes, footprint.note_bytes) == (entry, notes)
+    assert limit == pytest.approx(2.24, abs=0.01)
+
+
+def test_a_step_that_reads_nothing_has_no_limit():
+    with pytest.raises(ValueError, match="reads nothing"):
+        speedup_limit(0, 100, 0)
+    with pytest.raises(ValueError, match="-1 bytes"):
+        speedup_limit(-1, 100, 10)

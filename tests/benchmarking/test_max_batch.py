@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+import h2okv.benchmarking.max_batch as module
+from h2okv.benchmarking.demand import Demand
+from h2okv.benchmarking.footprint import footprint_of
+from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch
+from h2okv.benchmarking.memory import peak_resident_bytes
+from h2okv.benchmarking.settings import CacheChoice, Settings
+from h2okv.benchmarking.trial import Peak, Trial, TrialFailedError, measure_peak
+
+CONTEXT = 100
+FULL, OWN = CONTEXT * 512, 21 * (512 + 32)
+RUNTIME, CONSTANT, ACTIVATION = 5000, 300, 2000
+
+
+def test_the_parts_of_the_demand_are_found():
+    loaded = 1000 + RUNTIME
+    peaks = {
+        batch: Peak(loaded, loaded + CONSTANT + batch * (700 + ACTIVATION), 0) for batch in (1, 2)
+    }
+    demand = Demand.of_peaks(1000, 700, peaks)
+    assert demand == Demand(1000, RUNTIME, CONSTANT, 700, ACTIVATION)
+    assert demand.bytes(3) == 1000 + RUNTIME + CONSTANT + 3 * 2700
+    assert demand.largest_batch(demand.bytes(7)) == 7
+    assert demand.largest_batch(demand.bytes(7) - 1) == 6
+    assert demand.largest_batch(100) == 0
+
+
+def test_noise_below_zero_counts_as_none():
+    demand = Demand.of_peaks(1000, 700, {1: Peak(900, 1500, 0), 2: Peak(900, 1600, 0)})
+    assert (demand.runtime, demand.activation) == (0, 0)
+
+
+@pytest.fixture
+def find(source, build, monkeypatch):
+    """Finds batches with peaks that follow a rule, so that the right answer is known."""
+
+    def call(batch_of_full, surplus=0, most=64, failing=None):
+        footprint = footprint_of(source.config(), torch.float32)
+        weights = footprint.weight_bytes
+
+        def peak(trial, model):
+            if failing == trial.batch:
+                raise TrialFailedError("ended")
+            cache = FULL if trial.choice.name == "dynamic" else OWN
+            need = CONSTANT + trial.batch * (cache + ACTIVATION)
+            extra = surplus if trial.batch > 2 else 0
+            return Peak(weights + RUNTIME, weights + RUNTIME + need + extra, cache * trial.batch)
+
+        monkeypatch.setattr(module, "measure_peak", peak)
+        fixed = weights + RUNTIME + CONSTANT
+        memory = fixed + batch_of_full * (FULL + ACTIVATION)
+        settings = Settings(
+            (CONTEXT,), (1,), (0.2,), ("dynamic",), (torch.float32,), rounds=1, steps=1
+        )
+        finder = MaxBatch(build(), source, footprint, settings, memory, most, lambda _: None)
+        return {row.cache: row for row in finder.rows()}
+
+    return call
+
+
+def test_the_largest_batches_by_hand(find):
+    rows = find(4)
+    assert rows["dynamic"].max_batch == rows["dynamic"].run_batch == 4
+    assert rows["h2o"].max_batch == 4 * (FULL + ACTIVATION) // (OWN + ACTIVATION)
+    for row in rows.values():
+        assert row.is_verified and row.peak_bytes <= row.memory_bytes
+        assert row.tokens_per_second == pytest.approx(row.run_batch / row.decode.median)
+        assert tuple(row.cells()) == MAX_BATCH_COLUMNS
+    ratio = rows["h2o"].tokens_per_second / rows["dynamic"].tokens_per_second
+    assert rows["h2o"].throughput_ratio.median == pytest.approx(ratio)
+    assert rows["dynamic"].throughput_ratio.median == 1
+
+
+def test_a_batch_that_needs_more_than_foretold_is_corrected(find):
+    row = find(8, surplus=FULL + ACTIVATION)["dynamic"]
+    assert row.max_batch == 7 and row.is_verified
+
+
+def test_a_cap_limits_what_is_run(find):
+    row = find(4, most=3)["dynamic"]
+    assert (row.max_batch, row.run_batch, row.is_verified) == (4, 3, False)
+
+
+def test_a_trial_that_ends_early_verifies_nothing(find):
+    row = find(4, failing=4)["dynamic"]
+    assert row.max_batch == 4 and not row.is_verified
+
+
+def test_a_memory_for_no_sequence_runs_none(find):
+    rows = find(0)
+    assert rows["dynamic"].max_batch == 0 and rows["dynamic"].decode is None
+    assert rows["h2o"].throughput_ratio is None
+
+
+def test_a_real_process_tells_its_peak(source):
+    if peak_resident_bytes() is None:
+        pytest.skip("this system does not tell a process's memory")
+    choice = CacheChoice("h2o", 0.2)
+    trial = Trial(source, "float32", "cpu", 1, choice, CONTEXT, 3)
+    assert Trial.from_json(trial.to_json()) == trial
+    peak = measure_peak(trial)
+    assert peak.peak >= peak.loaded > footprint_of(source.config(), torch.float32).weight_bytes
+    assert peak.cache == 3 * OWN
+
+
+def test_a_process_that_fails_says_why(source, monkeypatch):
+    if peak_resident_bytes() is None:
+        pytest.skip("this system does not tell a process's memory")
+    # A process that ends before it has imported torch, for the test's sake.
+    monkeypatch.setattr("h2okv.benchmarking.trial._CHILD", "no_such_module")
+    trial = Trial(source, "float32", "cpu", 1, CacheChoice("dynamic"), CONTEXT, 1)
+    with pytest.raises(TrialFailedError, match="dynamic: .*no_such_module"):
+        measure_peak(trial)

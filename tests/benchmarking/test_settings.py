@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from h2okv.benchmarking.footprint import footprint_of
+from h2okv.benchmarking.requirement import check_fits, wanted_bytes
+from h2okv.benchmarking.settings import CacheChoice, Settings
+
+
+def make(**options):
+    defaults = {
+        "contexts": (128,), "batches": (2,), "budgets": (0.25,), "caches": ("dynamic", "h2o"),
+        "dtypes": (torch.float32,), "peak": False,
+    }  # fmt: skip
+    return Settings(**(defaults | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"rounds": 0}, "--rounds 0"),
+        ({"steps": 0}, "--steps 0"),
+        ({"prefill_chunk": 0}, "--prefill-chunk 0"),
+        ({"contexts": (4,)}, "--contexts 4"),
+        ({"contexts": ()}, "--contexts names nothing"),
+        ({"batches": (0,)}, "--batches 0"),
+        ({"batches": (2, 2)}, "twice"),
+        ({"budgets": (1.5,)}, "--budgets 1.5"),
+        ({"budgets": (1,)}, "--budgets 1 "),
+        ({"caches": ("dynamic", "magic")}, "'magic'"),
+        ({"positions": "clamped"}, "'clamped'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        make(**options)
+
+
+def test_a_budget_is_split_in_two_and_counts_entries():
+    assert CacheChoice("h2o", 0.25).entries(128) == 32
+    assert CacheChoice("h2o", 33).parts() == {"heavy": 16, "recent": 17}
+    assert CacheChoice("dynamic").entries(128) == 128
+    assert CacheChoice("h2o", 0.25).label == "h2o 25 %"
+
+
+def test_every_budget_gets_its_own_caches():
+    names = [
+        c.label for c in make(budgets=(0.1, 64), caches=("h2o", "dynamic", "static")).choices()
+    ]
+    assert names == ["dynamic", "h2o 10 %", "static 10 %", "h2o 64", "static 64"]
+
+
+def test_prompts_and_steps_must_fit_the_window():
+    settings = make(contexts=(128,), rounds=2, steps=3)
+    settings.check_window(135)
+    settings.check_window(None)
+    with pytest.raises(ValueError, match="window of 134"):
+        settings.check_window(134)
+
+
+def test_memory_is_counted_before_anything_is_allocated(source):
+    footprint = footprint_of(source.config(), torch.float32)
+    settings = make()
+    wanted = wanted_bytes(settings, footprint, 2, 128, second_process=False)
+    caches = 2 * 128 * 512 + 2 * 33 * (512 + 32)
+    assert wanted == footprint.weight_bytes + caches + 2 * 128 * (64 + 2 * 96) * 4
+    check_fits(settings, footprint, wanted)
+    check_fits(settings, footprint, None)
+    with pytest.raises(ValueError, match=f"{wanted} bytes .* {wanted - 1} bytes"):
+        check_fits(settings, footprint, wanted - 1)
+
+
+def test_a_second_process_has_weights_of_its_own(source):
+    footprint = footprint_of(source.config(), torch.float32)
+    settings = make(contexts=(8,), batches=(1,), peak=True)
+    alone, beside = (wanted_bytes(settings, footprint, 1, 8, flag) for flag in (False, True))
+    assert beside > 2 * footprint.weight_bytes > alone
+
+
+def test_eager_attention_makes_a_matrix(source):
+    footprint = footprint_of(source.config(), torch.float32)
+    settings = make(caches=("dynamic", "kvpress"))
+    assert wanted_bytes(settings, footprint, 1, 1000, False) > 4 * 1000 * 1000 * 4

@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from h2okv.benchmarking.footprint import footprint_of
+from h2okv.benchmarking.shape import SHAPES, parse_shape
+from h2okv.benchmarking.source import ModelSource
+
+# The number of parameters that the checkpoints on the Hub have.
+PUBLISHED = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-2-7b": 6_738_415_616,
+    "qwen2.5-7b": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_shapes_have_the_published_number_of_parameters(name):
+    footprint = footprint_of(SHAPES[name].config(), torch.bfloat16)
+    assert footprint.weight_bytes == 2 * PUBLISHED[name]
+
+
+def test_layers_cut_a_shape():
+    shape = parse_shape("llama-3-8b", layers=4)
+    assert (shape.layers, shape.hidden, shape.kv_heads) == (4, 4096, 8)
+    assert shape.name == "llama-3-8b,layers=4"
+
+
+def test_sizes_override_a_named_shape():
+    assert parse_shape("llama-3-8b,window=65536").config().max_position_embeddings == 65536
+
+
+def test_a_shape_of_ones_own_has_defaults():
+    shape = parse_shape("hidden=64, layers=2, heads=4, intermediate=96, vocab=300")
+    assert (shape.kv_heads, shape.head_dim, shape.tied) == (4, 16, 0)
+
+
+def test_a_source_comes_back_from_json(source):
+    assert ModelSource.from_json(source.to_json()) == source
+
+
+def test_random_weights_are_the_same_every_time(source, build):
+    again = source.build(torch.float32, torch.device("cpu"))
+    for one, other in zip(build().parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "word"),
+    [
+        ("llama-9", None, "llama-3-8b"),
+        ("small,colour=3", None, "'colour'"),
+        ("hidden=64,layers=2", None, "lacks heads"),
+        ("small,kv_heads=5", None, "kv_heads=5"),
+        ("small,hidden=many", None, "'many'"),
+        ("small,head_dim=7", None, "head_dim=7"),
+        ("small,layers=0", None, "layers=0"),
+        ("small,tied=2", None, "tied=2"),
+        ("small", 13, "--layers 13"),
+        ("small", 0, "--layers 0"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(text, layers, word):
+    with pytest.raises(ValueError, match=word):
+        parse_shape(text, layers)

@@ -1,0 +1,176 @@
+import csv
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+import h2okv.benchmarking.comparison as comparison
+import h2okv.cache.slots as slots
+import h2okv.cli.bench as bench
+from h2okv.benchmarking.bandwidth import measure_bandwidth
+from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS
+from h2okv.benchmarking.row import COLUMNS
+
+SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
+TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budgets", "0.25",
+        "--rounds", "1", "--steps", "1", "--no-peak", "--device", "cpu")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_buffer(monkeypatch):
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device: measure_bandwidth(device, 2**20))
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    right = slots.decode_with_scores
+
+    def louder(*args):
+        output, sums = right(*args)
+        return 1.5 * output, sums
+
+    monkeypatch.setattr(slots, "decode_with_scores", louder)
+
+
+def rows_of(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_a_csv_file_and_a_picture(h2okv_command, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows, picture = tmp_path / "rows.csv", tmp_path / "bench.png"
+    done = h2okv_command(
+        *TINY, "--contexts", "32,64", "--caches", "dynamic,static,h2o",
+        "--csv", rows, "--plot", picture,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "h2o 25 %" in done.out and "reached" in done.out
+    assert "memory bandwidth measured" in done.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = rows_of(rows)
+    assert tuple(found[0]) == (*ENVIRONMENT_COLUMNS, *COLUMNS)
+    assert [(row["context"], row["cache"]) for row in found] == [
+        (context, cache) for context in ("32", "64") for cache in ("dynamic", "static", "h2o")
+    ]
+    assert all(float(row["decode"]) > 0 for row in found)
+    assert {row["threads"] for row in found} == {"1"}
+
+
+def test_a_second_run_adds_its_rows(h2okv_command, tmp_path):
+    rows = tmp_path / "rows.csv"
+    for _ in range(2):
+        assert h2okv_command(*TINY, "--caches", "h2o", "--csv", rows).code == 0
+    assert len(rows_of(rows)) == 2
+
+
+def test_json_for_machines(h2okv_command):
+    done = h2okv_command(*TINY, "--caches", "dynamic,h2o", "--dtype", "float32,bfloat16", "--json")
+    result = json.loads(done.out)
+    assert result["checks"].keys() == {"float32", "bfloat16"}
+    assert [(row["dtype"], row["cache"]) for row in result["rows"]] == [
+        (dtype, cache) for dtype in ("float32", "bfloat16") for cache in ("dynamic", "h2o")
+    ]
+    assert result["bandwidth"] > 0
+    assert result["rows"][1]["positions"] == "original"
+
+
+def test_a_broken_cache_shows_no_speed(h2okv_command, tmp_path, broken):
+    rows = tmp_path / "rows.csv"
+    done = h2okv_command(*TINY, "--csv", rows)
+    assert done.code == 1
+    assert "the check of H2O in float32 failed" in done.err
+    assert "no speed is reported" in done.err
+    assert done.out == ""
+    assert rows_of(rows) == []
+
+
+def test_a_broken_cache_gets_no_largest_batch(h2okv_command, broken):
+    done = h2okv_command(*TINY, "--max-batch", "--memory", "1GiB")
+    assert done.code == 1 and done.out == ""
+
+
+def test_control_c_keeps_the_rows_so_far(h2okv_command, tmp_path, monkeypatch):
+    measure = comparison.Comparison._time
+
+    def interrupted(self, contestants, context, batch):
+        if batch == 2:
+            raise KeyboardInterrupt
+        return measure(self, contestants, context, batch)
+
+    monkeypatch.setattr(comparison.Comparison, "_time", interrupted)
+    rows = tmp_path / "rows.csv"
+    options = ("--batches", "1,2", "--caches", "dynamic,h2o")
+    done = h2okv_command(*TINY, *options, "--csv", rows)
+    assert done.code == 130
+    assert "stopped; 2 rows were finished" in done.err
+    assert "h2o 25 %" in done.out
+    assert [row["cache"] for row in rows_of(rows)] == ["dynamic", "h2o"]
+
+
+def test_a_checkpoint_is_measured_too(h2okv_command, model_folder):
+    done = h2okv_command("bench", "--model", model_folder, *TINY[3:], "--caches", "h2o", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["rows"][0]["model"] == str(model_folder)
+
+
+def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatch):
+    import h2okv.benchmarking.contestant as contestants
+
+    monkeypatch.setattr(contestants, "is_optimum_quanto_available", lambda: False)
+    monkeypatch.setattr(contestants, "is_hqq_available", lambda: False)
+    done = h2okv_command(*TINY)
+    assert done.code == 0, done.err
+    assert "quantized: not installed (optimum-quanto or hqq)" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--shape", "llama-9"), "llama-3-8b"),
+        (("--caches", "dynamic,magic"), "'magic'"),
+        (("--contexts", "2000"), "the model's window of 1024"),
+        (("--contexts", "many"), "--contexts 'many'"),
+        (("--rounds", "0"), "--rounds 0"),
+        (("--threads", "0"), "--threads 0"),
+        (("--budgets", "2.5"), "--budgets 2.5"),
+        (("--dtype", "float8"), "'float8'"),
+        (("--positions", "clamped"), "'clamped'"),
+        (("--model", "bundled"), "both --model and --shape"),
+        (("--batches", "100000000"), "bytes (.*) are available"),
+        (("--max-batch",), "--memory 8GiB"),
+        (("--memory", "8GiB"), "--max-batch and --memory"),
+        (("--max-batch", "--memory", "lots"), "'lots'"),
+        (("--max-batch", "--memory", "1KiB"), "bytes of weights"),
+        (("--csv", "no_such_folder/rows.csv"), "no_such_folder"),
+        (("--plot", "picture.txt"), ".png"),
+    ],
+)
+def test_bad_input_is_one_sentence(h2okv_command, options, word):
+    done = h2okv_command(*TINY, *options)
+    assert done.code == 2
+    assert done.err.count("\n") == 1 and done.out == ""
+    assert re.search(word, done.err), done.err
+
+
+def test_another_files_columns_are_left_alone(h2okv_command, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    done = h2okv_command(*TINY, "--csv", path)
+    assert done.code == 2 and "other columns" in done.err
+    assert path.read_text(encoding="utf-8") == "a,b\n1,2\n"
+
+
+def test_a_plot_without_matplotlib_names_the_extra(h2okv_command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = h2okv_command(*TINY, "--plot", "bench.png")
+    assert done.code == 2 and "pip install 'h2okv[plot]'" in done.err
+
+
+def test_threads_are_set(h2okv_command, monkeypatch):
+    wanted = []
+    monkeypatch.setattr(torch, "set_num_threads", wanted.append)
+    assert h2okv_command(*TINY, "--caches", "h2o", "--threads", "2").code == 0
+    assert wanted == [2]
