@@ -18,4 +18,8 @@ venv/bin/h2okv generate --heavy 32 --recent 32 --max-new-tokens 24 "The old man 
 venv/bin/h2okv generate --heavy 32 --recent 32 --max-new-tokens 24 --json "The old man looked at the sea and" \
     | venv/bin/python -m json.tool > /dev/null
 venv/bin/h2okv demo
+printf 'The sea was calm that night.\n%.0s' $(seq 100) > text.txt
+venv/bin/h2okv stream --text text.txt --heavy 32 --recent 32 --every 200 --csv rows.csv
+printf 'Who are you?\n/cache\n' | venv/bin/h2okv chat --heavy 32 --recent 32 --max-new-tokens 8
+venv/bin/h2okv view --text text.txt --export kept.html --tokens 200
 echo "the wheel works outside the repository: $(basename "$wheel")"
