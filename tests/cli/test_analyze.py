@@ -42,6 +42,8 @@ def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         start_new_session=True,
+        # Whoever runs the tests in the background ignores the signal, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not (tmp_path / "removal.csv").is_file() and time.monotonic() < deadline:
