@@ -218,6 +218,18 @@ def test_bad_options_are_refused(make_llama, options, message):
 
 
 @torch.no_grad()
+def test_after_a_reset_another_model_may_use_the_cache(make_llama):
+    other = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 50.0})
+    used, new = (
+        h2okv.H2OCache(other.config, 6, 6, positions="rolling", prefill_chunk=9) for _ in range(2)
+    )
+    make_llama()(tokens(40), past_key_values=used)
+    used.reset()
+    logits = [other(tokens(40), past_key_values=cache).logits for cache in (used, new)]
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
 def test_position_ids_that_a_caller_overwrites_in_place(make_llama):
     model = make_llama(kv_heads=1)
     ids = tokens(40)

@@ -50,9 +50,6 @@ class ScoredLayer(RowLayer):
         self.budget = budget
         self.policy = policy
         self.rule = rule
-        # How the model turns this layer's keys; learned from the model at its first block.
-        self.rotation: Rotation | None = None
-        self.knows_rotation = not rule.rolls
         # One list for all layers of a cache, so that they share what is the same.
         self.known_rotations: list[Rotation] = []
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
@@ -72,6 +69,9 @@ class ScoredLayer(RowLayer):
         self.num_real_tokens: torch.Tensor | None = None
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.expected_weights: str | None = None
+        # How the model turns this layer's keys; learned from the model at its first block.
+        self.rotation: Rotation | None = None
+        self.knows_rotation = not self.rule.rolls
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
