@@ -115,7 +115,7 @@ class Accumulation:
 
     def scores(self) -> np.ndarray:
         """Returns float32 ``[L, H, G, T]``, layers in order."""
-        return torch.stack([self._sums[i] for i in sorted(self._sums)]).cpu().numpy()
+        return torch.stack([self._sums[i].cpu() for i in sorted(self._sums)]).numpy()
 
 
 class Sinks:

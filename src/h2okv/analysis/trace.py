@@ -75,7 +75,7 @@ class _Recorder:
     def note(self, cache: H2OCache, step: int) -> None:
         """Takes the state after the token of this step."""
         # A slot that is empty points behind the last token.
-        positions = torch.cat([cache.kept_positions(i) for i in self.layers]).cpu().long()
+        positions = torch.cat([cache.kept_positions(i).cpu() for i in self.layers]).long()
         positions[positions < 0] = self.length
         if self.gone is None:
             own = torch.arange(self.length + 1).clamp(min=self.first - 1) + 1
@@ -87,7 +87,7 @@ class _Recorder:
         self.held_bytes[step], self.full_bytes[step] = cache.nbytes, cache.full_nbytes
         if self.latest is None:
             return
-        scores = torch.cat([cache.scores(i) for i in self.layers]).cpu()
+        scores = torch.cat([cache.scores(i).cpu() for i in self.layers])
         self.latest.scatter_(-1, positions, scores)
         if step in self.recorded:
             self.scores.append(self.latest[..., : step + 1].numpy().copy())
