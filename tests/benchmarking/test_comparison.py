@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -94,6 +96,22 @@ def test_what_fails_in_h2o_is_not_hidden(compare, monkeypatch):
     monkeypatch.setattr(contestants.H2O, "new_cache", fail)
     with pytest.raises(RuntimeError, match="our bug"):
         compare()
+
+
+def test_steps_on_slots_are_compiled_on_request(compare, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def enable(model, *, compile):
+        entered.append(compile)
+        model.set_attn_implementation("h2o")
+        yield model
+
+    # Compiling takes long; that it works is the business of tests/integration/test_compiled.py.
+    monkeypatch.setattr(contestants.h2okv, "enable", enable)
+    rows, _ = compare(caches=("dynamic", "h2o"), compiled=True)
+    assert entered == [True, True]
+    assert rows["h2o", CONTEXT, BATCH].compiled and not rows["dynamic", CONTEXT, BATCH].compiled
 
 
 def test_rolling_positions_are_measured(compare):

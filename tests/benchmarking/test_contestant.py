@@ -16,9 +16,9 @@ def run(model, choice, steps=3, chunk=None):
     ids = prompt_ids(model, BATCH, CONTEXT)
     contestant.prepare(CONTEXT)
     contestant.read(ids)
-    contestant.before_steps()
-    for _ in range(steps):
-        contestant.step(ids[:, :1])
+    with contestant.stepping():
+        for _ in range(steps):
+            contestant.step(ids[:, :1])
     return contestant
 
 
@@ -44,7 +44,8 @@ def test_a_static_cache_stays_full_with_as_many_entries_as_h2o(build):
     assert contestant.cache.layers[0].keys.shape[2] == 21
     assert contestant.cache.get_seq_length() == 21
     before = contestant.cache.layers[0].keys.clone()
-    contestant.step(torch.full((BATCH, 1), 7))
+    with contestant.stepping():
+        contestant.step(torch.full((BATCH, 1), 7))
     changed = (contestant.cache.layers[0].keys != before).any(dim=-1).any(dim=0).any(dim=0)
     assert changed.nonzero().flatten().tolist() == [20]
 

@@ -51,10 +51,10 @@ def test_every_budget_gets_its_own_caches():
 
 def test_prompts_and_steps_must_fit_the_window():
     settings = make(contexts=(128,), rounds=2, steps=3)
-    settings.check_window(135)
+    settings.check_window(136)
     settings.check_window(None)
-    with pytest.raises(ValueError, match="window of 134"):
-        settings.check_window(134)
+    with pytest.raises(ValueError, match="window of 135"):
+        settings.check_window(135)
 
 
 def test_memory_is_counted_before_anything_is_allocated(source):

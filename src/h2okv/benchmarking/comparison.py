@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.benchmarking.clock import Clock, Spread, in_turn
-from h2okv.benchmarking.contestant import Contestant, contestant_class, one_line
+from h2okv.benchmarking.contestant import Contestant, contestant_class, one_line, static_shapes
 from h2okv.benchmarking.footprint import Footprint
 from h2okv.benchmarking.limit import speedup_limit
 from h2okv.benchmarking.row import Row
-from h2okv.benchmarking.settings import CacheChoice, Settings
+from h2okv.benchmarking.settings import COMPILED, CacheChoice, Settings
 from h2okv.benchmarking.source import ModelSource
 from h2okv.benchmarking.trial import Trial, TrialFailedError, measure_peak, prompt_ids
 
@@ -74,8 +74,12 @@ class Comparison:
         obstacles = {choice: contestant_class(choice).obstacle() for choice in choices}
         able = [choice for choice in choices if obstacles[choice] is None]
         chunk = self.settings.prefill_chunk
-        contestants = [contestant_class(c)(self.model, c, chunk) for c in able]
-        samples = self._time(contestants, context, batch)
+        compiled = self.settings.compiled
+        contestants = [contestant_class(c)(self.model, c, chunk, compiled) for c in able]
+        if compiled:
+            torch.compiler.reset()  # what was compiled for other shapes
+        with static_shapes():
+            samples = self._time(contestants, context, batch)
         for contestant in contestants:
             contestant.forget()
         gc.collect()
@@ -128,8 +132,9 @@ class Comparison:
         short = ids[:, : min(64, ids.shape[1])]
         contestant.prepare(short.shape[1])
         contestant.read(short)
-        contestant.before_steps()
-        contestant.step(ids[:, :1])
+        if not self.settings.compiled:  # a compiled step would be one for this short prompt
+            with contestant.stepping():
+                contestant.step(ids[:, :1])
         contestant.forget()
 
     def _read(self, contestant: Contestant, ids: torch.Tensor, samples: Samples) -> None:
@@ -139,16 +144,16 @@ class Comparison:
             samples.prefill.append(seconds)
 
     def _step(self, contestant: Contestant, ids: torch.Tensor, samples: Samples) -> None:
-        contestant.before_steps()
         token = ids[:, :1]
-        if not samples.decode:
-            contestant.step(token)  # the first one after a prompt does not count
 
         def turn() -> None:
             for _ in range(self.settings.steps):
                 contestant.step(token)
 
-        samples.decode.append(Clock(self.model.device).seconds(turn) / self.settings.steps)
+        with contestant.stepping():
+            for _ in range(self.settings.uncounted_steps):
+                contestant.step(token)
+            samples.decode.append(Clock(self.model.device).seconds(turn) / self.settings.steps)
         samples.cache_bytes = contestant.nbytes
 
     def _peak(self, choice: CacheChoice, context: int, batch: int) -> int | None:
@@ -218,6 +223,7 @@ class Comparison:
             "rounds": self.settings.rounds,
             "steps": self.settings.steps,
             "prefill_chunk": self.settings.prefill_chunk,
+            "compiled": self.settings.compiled and choice.name in COMPILED,
             "weight_bytes": self.footprint.step_weight_bytes,
             "bandwidth": self.bandwidth,
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class Contestant(ABC):
         model: The model; `prepare` sets its attention implementation.
         choice: Which cache, and its budget.
         prefill_chunk: Tokens of a block of the prompt; ``None`` reads it at once.
+        compiled: Whether steps on slots that do not grow run through ``torch.compile``.
     """
 
     attention = "sdpa"
@@ -33,11 +36,16 @@ class Contestant(ABC):
     """Whether the time of the prompt means something."""
 
     def __init__(
-        self, model: PreTrainedModel, choice: CacheChoice, prefill_chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        choice: CacheChoice,
+        prefill_chunk: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self.model = model
         self.choice = choice
         self.prefill_chunk = prefill_chunk
+        self.compiled = compiled
         self.cache: Any = None
         self.logits: torch.Tensor | None = None
 
@@ -61,9 +69,11 @@ class Contestant(ABC):
         for block in ids.split(self.prefill_chunk or ids.shape[1], dim=1):
             self.logits = self.forward(block)
 
-    def before_steps(self) -> None:
-        """Gets ready for decode steps; not timed."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Gets the model ready for decode steps inside a ``with`` block; not timed."""
         self.model.set_attn_implementation(self.attention)
+        yield
 
     def step(self, token: torch.Tensor) -> None:
         """Reads one token of each sequence, int64 ``[B, 1]``; what is timed as decode."""
@@ -71,7 +81,7 @@ class Contestant(ABC):
 
     def forward(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         """Runs the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
-        with torch.inference_mode():
+        with torch.no_grad():
             output = self.model(
                 ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **options
             )
@@ -115,10 +125,15 @@ class Static(Contestant):
 
     def step(self, token: torch.Tensor) -> None:
         """See `Contestant`."""
-        with torch.inference_mode():
-            for layer in self.cache.layers:
-                layer.cumulative_length.fill_(self.entries - 1)
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.entries - 1)
         super().step(token)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Contestant`; compiled as `generate` compiles it."""
+        with super().stepping(), _compiled_forward(self.model) if self.compiled else nullcontext():
+            yield
 
 
 class Quantized(Contestant):
@@ -153,6 +168,15 @@ class H2O(Contestant):
         )
         cache.expect(context)
         return cache
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Contestant`; compiled as `h2okv.enable` compiles it."""
+        with super().stepping(), self._enabled() if self.compiled else nullcontext():
+            yield
+
+    def _enabled(self) -> AbstractContextManager[Any]:
+        return h2okv.enable(self.model, compile=True)
 
     @property
     def nbytes(self) -> int:
@@ -197,9 +221,11 @@ class Kvpress(Contestant):
             self.logits = self.forward(ids, cache_position=places)
         self.seen = ids.shape[1]
 
-    def before_steps(self) -> None:
-        """Steps need no matrix, and run on SDPA."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Contestant`; steps need no matrix, and run on SDPA."""
         self.model.set_attn_implementation("sdpa")
+        yield
 
     def step(self, token: torch.Tensor) -> None:
         """See `Contestant`; the cache does not know how many tokens there were before."""
@@ -233,6 +259,27 @@ def _import_kvpress() -> Any:
 def contestant_class(choice: CacheChoice) -> type[Contestant]:
     """Returns the class behind a choice."""
     return _CLASSES[choice.name]
+
+
+@contextmanager
+def _compiled_forward(model: PreTrainedModel) -> Iterator[None]:
+    """Compiles a model's forward inside a ``with`` block, with CUDA graphs on a GPU."""
+    on_gpu = model.device.type == "cuda"
+    own_forward = vars(model).get("forward")
+    vars(model)["forward"] = torch.compile(
+        model.forward, fullgraph=True, mode="reduce-overhead" if on_gpu else "default"
+    )
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own_forward is not None:
+            vars(model)["forward"] = own_forward
+
+
+def static_shapes() -> AbstractContextManager[Any]:
+    """Compiles every new size for itself, as the first one in a process is, not for any size."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
 def held_bytes(cache: Any) -> int:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.benchmarking.clock import Clock, Spread, in_turn
-from h2okv.benchmarking.contestant import contestant_class
+from h2okv.benchmarking.contestant import contestant_class, static_shapes
 from h2okv.benchmarking.demand import Demand
 from h2okv.benchmarking.footprint import Footprint
 from h2okv.benchmarking.memory import available_bytes
@@ -41,6 +41,7 @@ class MaxBatchRow:
         rounds: In each of which both caches took their turn.
         steps: Decode steps of one turn.
         prefill_chunk: Tokens of a block of the prompt.
+        compiled: Whether the steps on H2O ran through ``torch.compile``.
         memory_bytes: Given for everything.
         weight_bytes: All weights.
         runtime_bytes: Held beside the weights before anything is read.
@@ -67,6 +68,7 @@ class MaxBatchRow:
     rounds: int
     steps: int
     prefill_chunk: int | None
+    compiled: bool
     memory_bytes: int
     weight_bytes: int
     runtime_bytes: int
@@ -200,18 +202,22 @@ class MaxBatch:
         """One prompt and its steps; the cache is gone afterwards, for both do not fit at once."""
         ids = prompt_ids(self.model, candidate.run_batch, context)
         kind = contestant_class(candidate.choice)
-        contestant = kind(self.model, candidate.choice, self.settings.prefill_chunk)
+        settings = self.settings
+        contestant = kind(
+            self.model, candidate.choice, settings.prefill_chunk, compiled=settings.compiled
+        )
         clock = Clock(self.model.device)
         contestant.prepare(context)
         candidate.prefill.append(clock.seconds(lambda: contestant.read(ids)))
-        contestant.before_steps()
-        contestant.step(ids[:, :1])
 
         def steps() -> None:
-            for _ in range(self.settings.steps):
+            for _ in range(settings.steps):
                 contestant.step(ids[:, :1])
 
-        candidate.decode.append(clock.seconds(steps) / self.settings.steps)
+        with contestant.stepping(), static_shapes():
+            for _ in range(settings.uncounted_steps):
+                contestant.step(ids[:, :1])
+            candidate.decode.append(clock.seconds(steps) / settings.steps)
         contestant.forget()
 
     def _row(self, candidate: _Candidate, full: _Candidate, context: int) -> MaxBatchRow:
@@ -227,6 +233,7 @@ class MaxBatch:
             rounds=settings.rounds,
             steps=settings.steps,
             prefill_chunk=settings.prefill_chunk,
+            compiled=settings.compiled and candidate.choice.name == "h2o",
             memory_bytes=self.memory,
             weight_bytes=demand.weights,
             runtime_bytes=demand.runtime,

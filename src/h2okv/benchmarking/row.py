@@ -27,6 +27,7 @@ class Row:
         rounds: In each of which every cache took its turn.
         steps: Decode steps of one sample.
         prefill_chunk: Tokens of a block of the prompt.
+        compiled: Whether its steps ran through ``torch.compile``.
         entries: Held by one KV head after the prompt.
         cache_bytes: Held by the cache after the last step.
         weight_bytes: ``W``, the weights that a step reads.
@@ -54,6 +55,7 @@ class Row:
     rounds: int
     steps: int
     prefill_chunk: int | None
+    compiled: bool
     entries: int | None = None
     cache_bytes: int | None = None
     weight_bytes: int | None = None

@@ -12,6 +12,8 @@ from h2okv.cache.positions import Positions
 
 CACHES = ("dynamic", "static", "quantized", "h2o", "kvpress")
 """The caches that can be compared."""
+COMPILED = ("static", "h2o")
+"""Those whose shapes stay as they are, so that a step can be compiled once."""
 BUDGETED = ("static", "h2o", "kvpress")
 """Those of them that keep a budget."""
 
@@ -69,6 +71,7 @@ class Settings:
         steps: Decode steps of one turn; their mean is one sample.
         prefill_chunk: Tokens of a block of the prompt; ``None`` reads it at once.
         peak: Whether to measure peak memory, in processes of its own.
+        compiled: Whether decode steps of `static` and `h2o` run through ``torch.compile``.
 
     Raises:
         ValueError: If there is nothing to measure, or a value makes no sense.
@@ -84,6 +87,7 @@ class Settings:
     steps: int = 8
     prefill_chunk: int | None = None
     peak: bool = True
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense."""
@@ -128,8 +132,13 @@ class Settings:
         ]
 
     def most_seen(self, context: int) -> int:
-        """The most tokens of one sequence: the prompt, all steps, and one that does not count."""
-        return context + self.rounds * self.steps + 1
+        """The most tokens of one sequence: the prompt, and all steps after it."""
+        return context + self.rounds * (self.uncounted_steps + self.steps)
+
+    @property
+    def uncounted_steps(self) -> int:
+        """Steps at the beginning of a turn that are not timed; compiling takes several."""
+        return 4 if self.compiled else 1
 
     def check_window(self, window: int | None) -> None:
         """Refuses contexts that the model cannot read.

@@ -90,9 +90,9 @@ def run_alone(model: PreTrainedModel, trial: Trial) -> Contestant:
     ids = prompt_ids(model, trial.batch, trial.context)
     contestant.prepare(trial.context)
     contestant.read(ids)
-    contestant.before_steps()
-    for _ in range(trial.steps):
-        contestant.step(ids[:, :1])
+    with contestant.stepping():
+        for _ in range(trial.steps):
+            contestant.step(ids[:, :1])
     return contestant
 
 

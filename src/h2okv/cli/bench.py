@@ -37,6 +37,7 @@ from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import parse_device, parse_positions
 from h2okv.cli.output import write_remark, write_text
+from h2okv.integration.compiled import check_compiler
 
 CHECK_FAILED = 1
 
@@ -118,6 +119,9 @@ def bench(
     peak: Annotated[
         bool, typer.Option(help="Measure peak memory, on a CPU in processes of its own.")
     ] = True,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the steps of static and h2o.")
+    ] = False,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Find the largest batch in --memory instead.")
     ] = False,
@@ -146,7 +150,10 @@ def bench(
         steps=steps,
         prefill_chunk=prefill_chunk,
         peak=peak,
+        compiled=compile,
     )
+    if compile:
+        check_compiler(chosen_device)
     source = _source(model, shape, layers)
     wanted_memory = _memory(max_batch, memory, max_run_batch, plot)
     _check_files(csv, plot)
