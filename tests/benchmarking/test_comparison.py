@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import h2okv.benchmarking.contestant as contestants
+import h2okv.benchmarking.peer as peer
 from h2okv.benchmarking.comparison import Comparison, count_units
 from h2okv.benchmarking.footprint import footprint_of
 from h2okv.benchmarking.limit import speedup_limit
@@ -70,8 +71,8 @@ def test_cells_have_the_columns(compare):
 
 
 def test_what_is_missing_gets_a_row_without_figures(compare, monkeypatch):
-    monkeypatch.setattr(contestants, "is_optimum_quanto_available", lambda: False)
-    monkeypatch.setattr(contestants, "is_hqq_available", lambda: False)
+    monkeypatch.setattr(peer, "is_optimum_quanto_available", lambda: False)
+    monkeypatch.setattr(peer, "is_hqq_available", lambda: False)
     rows, _ = compare(caches=("dynamic", "quantized"))
     row = rows["quantized", CONTEXT, BATCH]
     assert row.status.startswith("not installed") and row.decode is None
@@ -81,8 +82,8 @@ def test_what_fails_in_another_package_ends_that_cache_alone(compare, monkeypatc
     def fail(self, context):
         raise RuntimeError("their\nbug")
 
-    monkeypatch.setattr(contestants.Quantized, "obstacle", classmethod(lambda cls: None))
-    monkeypatch.setattr(contestants.Quantized, "new_cache", fail)
+    monkeypatch.setattr(peer.Quantized, "obstacle", classmethod(lambda cls: None))
+    monkeypatch.setattr(peer.Quantized, "new_cache", fail)
     rows, _ = compare(caches=("dynamic", "quantized", "h2o"))
     row = rows["quantized", CONTEXT, BATCH]
     assert row.status == "failed: RuntimeError: their bug" and row.decode is None

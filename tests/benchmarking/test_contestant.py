@@ -3,7 +3,8 @@ import sys
 import pytest
 import torch
 
-from h2okv.benchmarking.contestant import contestant_class, held_bytes
+from h2okv.benchmarking.contestant import held_bytes
+from h2okv.benchmarking.lineup import contestant_class
 from h2okv.benchmarking.settings import CacheChoice
 from h2okv.benchmarking.trial import prompt_ids
 
@@ -58,7 +59,7 @@ def test_a_budget_of_everything_gives_the_full_caches_logits(build):
 
 
 def test_what_is_not_installed_says_so(monkeypatch):
-    import h2okv.benchmarking.contestant as module
+    import h2okv.benchmarking.peer as module
 
     monkeypatch.setattr(module, "is_optimum_quanto_available", lambda: False)
     monkeypatch.setattr(module, "is_hqq_available", lambda: False)

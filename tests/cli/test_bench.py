@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import h2okv.benchmarking.comparison as comparison
+import h2okv.benchmarking.peer as peer
 import h2okv.cache.slots as slots
 import h2okv.cli.bench as bench
 from h2okv.benchmarking.bandwidth import measure_bandwidth
@@ -117,10 +118,8 @@ def test_a_checkpoint_is_measured_too(h2okv_command, model_folder):
 
 
 def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatch):
-    import h2okv.benchmarking.contestant as contestants
-
-    monkeypatch.setattr(contestants, "is_optimum_quanto_available", lambda: False)
-    monkeypatch.setattr(contestants, "is_hqq_available", lambda: False)
+    monkeypatch.setattr(peer, "is_optimum_quanto_available", lambda: False)
+    monkeypatch.setattr(peer, "is_hqq_available", lambda: False)
     done = h2okv_command(*TINY)
     assert done.code == 0, done.err
     assert "quantized: not installed (optimum-quanto or hqq)" in done.err

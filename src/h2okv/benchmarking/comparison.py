@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.benchmarking.clock import Clock, Spread, in_turn
-from h2okv.benchmarking.contestant import Contestant, contestant_class, one_line, static_shapes
+from h2okv.benchmarking.contestant import Contestant, one_line, static_shapes
 from h2okv.benchmarking.footprint import Footprint
 from h2okv.benchmarking.limit import speedup_limit
+from h2okv.benchmarking.lineup import contestant_class
 from h2okv.benchmarking.row import Row
 from h2okv.benchmarking.settings import COMPILED, CacheChoice, Settings
 from h2okv.benchmarking.source import ModelSource

@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.benchmarking.clock import Clock, Spread, in_turn
-from h2okv.benchmarking.contestant import contestant_class, static_shapes
+from h2okv.benchmarking.contestant import static_shapes
 from h2okv.benchmarking.demand import Demand
 from h2okv.benchmarking.footprint import Footprint
+from h2okv.benchmarking.lineup import contestant_class
 from h2okv.benchmarking.memory import available_bytes
 from h2okv.benchmarking.requirement import cache_bytes
 from h2okv.benchmarking.row import flat, flat_names

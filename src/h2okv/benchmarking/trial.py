@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from h2okv.benchmarking.contestant import Contestant, contestant_class
+from h2okv.benchmarking.contestant import Contestant
+from h2okv.benchmarking.lineup import contestant_class
 from h2okv.benchmarking.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.benchmarking.settings import CacheChoice
 from h2okv.benchmarking.source import ModelSource

@@ -9,30 +9,28 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoConfig
 
-import h2okv
-from h2okv.assets import bundled_model_path
 from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.comparison import Comparison, count_units
 from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
 from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS, environment
-from h2okv.benchmarking.footprint import Footprint, footprint_of
 from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch, MaxBatchRow
-from h2okv.benchmarking.memory import available_bytes, parse_memory
-from h2okv.benchmarking.requirement import check_fits
-from h2okv.benchmarking.roofline import check_plot, plot_roofline
+from h2okv.benchmarking.roofline import plot_roofline
 from h2okv.benchmarking.row import COLUMNS, Row
 from h2okv.benchmarking.row_file import RowFile
 from h2okv.benchmarking.settings import CACHES, CacheChoice, Settings
-from h2okv.benchmarking.shape import SHAPES, parse_shape
-from h2okv.benchmarking.source import ModelSource
+from h2okv.benchmarking.shape import SHAPES
 from h2okv.benchmarking.trial import TrialFailedError
-from h2okv.cache.support import trained_window
 from h2okv.cli.bench_options import parse_budgets, parse_dtypes, parse_numbers, split_list
 from h2okv.cli.bench_progress import BenchProgress
+from h2okv.cli.bench_request import (
+    Request,
+    check_files,
+    checked_request,
+    choose_source,
+    memory_for_batch,
+)
 from h2okv.cli.bench_table import comparison_table, left_out, max_batch_table, to_json
-from h2okv.cli.checkpoint import locate
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import parse_device, parse_positions
@@ -54,18 +52,6 @@ Examples:
 
     h2okv bench --max-batch --memory 8GiB --contexts 2048 --budgets 0.2 --prefill-chunk 512
 """
-
-
-@dataclass(frozen=True)
-class _Request:
-    """All that was asked for, checked."""
-
-    source: ModelSource
-    settings: Settings
-    device: torch.device
-    memory: int | None
-    max_run_batch: int
-    footprints: dict[torch.dtype, Footprint]
 
 
 @dataclass
@@ -154,10 +140,10 @@ def bench(
     )
     if compile:
         check_compiler(chosen_device)
-    source = _source(model, shape, layers)
-    wanted_memory = _memory(max_batch, memory, max_run_batch, plot)
-    _check_files(csv, plot)
-    request = _checked(source, settings, chosen_device, wanted_memory, max_run_batch)
+    source = choose_source(model, shape, layers)
+    wanted_memory = memory_for_batch(max_batch, memory, max_run_batch, plot)
+    check_files(csv, plot)
+    request = checked_request(source, settings, chosen_device, wanted_memory, max_run_batch)
     columns = COLUMNS if wanted_memory is None else MAX_BATCH_COLUMNS
     file = None if csv is None else RowFile(csv, (*ENVIRONMENT_COLUMNS, *columns))
     results = _Results(file, environment(chosen_device))
@@ -166,78 +152,7 @@ def bench(
     return code
 
 
-def _source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
-    if model is None:
-        chosen = parse_shape("small" if shape is None else shape, layers)
-        return ModelSource(chosen.name, shape=chosen)
-    if shape is not None:
-        raise ValueError("both --model and --shape are given; give one of them")
-    if layers is not None:
-        raise ValueError("--layers cuts a --shape, not a --model; leave it out")
-    folder = locate(str(bundled_model_path()) if model == BUNDLED else model)
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the configuration of --model {model!r} cannot be loaded"
-            f" ({type(error).__name__}); check the name and the network, or give a folder"
-        ) from error
-    return ModelSource(model, folder=folder)
-
-
-def _memory(max_batch: bool, memory: str | None, most: int, plot: Path | None) -> int | None:
-    """Bytes for `--max-batch`; None if that is not asked for."""
-    if max_batch != (memory is not None):
-        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
-    if most < 1:
-        raise ValueError(f"--max-run-batch {most} is too few; give 1 or more")
-    if max_batch and plot is not None:
-        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
-    return None if memory is None else parse_memory(memory)
-
-
-def _check_files(csv: Path | None, plot: Path | None) -> None:
-    for name, path in (("csv", csv), ("plot", plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"--{name} '{path}' is no file in a folder that exists; make it first")
-    if plot is not None:
-        check_plot(plot)
-
-
-def _checked(
-    source: ModelSource,
-    settings: Settings,
-    device: torch.device,
-    memory: int | None,
-    max_run_batch: int,
-) -> _Request:
-    """Finds out what can be known before anything is allocated."""
-    config = source.config()
-    h2okv.check_model(config)
-    settings.check_window(trained_window(config))
-    for choice in settings.choices():
-        if choice.name == "h2o":
-            h2okv.H2OCache(config, **choice.parts(), positions=choice.positions)
-    rolls = settings.positions == "rolling"
-    footprints = {dtype: footprint_of(config, dtype, rolls) for dtype in settings.dtypes}
-    needed = settings
-    if memory is not None:
-        # Its straight line begins at batches of one and two, one cache at a time.
-        needed = Settings(
-            settings.contexts, (2,), settings.budgets, ("dynamic",), settings.dtypes,
-            prefill_chunk=settings.prefill_chunk,
-        )  # fmt: skip
-    for footprint in footprints.values():
-        check_fits(needed, footprint, available_bytes(device), device.type == "cpu")
-        if memory is not None and footprint.weight_bytes >= memory:
-            raise ValueError(
-                f"--memory {memory} bytes do not hold the model's {footprint.weight_bytes} bytes of"
-                " weights; give more, fewer --layers or another --dtype"
-            )
-    return _Request(source, settings, device, memory, max_run_batch, footprints)
-
-
-def _run(request: _Request, results: _Results) -> int:
+def _run(request: Request, results: _Results) -> int:
     """Measures; whatever ends it, the rows so far are in the results."""
     with BenchProgress(_total(request)) as progress:
         try:
@@ -269,7 +184,7 @@ def _run(request: _Request, results: _Results) -> int:
     return 0
 
 
-def _total(request: _Request) -> int:
+def _total(request: Request) -> int:
     settings = request.settings
     per_dtype = count_units(settings)
     if request.memory is not None:
@@ -278,7 +193,7 @@ def _total(request: _Request) -> int:
 
 
 def _rows(
-    request: _Request, results: _Results, dtype: torch.dtype, progress: BenchProgress
+    request: Request, results: _Results, dtype: torch.dtype, progress: BenchProgress
 ) -> Iterator[Row | MaxBatchRow]:
     """Builds the model of one dtype, checks H2O on it, and only then measures."""
     progress.doing("building the model")
@@ -294,7 +209,7 @@ def _rows(
     yield from Comparison(*common, results.bandwidth, progress.done).rows()
 
 
-def _show(request: _Request, results: _Results, plot: Path | None, as_json: bool) -> None:
+def _show(request: Request, results: _Results, plot: Path | None, as_json: bool) -> None:
     """Prints what was found, and draws it."""
     if as_json:
         line = to_json(results.environment, results.bandwidth, results.checks, results.rows)
