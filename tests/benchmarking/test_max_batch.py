@@ -11,17 +11,16 @@ from h2okv.benchmarking.trial import Peak, Trial, TrialFailedError, measure_peak
 
 CONTEXT = 100
 FULL, OWN = CONTEXT * 512, 21 * (512 + 32)
-RUNTIME, CONSTANT, ACTIVATION = 5000, 300, 2000
+RUNTIME, CONSTANT, ACTIVATION = 5000, 300, 20_000
 
 
 def test_the_parts_of_the_demand_are_found():
     loaded = 1000 + RUNTIME
-    peaks = {
-        batch: Peak(loaded, loaded + CONSTANT + batch * (700 + ACTIVATION), 0) for batch in (1, 2)
-    }
+    each = 700 + ACTIVATION
+    peaks = {batch: Peak(loaded, loaded + CONSTANT + batch * each, 0) for batch in (1, 2)}
     demand = Demand.of_peaks(1000, 700, peaks)
     assert demand == Demand(1000, RUNTIME, CONSTANT, 700, ACTIVATION)
-    assert demand.bytes(3) == 1000 + RUNTIME + CONSTANT + 3 * 2700
+    assert demand.bytes(3) == 1000 + RUNTIME + CONSTANT + 3 * each
     assert demand.largest_batch(demand.bytes(7)) == 7
     assert demand.largest_batch(demand.bytes(7) - 1) == 6
     assert demand.largest_batch(100) == 0
@@ -76,6 +75,11 @@ def test_the_largest_batches_by_hand(find):
 def test_a_batch_that_needs_more_than_foretold_is_corrected(find):
     row = find(8, surplus=FULL + ACTIVATION)["dynamic"]
     assert row.max_batch == 7 and row.is_verified
+
+
+def test_a_batch_that_needs_less_than_foretold_is_corrected(find):
+    row = find(8, surplus=-(FULL + ACTIVATION))["dynamic"]
+    assert row.max_batch == 9 and row.is_verified
 
 
 def test_a_cap_limits_what_is_run(find):

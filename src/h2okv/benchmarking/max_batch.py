@@ -156,26 +156,34 @@ class MaxBatch:
         weights = self.footprint.weight_bytes
         peaks = {batch: self._peak(choice, context, batch) for batch in (1, 2)}
         demand = Demand.of_peaks(weights, cache, peaks)
-        verified = False
-        for _ in range(_MOST_CORRECTIONS):
-            largest = demand.largest_batch(self.memory)
-            if not 0 < largest <= self.max_run_batch or not self._has_room(demand, largest):
-                break
-            if largest not in peaks:
-                try:
-                    peaks[largest] = self._peak(choice, context, largest)
-                except TrialFailedError:
-                    break
-            if peaks[largest].peak <= self.memory:
-                verified = True
-                break
-            # More than a straight line from one and two sequences foretold: a longer line.
-            demand = Demand.of_peaks(weights, cache, peaks)
         largest = demand.largest_batch(self.memory)
+        for _ in range(_MOST_CORRECTIONS):
+            if largest in peaks or not self._is_runnable(demand, largest):
+                break
+            try:
+                peaks[largest] = self._peak(choice, context, largest)
+            except TrialFailedError:
+                break
+            # One and two sequences make a short line; a longer one foretells better.
+            demand = Demand.of_peaks(weights, cache, peaks)
+            largest = self._between_measured(demand.largest_batch(self.memory), peaks)
+        else:
+            # The line and the measurements do not meet: the largest that did fit.
+            largest = max((b for b, p in peaks.items() if p.peak <= self.memory), default=0)
+        verified = largest in peaks and peaks[largest].peak <= self.memory
         run = min(largest, self.max_run_batch)
         while run and not self._has_room(demand, run):
             run //= 2
         return _Candidate(choice, demand, largest, run, peaks, verified)
+
+    def _between_measured(self, batch: int, peaks: dict[int, Peak]) -> int:
+        """Moves a foretold batch to where the measurements leave it."""
+        fitting = [b for b, peak in peaks.items() if peak.peak <= self.memory]
+        failing = [b for b, peak in peaks.items() if peak.peak > self.memory]
+        return min([max([batch, *fitting]), *(b - 1 for b in failing)])
+
+    def _is_runnable(self, demand: Demand, batch: int) -> bool:
+        return 0 < batch <= self.max_run_batch and self._has_room(demand, batch)
 
     def _has_room(self, demand: Demand, batch: int) -> bool:
         """Whether this machine, the model loaded here too, can run a batch."""
