@@ -1,8 +1,12 @@
+import inspect
+
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import h2okv
+from h2okv.integration.hf import h2o_attention
 
 
 @pytest.fixture
@@ -57,3 +61,10 @@ def test_padded_batch_with_a_mask_passes(model):
             input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False
         )
     cache.check_integrity()
+
+
+def test_attention_takes_its_arguments_in_the_order_of_transformers():
+    """Packages that wrap all registered functions pass them by place."""
+    own = list(inspect.signature(h2o_attention).parameters)
+    theirs = list(inspect.signature(sdpa_attention_forward).parameters)
+    assert own[:7] == theirs[:7]

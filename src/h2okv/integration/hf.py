@@ -26,8 +26,8 @@ def h2o_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -41,8 +41,8 @@ def h2o_attention(
         key: ``[B, H, T, D]``; an H2O layer's `update` has marked it.
         value: ``[B, H, T, Dv]``.
         attention_mask: what `h2o_mask` made.
-        scaling: factor on the logits; ``D ** -0.5`` if ``None``.
         dropout: only without an `H2OCache`.
+        scaling: factor on the logits; ``D ** -0.5`` if ``None``.
         softcap: soft cap of the logits (Gemma 2).
         **options: what else the model gives its attention.
 
