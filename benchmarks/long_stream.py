@@ -5,7 +5,8 @@ hold the same number of entries, and sit at rolling positions:
 
 - `sink_recent`: 4 first tokens and a window (StreamingLLM, arXiv 2309.17453);
 - `h2o`: heavy hitters and a window (arXiv 2306.14048); `h2o+sink` with 4 of the heavy hitters'
-  places for the first tokens; `recent`: a window alone.
+  places for the first tokens;
+- `recent`, if asked for: a window alone.
 
 Beside them stand the full cache at original positions, until its collapse is plain, and, as what
 the model can do at all, the full cache begun anew (`restarted`) at every trained window of text.
@@ -38,6 +39,7 @@ from h2okv.evaluation.stream_source import TextSource
 from h2okv.evaluation.text_file import read_text_file
 
 POLICIES = ("full", "restarted", "recent", "sink_recent", "h2o", "h2o+sink")
+BY_DEFAULT = [name for name in POLICIES if name != "recent"]
 SINK = 4
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 FIELDS = (
@@ -48,6 +50,9 @@ FIELDS = (
 RANGES = (1, 2, 4, 8, 16, 64, 256)
 # Rows are a quarter of a window up to this one, and then as long as COARSE.
 FINE_WINDOWS, COARSE_WINDOWS = 16, 8
+# A drawn point stands for at least this share of the positions before it; single rows, a few
+# hundred tokens each, go up and down with the text.
+DRAWN_SHARE = 0.2
 # A line that is wrapped in the middle of a paragraph.
 LINE_WRAP = re.compile(r"(?<=\S)[ ]*\n[ ]*(?=\S)")
 
@@ -193,6 +198,19 @@ def perplexity(rows: list[dict[str, Any]]) -> str:
     return f"{math.exp(total / sum(sizes)):.2f}"
 
 
+def smooth(rows: list[dict[str, Any]]) -> list[Row]:
+    """Joins rows to points that are about evenly spaced on a logarithmic axis."""
+    points = []
+    start, total = 0, 0.0
+    for row in rows:
+        position = int(row["position"])
+        total += float(row["nll"]) * (position - int(row["start"]))
+        if position - start >= DRAWN_SHARE * start or row is rows[-1]:
+            points.append(Row(position, total / (position - start), 0.0, None, 0))
+            start, total = position, 0.0
+    return points
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws each model's perplexity by position, on logarithmic scales."""
     models = list(by_model(rows))
@@ -200,10 +218,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, (model, window, policies) in zip(
         figure.subplots(len(models), 1, squeeze=False)[:, 0], models, strict=True
     ):
-        curves = {
-            name: [Row(int(row["position"]), float(row["nll"]), 0.0, None, 0) for row in group]
-            for name, group in policies.items()
-        }
+        curves = {name: smooth(group) for name, group in policies.items()}
         draw_perplexity(axes, curves, window)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -228,7 +243,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=64, help="tokens of a block")
     parser.add_argument("--tokens", type=int, help="how much of the book; else all of it")
     parser.add_argument("--full-windows", type=int, default=4, help="how long `full` is run")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=BY_DEFAULT)
     parser.add_argument("--csv", type=Path, default=RESULTS / "long_stream.csv")
     parser.add_argument("--plot", type=Path, default=RESULTS / "long_stream.png")
     return parser.parse_args()

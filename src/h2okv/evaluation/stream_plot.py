@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which stay apart for colour-blind readers; the line styles help in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-_STYLES = ("-", "--", "-.", ":")
+_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _GREY = "#555555"
 # Above that a number says nothing but "collapsed", and a float may not hold it.
 _LARGEST_NLL = 60.0
