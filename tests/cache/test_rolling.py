@@ -201,6 +201,17 @@ def test_a_refused_turn_loses_nothing(make_llama):
     cache.check_integrity()
 
 
+@torch.no_grad()
+def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
+    model = make_llama()
+    used, new = (h2okv.H2OCache(model.config, 0.1, 0.1, positions="rolling") for _ in range(2))
+    with pytest.raises(ValueError, match="prefill_chunk"):
+        model(tokens(600), past_key_values=used)
+    logits = [model(tokens(90, batch=2), past_key_values=cache).logits for cache in (used, new)]
+    assert torch.equal(*logits)
+    assert used.num_cached_tokens == 18
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -182,14 +182,20 @@ class ScoredLayer(RowLayer):
         """
         self.awaits_attention = False
         length = query.shape[2]
-        if not self.row_budgets:
+        is_first = not self.row_budgets
+        if is_first:
             counts = [self.expected_length or length] * self.batch_size
             if real is not None and self.expected_length is None:
                 counts = real.sum(dim=1).tolist()
             self._resolve_budget(counts)
         undo = None
         if self.rule.rolls:
-            check_window(self, length)
+            try:
+                check_window(self, length)
+            except ValueError:
+                if is_first:  # the budget of a refused prompt must not be the next one's
+                    self.reset()
+                raise
         if self.rotation is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.
             if position_ids is None:

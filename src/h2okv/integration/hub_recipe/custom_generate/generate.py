@@ -51,10 +51,10 @@ def generate(
             f"past_key_values is a {type(past_key_values).__name__}; this recipe goes on with an "
             "h2okv.H2OCache, or makes one if past_key_values is left out."
         )
-    if past_key_values.prefill_chunk is not None:
+    prompt = kwargs.get("input_ids", kwargs.get("inputs"))
+    # The rows of a batch may be padded, and are then cut inside the layers, each by its own tokens.
+    if past_key_values.prefill_chunk is not None and prompt is not None and prompt.shape[0] == 1:
         kwargs.setdefault("prefill_chunk_size", past_key_values.prefill_chunk)
-        prompt = kwargs.get("input_ids", kwargs.get("inputs"))
-        if prompt is not None:
-            past_key_values.expect(prompt.shape[1])
+        past_key_values.expect(prompt.shape[1])
     with h2okv.enable(model):
         return model.generate(past_key_values=past_key_values, **kwargs)
