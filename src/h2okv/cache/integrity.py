@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from h2okv.cache.rolling import ranks_of
-from h2okv.policy.selection import protected_entries
+from h2okv.ops.selection import protected_entries
 
 if TYPE_CHECKING:
     from h2okv.cache.scored import ScoredLayer

@@ -9,7 +9,7 @@ from h2okv.cache.refusals import check_finite
 from h2okv.cache.rolling import turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.reference import attention_with_scores
-from h2okv.policy.selection import protected_entries
+from h2okv.ops.selection import protected_entries
 
 
 class SimulatedLayer(ScoredLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from h2okv.cache.refusals import check_finite
 from h2okv.cache.rolling import ranks_of, turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
-from h2okv.ops.decode import Ranks, decode_with_scores, write_slot
 from h2okv.ops.rotary import relative
-from h2okv.policy.selection import free_slot, keep_indices, protected_entries
+from h2okv.ops.selection import keep_indices, protected_entries
+from h2okv.ops.step import Priority, Slots, StepRules, Turns, decode_step
+from h2okv.policy.h2o import H2OPolicy
 
 _GROWTH = 256
 """Slots added at a time when nothing is evicted (policy ``full``)."""
@@ -42,8 +44,7 @@ class SlotLayer(ScoredLayer):
         self.free: torch.Tensor | None = None
         self.enabled: torch.Tensor | None = None
         self.ranks: torch.Tensor | None = None
-        self.rank_factors: torch.Tensor | None = None
-        self.relative_factors: torch.Tensor | None = None
+        self.turns: Turns | None = None
         self.is_full = False
         self.steps_to_full = 0
         self.has_sinks = True
@@ -82,77 +83,37 @@ class SlotLayer(ScoredLayer):
         # In a compiled step a count that changes would compile it anew each time.
         if not torch.compiler.is_compiling():
             self.count_down()
-        full = self.is_full and real is None
-        ranks = None
-        if self.rotation is not None:
-            query, ranks = self._rank_new(query, full)
-        write_slot(self.keys, self.free, key)
-        write_slot(self.values, self.free, value)
-        position = self.num_real_tokens.to(torch.int32).view(-1, 1, 1)
-        if real is not None:
-            position = torch.where(real.unsqueeze(1), position, -1)
-        entry = position.expand_as(self.free)
-        self.positions.scatter_(-1, self.free, entry)
-        self.scores.scatter_(-1, self.free, 0.0)
-        hidden = None if full else self.positions < 0
-        output, sums = decode_with_scores(
-            query, self.keys, self.values, hidden, scale, softcap, ranks
-        )
-        if real is None:
-            self.num_real_tokens += 1
-        else:
-            sums = sums * real.unsqueeze(1)
-            self.num_real_tokens += real[:, 0]
-        self.scores += sums
+        output = decode_step(query, key, value, self._slots(), self._rules(scale, softcap), real)
         self.cumulative_length += 1
-        self._free_one(full)
         return output
 
-    def _rank_new(self, query: torch.Tensor, full: bool) -> tuple[torch.Tensor, Ranks]:
-        """Ranks the new token behind all; mutates the layer.
+    def _slots(self) -> Slots:
+        """The layer's state as a step takes it."""
+        return Slots(
+            self.keys, self.values, self.scores, self.positions, self.free, self.num_real_tokens,
+            self.enabled, self.ranks,
+        )  # fmt: skip
 
-        Returns:
-            The query, turned to its rank, and where the keys belong.
-        """
-        if self.rank_factors is None:
-            self._know_ranks()
-        if full:
-            # The free slot has the last rank already, and the keys are turned as seen from there.
-            return query, Ranks(self.relative_factors, self.ranks)
-        rank = self._counts().to(torch.int32)
-        # All heads of a row hold the same number of entries.
-        query = turn_to_ranks(query, rank[:, :1], self.rank_factors)
-        self.ranks.scatter_(-1, self.free, rank)
-        return query, Ranks(self.rank_factors, self.ranks)
-
-    def _close_gap(self) -> None:
-        """Moves the entries behind the freed slot's one rank down; mutates the layer."""
-        # Slots that stay closed (`enabled`) move too, but never below a rank that is freed.
-        behind = self.ranks > self.ranks.gather(-1, self.free)
-        self.ranks.add_(behind, alpha=-1)
-        self.ranks.scatter_(-1, self.free, self.ranks.shape[-1] - 1)
-
-    def _know_ranks(self) -> None:
-        """Notes the turns of a decode step, which all steps share; mutates the layer."""
-        self.rank_factors = self.rotation.of_ranks(self.rank_limit(1))
-        self.relative_factors = relative(self.rank_factors)
-
-    def _free_one(self, full: bool) -> None:
-        """Finds the slot that the next token takes, and evicts what it holds; mutates the layer."""
-        newest = self.num_real_tokens.view(-1, 1, 1) - 1
+    def _rules(self, scale: float, softcap: float | None) -> StepRules:
+        """What steps have in common until the next block."""
+        if self.rotation is not None and self.turns is None:
+            self._know_turns()
         sink = self.sink if self.has_sinks else None
-        chosen = free_slot(
-            self.policy.priority(self.scores, self.positions, newest, self.layer_idx),
-            self.positions,
-            protected_entries(self.positions, newest, sink, self.recent),
-            self.enabled,
-            full,
-        )
-        # In place: a recorded CUDA graph reads and writes the same memory in every step.
-        self.free.copy_(chosen)
-        self.positions.scatter_(-1, self.free, -1)
-        if self.rotation is not None:
-            self._close_gap()
+        return StepRules(
+            scale, self.recent, self.total, sink, softcap, self.turns, self._priority(),
+            self.is_full,
+        )  # fmt: skip
+
+    def _priority(self) -> Priority | None:
+        """How the policy ranks entries; ``None`` if by their scores, which a kernel can do."""
+        if type(self.policy).priority is H2OPolicy.priority:
+            return None
+        return functools.partial(self.policy.priority, layer_idx=self.layer_idx)
+
+    def _know_turns(self) -> None:
+        """Notes the turns of a decode step, which all steps share; mutates the layer."""
+        to_rank = self.rotation.of_ranks(self.rank_limit(1))
+        self.turns = Turns(to_rank, relative(to_rank))
 
     def _block(
         self,
@@ -263,7 +224,7 @@ class SlotLayer(ScoredLayer):
     @property
     def is_ready(self) -> bool:
         """Whether a decode step needs nothing that only a block finds out."""
-        known = self.rotation is None or self.rank_factors is not None
+        known = self.rotation is None or self.turns is not None
         return (
             self.positions is not None and self.policy.evicts and self.owner is not None and known
         )
@@ -325,7 +286,7 @@ class SlotLayer(ScoredLayer):
             self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
             if self.rotation is not None:
                 self.ranks = ranks_of(self.positions)
-                self._know_ranks()
+                self._know_turns()
 
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""

@@ -13,7 +13,7 @@ from h2okv.budget import TokenBudget
 class Policy(ABC):
     """Decides which entries of a layer's cache go first.
 
-    The frame (``policy/selection.py``) protects the sinks and the recent window, evicts down to
+    The frame (``ops/selection.py``) protects the sinks and the recent window, evicts down to
     the budget and breaks ties (the older entry goes first). A policy says how the budget is divided
     among these parts and gives the remaining entries a priority; that is all.
     """
