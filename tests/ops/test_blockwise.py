@@ -193,3 +193,33 @@ def test_no_t_by_t_tensor_is_made():
     with Largest() as largest:
         blockwise_attention_with_scores(*inputs, Visibility(), 0.25)
     assert largest.numel <= 128 * length
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_weights_count_in_the_sums_alone(groups, padded):
+    length, past = 140, 12
+    real = torch.rand(3, length) < 0.7 if padded else None
+    query, key, value = draw(3, 2, groups, length, past, 16)
+    entries = None
+    if real is not None:
+        kept = torch.ones(3, 2, past, dtype=torch.bool)
+        entries = torch.cat([kept, real[:, None].expand(3, 2, length)], dim=2)
+    weights = torch.rand(3, length) * (torch.rand(3, length) < 0.8)
+    scale = query.shape[-1] ** -0.5
+    visibility = Visibility(past=past, entries=entries, queries=real)
+    visible = visible_matrix(length, past, entries, real)
+    output, sums = blockwise_attention_with_scores(
+        query, key, value, visibility, scale, weights=weights
+    )
+    plain, _ = blockwise_attention_with_scores(query, key, value, visibility, scale)
+    assert torch.equal(output, plain)
+    # Query by query with the plain function: each row's sums times its weight.
+    expected = torch.zeros_like(sums)
+    for i in range(length):
+        alone = visible & (torch.arange(length) == i)[:, None]
+        _, own = attention_with_scores(query, key, value, alone, scale)
+        expected += own * weights[:, i, None, None]
+    torch.testing.assert_close(sums, expected, atol=5e-5, rtol=2e-5)
+    _, reference = attention_with_scores(query, key, value, visible, scale, weights=weights)
+    torch.testing.assert_close(sums, reference, atol=5e-5, rtol=2e-5)

@@ -53,6 +53,7 @@ def blockwise_attention_with_scores(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends over kept entries and the block itself, by tiles.
 
@@ -64,6 +65,7 @@ def blockwise_attention_with_scores(
         visibility: who sees what; query i sees the past and the block's keys up to i.
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
+        weights: as in `reference.attention_with_scores`.
 
     Returns:
         ``(output, sums)`` as in `reference.attention_with_scores`, computed in fp32. The output's
@@ -83,8 +85,9 @@ def blockwise_attention_with_scores(
     for row in range(batch):
         q, k, v, out, total = (t[row] for t in (grouped_query, key, value, grouped_output, sums))
         row_bias = None if bias is None else bias[row]
+        row_weights = None if weights is None else weights[row]
         if real is None:
-            _attend_row(out, total, q, k, v, row_bias, visibility, scale, softcap)
+            _attend_row(out, total, q, k, v, row_bias, row_weights, visibility, scale, softcap)
             continue
         # A row runs alone over its real tokens: its padding costs nothing and cannot leak.
         own = real[row].nonzero().squeeze(1)
@@ -93,9 +96,10 @@ def blockwise_attention_with_scores(
         seen = torch.cat([torch.arange(visibility.past, device=own.device), visibility.past + own])
         own_output, own_sums = out[:, :, own], total[:, seen]
         row_bias = None if row_bias is None else row_bias[:, seen]
+        row_weights = None if row_weights is None else row_weights[own]
         _attend_row(
             own_output, own_sums, q[:, :, own], k[:, seen], v[:, seen],
-            row_bias, visibility, scale, softcap,
+            row_bias, row_weights, visibility, scale, softcap,
         )  # fmt: skip
         out[:, :, own], total[:, seen] = own_output, own_sums
     return output, sums
@@ -108,6 +112,7 @@ def _attend_row(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
     visibility: Visibility,
     scale: float,
     softcap: float | None,
@@ -123,6 +128,7 @@ def _attend_row(
         key: ``[H, N, D]``.
         value: ``[H, N, Dv]``.
         bias: ``[H, N]``, added to the logits, or ``None``.
+        weights: fp32 ``[T]``, what a query's attention counts for in the sums; ``None`` for one.
         visibility: ``past`` and ``window`` count here.
         scale: factor on the logits.
         softcap: soft cap of the logits or ``None``.
@@ -136,7 +142,7 @@ def _attend_row(
             output[at], sums[at],
             query[at].float() * (scale / softcap if softcap else scale * _LOG2_E),
             key[at].float(), value[at].float(), None if bias is None else bias[at].unsqueeze(1),
-            visibility.past, visibility.window, softcap,
+            weights, visibility.past, visibility.window, softcap,
         )  # fmt: skip
 
 
@@ -147,6 +153,7 @@ def _attend_heads(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
     past: int,
     window: int | None,
     softcap: float | None,
@@ -189,9 +196,11 @@ def _attend_heads(
         # A row that sees nothing has a sum of zero: the limit makes its output zero, not NaN.
         factor = total.clamp_(min=torch.finfo(total.dtype).tiny).reciprocal_()
         output[:, :, top:bottom] = mixed.mul_(factor).unflatten(1, (groups, -1))
+        if weights is not None:
+            factor = factor * weights[top:bottom].repeat(groups).unsqueeze(1)
         for columns, tile, reference in tiles:
-            weights = torch.exp2(reference - highest).mul_(factor).transpose(1, 2)
-            sums[:, columns] += torch.bmm(weights, tile).squeeze(1)
+            shares = torch.exp2(reference - highest).mul_(factor).transpose(1, 2)
+            sums[:, columns] += torch.bmm(shares, tile).squeeze(1)
 
 
 def _slices(start: int, stop: int) -> Iterator[slice]:

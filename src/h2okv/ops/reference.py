@@ -12,6 +12,7 @@ def attention_with_scores(
     visible: torch.Tensor,
     scale: float,
     softcap: float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with the whole T x N matrix in memory.
 
@@ -22,6 +23,7 @@ def attention_with_scores(
         visible: bool, broadcastable to ``[B, H, T, N]``; a query that sees nothing gives zeros.
         scale: factor on the logits.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+        weights: fp32 ``[B, T]``, what a query's attention counts for in the sums; ``None``: one.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, T, Dv]`` in the query's dtype; sums ``[B, H, N]``, the
@@ -39,4 +41,6 @@ def attention_with_scores(
     probabilities = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
     probabilities = probabilities.masked_fill(hidden, 0.0)
     output = probabilities @ value.to(compute).unsqueeze(2)
+    if weights is not None:
+        probabilities = probabilities * weights[:, None, None, :, None]
     return output.flatten(1, 2).to(query.dtype), probabilities.sum(dim=(2, 3))
