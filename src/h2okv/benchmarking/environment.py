@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 
 import h2okv
+from h2okv.provenance import commit
 
 ENVIRONMENT_COLUMNS = (
     "date", "version", "commit", "machine", "device", "python", "torch", "transformers", "threads",
@@ -32,7 +32,7 @@ def environment(device: torch.device) -> dict[str, str]:
     values = (
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         h2okv.__version__,
-        _commit(),
+        commit(),
         _processor(),
         torch.cuda.get_device_name(device) if is_gpu else device.type,
         platform.python_version(),
@@ -41,24 +41,6 @@ def environment(device: torch.device) -> dict[str, str]:
         str(torch.get_num_threads()),
     )
     return dict(zip(ENVIRONMENT_COLUMNS, values, strict=True))
-
-
-def _commit() -> str:
-    package = Path(h2okv.__file__).parent
-    if not (package.parent.parent / ".git").exists():
-        return ""
-
-    def git(*args: str) -> str:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(package), *args], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "--short", "HEAD")
-    return commit + ("+" if commit and git("status", "--porcelain", "--", "*.py") else "")
 
 
 def _processor() -> str:

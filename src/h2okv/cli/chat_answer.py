@@ -15,11 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 import h2okv
 from h2okv.cli.chat_interrupt import Interrupt
-from h2okv.cli.generation import NumbersOnly, sampling_options
+from h2okv.cli.generation import sampling_options
 from h2okv.cli.options import Sampling
 from h2okv.cli.prefill_progress import LONG_PROMPT
 from h2okv.cli.stop_text import StopText
 from h2okv.cli.text_stream import TextStream
+from h2okv.evaluation.numbers_only import NumbersOnly
 from h2okv.integration.reading import read_blocks
 
 

@@ -17,6 +17,7 @@ from h2okv.cli.loading import Described
 from h2okv.cli.options import Sampling
 from h2okv.cli.prefill_progress import PrefillProgress
 from h2okv.cli.text_stream import TextStream
+from h2okv.evaluation.numbers_only import NumbersOnly
 
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
@@ -79,23 +80,6 @@ class Generation:
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended it."""
         return self.finish_reason == "interrupted"
-
-
-class NumbersOnly(LogitsProcessor):
-    """Ends a generation whose numbers have overflowed, for it would go on with any text at all."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Returns the scores as they are.
-
-        Raises:
-            ValueError: If one of them is NaN.
-        """
-        if bool(torch.isnan(scores).any()):
-            raise ValueError(
-                f"the model's output is not a number (NaN) after {input_ids.shape[1]} tokens;"
-                " its data type may be too narrow, try --dtype float32"
-            )
-        return scores
 
 
 def generate_once(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2okv.evaluation.text_file import read_text_file
+from h2okv.evaluation.jsonl_file import checked_text, read_objects
 
 _ROLES = ("system", "user", "assistant")
 
@@ -45,27 +44,14 @@ def read_conversations(path: Path) -> list[Conversation]:
         ValueError: If the file cannot be read or is empty, or a line is not a conversation,
             naming the line and the field.
     """
-    # Not splitlines, which also parts at characters that may stand in a JSON string.
-    lines = read_text_file(path).split("\n")
-    found = [
-        _conversation(line, f"line {number} of '{path}'")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    what = "an object with turns or messages"
+    found = [_conversation(line.fields, line.where) for line in read_objects(path, what)]
     if not found:
         raise ValueError(f"'{path}' has no conversations; give a JSONL file with one on each line")
     return found
 
 
-def _conversation(line: str, where: str) -> Conversation:
-    try:
-        fields = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(f"{where} is nested too deeply; give a conversation") from error
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error}); correct or remove it") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where} is not a JSON object; give an object with turns or messages")
+def _conversation(fields: dict[str, Any], where: str) -> Conversation:
     given = [name for name in ("turns", "messages") if name in fields]
     if len(given) != 1:
         what = "both turns and messages" if given else "neither turns nor messages"
@@ -82,7 +68,7 @@ def _conversation(line: str, where: str) -> Conversation:
 
 
 def _turn(entry: Any, where: str) -> Message:
-    return Message("user", _text(entry, where))
+    return Message("user", checked_text(entry, where))
 
 
 def _message(entry: Any, where: str) -> Message:
@@ -91,17 +77,7 @@ def _message(entry: Any, where: str) -> Message:
     role = entry.get("role")
     if role not in _ROLES:
         raise ValueError(f"{where}.role is {role!r}; give one of {', '.join(_ROLES)}")
-    return Message(role, _text(entry.get("content"), f"{where}.content"))
-
-
-def _text(entry: Any, where: str) -> str:
-    if not isinstance(entry, str) or not entry.strip():
-        raise ValueError(f"{where} is not a text; give a string that is not empty")
-    try:
-        entry.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has half of a surrogate pair; correct the text") from error
-    return entry
+    return Message(role, checked_text(entry.get("content"), f"{where}.content"))
 
 
 def _check_order(messages: Conversation, where: str) -> None:
