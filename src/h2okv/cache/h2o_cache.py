@@ -15,12 +15,14 @@ from h2okv.budget import Budget
 from h2okv.cache.integrity import check_integrity
 from h2okv.cache.persistence import load_cache, save_cache
 from h2okv.cache.positions import PositionRule, Positions
+from h2okv.cache.refusals import check_scoring
 from h2okv.cache.rolling import Rotation
 from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
 from h2okv.cache.support import check_config, check_positions, trained_window
 from h2okv.policy import Policy, get_policy
+from h2okv.policy.scoring import get_scoring
 
 
 class H2OCache(Cache):
@@ -43,6 +45,12 @@ class H2OCache(Cache):
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
         policy: a name of `h2okv.policy_names()` or a `Policy` object.
+        scoring: what the attention that an entry receives counts for: ``"sum"`` (H2O),
+            ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
+            arXiv 2407.20485) or ``"value_norm"`` (VATP, arXiv 2406.12335); see
+            `h2okv.policy.scoring.Scoring`.
+        decay: with ``scoring="decay"``, the factor in (0, 1] by which every further query lowers
+            what was received before; 0.99 by default.
         positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
             entry sits at its rank in the cache and the new tokens after them, so that a model with
             rotary positions reads and writes past its trained window (H2O, section 5.3 and
@@ -67,6 +75,8 @@ class H2OCache(Cache):
         sink: int = 0,
         *,
         policy: str | Policy = "h2o",
+        scoring: str = "sum",
+        decay: float | None = None,
         positions: Positions = "original",
         prefill_chunk: int | None = None,
         simulate: bool = False,
@@ -75,11 +85,14 @@ class H2OCache(Cache):
     ) -> None:
         self.budget = Budget(heavy=heavy, recent=recent, sink=sink, max_tokens=max_tokens)
         self.policy = get_policy(policy, seed)
+        self.scoring = get_scoring(scoring, decay)
         self.config = config
         self.options = {
             "heavy": heavy,
             "recent": recent,
             "sink": sink,
+            "scoring": scoring,
+            "decay": self.scoring.decay,
             "positions": positions,
             "prefill_chunk": prefill_chunk,
             "simulate": simulate,
@@ -87,6 +100,7 @@ class H2OCache(Cache):
         }
         check_config(config)
         check_positions(config, positions, self.policy)
+        check_scoring(self.policy, self.scoring)
         self.rule = PositionRule(positions, prefill_chunk, trained_window(config))
         layer_class = SimulatedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
@@ -94,7 +108,9 @@ class H2OCache(Cache):
         kinds = sorted({type(layer).__name__ for layer in layers})
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                layers[index] = layer_class(index, self.budget, self.policy, self.rule)
+                layers[index] = layer_class(
+                    index, self.budget, self.policy, self.rule, self.scoring
+                )
         self._last_updated: ScoredLayer | None = None
         self._scored = [layer for layer in layers if isinstance(layer, ScoredLayer)]
         rotations: list[Rotation] = []
@@ -116,6 +132,8 @@ class H2OCache(Cache):
 
     def __repr__(self) -> str:
         parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
+        if not self.scoring.is_plain:
+            parts += f", scoring={self.scoring.name!r}"
         return f"H2OCache(policy={self.policy.name!r}, {parts}, layers={len(self.layers)})"
 
     def update(
@@ -236,7 +254,7 @@ class H2OCache(Cache):
         """Copies the entries; the model's config and what was learned of it are shared."""
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        shared = (self.config, self.policy, self.rule)
+        shared = (self.config, self.policy, self.rule, self.scoring)
         memo.update({id(part): part for part in shared})
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
@@ -338,7 +356,7 @@ class H2OCache(Cache):
         return self._layer(layer_idx).positions.clone()
 
     def scores(self, layer_idx: int) -> torch.Tensor:
-        """Returns the accumulated attention of what a layer holds.
+        """Returns the scores of what a layer holds: the attention received, as `scoring` counts it.
 
         Args:
             layer_idx: the layer's index.
@@ -350,7 +368,7 @@ class H2OCache(Cache):
             ValueError: if the layer has no scores or nothing was read yet.
         """
         layer = self._layer(layer_idx)
-        return torch.where(layer.positions >= 0, layer.scores, 0.0)
+        return torch.where(layer.positions >= 0, layer.worth(), 0.0)
 
     def _layer(self, layer_idx: int) -> ScoredLayer:
         if not 0 <= layer_idx < len(self.layers):

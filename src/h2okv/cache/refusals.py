@@ -8,6 +8,25 @@ import torch
 
 if TYPE_CHECKING:
     from h2okv.cache.scored import ScoredLayer
+    from h2okv.policy import Policy
+    from h2okv.policy.scoring import Scoring
+
+
+def check_scoring(policy: Policy, scoring: Scoring) -> None:
+    """Refuses a scoring that decides nothing.
+
+    Args:
+        policy: the eviction policy.
+        scoring: what the user asked for.
+
+    Raises:
+        ValueError: if the policy does not look at scores.
+    """
+    if not scoring.is_plain and not policy.uses_scores:
+        raise ValueError(
+            f"scoring={scoring.name!r} has no effect with policy={policy.name!r}, which does not "
+            "look at scores; leave it out, or use policy='h2o'."
+        )
 
 
 def check_match(layer: ScoredLayer, key_states: torch.Tensor) -> None:

@@ -14,9 +14,10 @@ from h2okv.cache.fingerprint import fingerprint
 from h2okv.cache.positions import PositionRule
 from h2okv.cache.refusals import check_match, check_window
 from h2okv.cache.rolling import Rotation
-from h2okv.cache.rows import RowLayer
+from h2okv.cache.weighing import WeighingLayer
 from h2okv.ops.rotary import pair_up, turn
 from h2okv.policy import Policy
+from h2okv.policy.scoring import Scoring
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
 """Attribute on the key tensor by which the attention function finds the cache layer."""
@@ -27,7 +28,7 @@ _NO_WAY_BACK = (
 )
 
 
-class ScoredLayer(RowLayer):
+class ScoredLayer(WeighingLayer):
     """One attention layer's cache with scores; subclasses hold the entries.
 
     The model calls `update` and then the attention function, which calls `attend` on the layer
@@ -38,18 +39,27 @@ class ScoredLayer(RowLayer):
         budget: the user's budget.
         policy: the eviction policy.
         rule: where entries sit and how long a block may be.
+        scoring: what attention counts for.
     """
 
     is_sliding = False
     is_croppable = False
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
 
-    def __init__(self, layer_idx: int, budget: Budget, policy: Policy, rule: PositionRule) -> None:
+    def __init__(
+        self,
+        layer_idx: int,
+        budget: Budget,
+        policy: Policy,
+        rule: PositionRule,
+        scoring: Scoring = Scoring(),  # noqa: B008  # immutable
+    ) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.budget = budget
         self.policy = policy
         self.rule = rule
+        self.scoring = scoring
         # One list for all layers of a cache, so that they share what is the same.
         self.known_rotations: list[Rotation] = []
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
@@ -64,6 +74,7 @@ class ScoredLayer(RowLayer):
         self.keys = self.values = None
         self.scores: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
+        self.norms: torch.Tensor | None = None
         self.row_budgets: list[TokenBudget] = []
         self.expected_length: int | None = None
         self.num_real_tokens: torch.Tensor | None = None

@@ -29,7 +29,7 @@ class SimulatedLayer(ScoredLayer):
         softcap: float | None,
     ) -> torch.Tensor:
         """See `ScoredLayer.attend`."""
-        length = key.shape[2]
+        length, given = key.shape[2], real
         if real is None:
             real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
         past = self._append(key, value, real)
@@ -38,9 +38,12 @@ class SimulatedLayer(ScoredLayer):
         keys = self.keys
         if self.rotation is not None:
             query, keys = self._turned(query, past)
-        output, sums = attention_with_scores(query, keys, self.values, visible, scale, softcap)
+        output, sums = attention_with_scores(
+            query, keys, self.values, visible, scale, softcap, self._query_weights(given, length)
+        )
         check_finite(self, sums)
-        self.scores = self.scores + sums.to(torch.float32)
+        self.scores = self._faded(self.scores, given, length) + sums.to(torch.float32)
+        self.norms = self._norms_of(self.values)
         self.num_real_tokens += real.sum(dim=1)
         self.cumulative_length += length
         if self.policy.evicts:
@@ -81,7 +84,7 @@ class SimulatedLayer(ScoredLayer):
     def _evict(self) -> None:
         """Marks what goes, by a plain sort of everything alive; mutates the layer."""
         newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        priority = self.policy.priority(self.scores, self.positions, newest, self.layer_idx)
+        priority = self._ranking(self.scores, self.positions, newest)
         protected = protected_entries(self.positions, newest, self.sink, self.recent)
         alive = (self.positions >= 0).cpu().numpy()
         # Last key first: the dead, then the unprotected, then by priority, then by age.

@@ -83,6 +83,8 @@ class SlotLayer(ScoredLayer):
         # In a compiled step a count that changes would compile it anew each time.
         if not torch.compiler.is_compiling():
             self.count_down()
+        if not self.is_plain:
+            self._prepare_step(value, real)
         output = decode_step(query, key, value, self._slots(), self._rules(scale, softcap), real)
         self.cumulative_length += 1
         return output
@@ -104,8 +106,18 @@ class SlotLayer(ScoredLayer):
             self.is_full,
         )  # fmt: skip
 
+    def _prepare_step(self, value: torch.Tensor, real: torch.Tensor | None) -> None:
+        """What a scoring other than the sum does before a step; mutates the layer."""
+        if self.scoring.decay is not None:
+            one = self.num_real_tokens.new_ones(self.batch_size) if real is None else real[:, 0]
+            self.scores.copy_(self.scoring.fade(self.scores, one))
+        if self.norms is not None:
+            self.norms.scatter_(-1, self.free, self._norms_of(value))
+
     def _priority(self) -> Priority | None:
         """How the policy ranks entries; ``None`` if by their scores, which a kernel can do."""
+        if not self.scoring.ranks_by_state:
+            return self._ranking
         if type(self.policy).priority is H2OPolicy.priority:
             return None
         return functools.partial(self.policy.priority, layer_idx=self.layer_idx)
@@ -143,13 +155,13 @@ class SlotLayer(ScoredLayer):
         if self.rotation is not None:
             query, turned = self._turn_block(query, key, positions, past)
         output, sums = blockwise_attention_with_scores(
-            query, turned, value, visibility, scale, softcap
+            query, turned, value, visibility, scale, softcap, self._query_weights(real, length)
         )
         del turned
         check_finite(self, sums)
         self.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
-        self._compact(key, value, scores + sums, positions)
+        self._compact(key, value, self._faded(scores, real, length) + sums, positions)
         self.last_growth = int(self.cumulative_length)
         return output
 
@@ -194,7 +206,7 @@ class SlotLayer(ScoredLayer):
             total = (positions >= 0).sum(dim=-1, keepdim=True)
             limit = int(total.max())
         indices, kept = keep_indices(
-            self.policy.priority(scores, positions, newest, self.layer_idx),
+            self._ranking(scores, positions, newest, self._norms_of(value)),
             positions,
             protected_entries(positions, newest, self.sink, self.recent),
             total,
@@ -283,6 +295,7 @@ class SlotLayer(ScoredLayer):
             slot[:, :, :held] = entries
             setattr(self, name, slot)
         with torch.inference_mode(False):
+            self.norms = self._norms_of(self.values)
             self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
             if self.rotation is not None:
                 self.ranks = ranks_of(self.positions)
@@ -298,6 +311,6 @@ class SlotLayer(ScoredLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, scores, positions and ranks."""
-        held = (self.keys, self.values, self.scores, self.positions, self.ranks)
+        """Bytes held: keys, values, scores, positions, ranks and norms."""
+        held = (self.keys, self.values, self.scores, self.positions, self.ranks, self.norms)
         return sum(tensor.nbytes for tensor in held if tensor is not None)

@@ -22,6 +22,8 @@ class Policy(ABC):
     """What the user writes in ``H2OCache(policy=...)``."""
     evicts: ClassVar[bool] = True
     """False for a policy that never evicts and so has no budget."""
+    uses_scores: ClassVar[bool] = True
+    """False for a policy that would keep the same entries whatever attention they receive."""
 
     def apportion(self, budget: TokenBudget) -> TokenBudget:
         """Divides the user's budget; the total must not change.
@@ -48,7 +50,7 @@ class Policy(ABC):
         gets the same priorities alone and in a batch.
 
         Args:
-            scores: accumulated attention, fp32 ``[B, H, N]``.
+            scores: accumulated attention as the cache's `Scoring` counts it, fp32 ``[B, H, N]``.
             positions: original positions, int32 ``[B, H, N]``; -1 marks an empty slot, whose
                 priority is ignored.
             newest: position of the newest token of each sequence, int64 ``[B, 1, 1]``.

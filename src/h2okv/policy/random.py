@@ -23,6 +23,7 @@ class RandomPolicy(Policy):
     """
 
     name = "random"
+    uses_scores = False
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -12,6 +12,7 @@ class RecentPolicy(Policy):
     """Keeps the newest tokens; "Local" in the H2O paper (arXiv 2306.14048, section 5)."""
 
     name = "recent"
+    uses_scores = False
 
     def apportion(self, budget: TokenBudget) -> TokenBudget:
         """Gives the whole budget to the recent window."""

@@ -1,0 +1,150 @@
+"""What the attention that an entry receives counts for."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+ScoringName = Literal["sum", "mean", "decay", "value_norm"]
+SCORINGS: tuple[ScoringName, ...] = ("sum", "mean", "decay", "value_norm")
+DEFAULT_DECAY = 0.99
+"""Half of what a query gave is forgotten after 69 further ones; the docs have the measurements."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How an entry's attention becomes its score; made by `get_scoring`.
+
+    With ``P[i, j]`` the probability that query i gives entry j, added up over the query heads of
+    the KV head's group, and n the newest query, entry j has the score
+
+    - ``sum``: ``sum_i P[i, j]`` (H2O, arXiv 2306.14048, Algorithm 1);
+    - ``mean``: ``sum_i P[i, j] / (number of queries i that could attend to j)``, which takes away
+      the head start of old entries (tried and found worse in H2O, appendix B.2; kvpress does it);
+    - ``decay``: ``sum_i decay ** (n - i) P[i, j]`` (A2SF, arXiv 2407.20485, section 3);
+    - ``value_norm``: ``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
+      The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O
+      runs.
+
+    Attributes:
+        name: one of `SCORINGS`.
+        decay: the factor per query, in (0, 1]; ``None`` unless the name is ``decay``.
+    """
+
+    name: ScoringName = "sum"
+    decay: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are the sums themselves, with nothing to do before or after."""
+        return self.name == "sum"
+
+    @property
+    def ranks_by_state(self) -> bool:
+        """Whether the accumulated numbers are the scores, as they stand."""
+        return self.name in ("sum", "decay")
+
+    @property
+    def uses_values(self) -> bool:
+        """Whether entries need the norms of their values."""
+        return self.name == "value_norm"
+
+    def query_weights(self, later: torch.Tensor) -> torch.Tensor | None:
+        """What each query of a block counts for, when the block is over.
+
+        Args:
+            later: int ``[B, T]``, real queries of the block after each one.
+
+        Returns:
+            fp32 ``[B, T]``; ``None`` if each counts for one.
+        """
+        return None if self.decay is None else _power(self.decay, later)
+
+    def fade(self, scores: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
+        """What scores from before are worth after further queries.
+
+        Args:
+            scores: fp32 ``[B, H, N]``.
+            num_queries: int ``[B]``, real queries since.
+
+        Returns:
+            fp32 ``[B, H, N]``.
+        """
+        if self.decay is None:
+            return scores
+        return scores * _power(self.decay, num_queries).view(-1, 1, 1)
+
+    def worth(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        norms: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Turns what has been accumulated into the scores that a policy sees.
+
+        Args:
+            scores: accumulated, fp32 ``[B, H, N]``.
+            positions: int32 ``[B, H, N]``; the result means nothing where it is -1.
+            newest: position of the newest token, int64 ``[B, 1, 1]``.
+            norms: fp32 ``[B, H, N]`` if `uses_values`.
+
+        Returns:
+            fp32 ``[B, H, N]``, finite.
+        """
+        if self.name == "mean":
+            # What is held has been seen by its own query and by every one since, whatever the
+            # blocks; positions do not count padding, so neither does the difference.
+            return scores / (newest.to(positions.dtype) - positions + 1)
+        if self.name == "value_norm":
+            assert norms is not None
+            return scores * norms
+        return scores
+
+
+def get_scoring(name: str, decay: float | None = None) -> Scoring:
+    """Makes a scoring from what a user gives.
+
+    Args:
+        name: one of `SCORINGS`.
+        decay: the factor per query in (0, 1]; ``None`` for `DEFAULT_DECAY`. Only with ``decay``.
+
+    Returns:
+        The scoring.
+
+    Raises:
+        ValueError: if the name is unknown, or the factor is out of range or of no use.
+    """
+    for known in SCORINGS:
+        if known == name:
+            return Scoring(known, _checked(known, decay))
+    near = difflib.get_close_matches(str(name), SCORINGS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"scoring={name!r} is unknown; {hint}choose one of {', '.join(SCORINGS)}.")
+
+
+def _checked(name: ScoringName, decay: float | None) -> float | None:
+    if name != "decay":
+        if decay is not None:
+            raise ValueError(
+                f"decay={decay!r} has no effect with scoring={name!r}; add scoring='decay' or "
+                "leave it out."
+            )
+        return None
+    if decay is None:
+        return DEFAULT_DECAY
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
+        raise ValueError(
+            f"decay={decay!r} is out of range; give a factor above 0 and up to 1 such as "
+            f"{DEFAULT_DECAY}."
+        )
+    return float(decay)
+
+
+def _power(decay: float, exponent: torch.Tensor) -> torch.Tensor:
+    """``decay ** exponent`` in fp32; 0 where that is too small for it."""
+    return torch.exp(exponent.to(torch.float32) * math.log(decay))
