@@ -30,7 +30,16 @@ def decode(model, forward, ids, budget, prompt):
 # From a full cache, and from one that fills up only while decoding.
 @pytest.mark.parametrize("budget", [{"heavy": 6, "recent": 5}, {"heavy": 9, "recent": 16}])
 @pytest.mark.parametrize(
-    "options", [{}, {"sink": 2}, {"policy": "sink_recent"}, {"positions": "rolling"}]
+    "options",
+    [
+        {},
+        {"sink": 2},
+        {"policy": "sink_recent"},
+        {"positions": "rolling"},
+        {"scoring": "mean"},
+        {"scoring": "decay"},
+        {"scoring": "value_norm", "positions": "rolling"},
+    ],
 )
 @torch.no_grad()
 def test_decode_compiles_once(make_llama, budget, options):

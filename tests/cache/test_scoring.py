@@ -1,0 +1,302 @@
+"""Scores other than the sum: against masking, a row alone, and the definitions in plain Python."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import h2okv
+from h2okv.policy.scoring import SCORINGS
+
+VARIANTS = [name for name in SCORINGS if name != "sum"]
+
+
+@torch.no_grad()
+def run(model, cache, input_ids, mask, blocks):
+    """Feeds the tokens in blocks; returns the logits of all, ``[B, T, V]``."""
+    logits, at = [], 0
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    for size in blocks:
+        part = slice(at, at + size)
+        out = model(
+            input_ids[:, part],
+            attention_mask=mask[:, : at + size],
+            position_ids=position_ids[:, part],
+            past_key_values=cache,
+        )
+        logits.append(out.logits)
+        at += size
+    return torch.cat(logits, dim=1)
+
+
+def tokens(seed, batch, length):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+def padding(pads, blocks, holes=0.0, seed=0):
+    """Left padding of the prompt, and holes anywhere in the later blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(len(pads), sum(blocks), generator=generator) >= holes).long()
+    mask[:, : blocks[0]] = 1
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    return mask
+
+
+def held_scores(cache, layer, row):
+    """Scores of what a row holds, by head and ascending position, ``[H, entries]``."""
+    positions, scores = cache.kept_positions(layer)[row], cache.scores(layer)[row]
+    return torch.stack(
+        [s[p.argsort()][(p.sort().values >= 0)] for p, s in zip(positions, scores, strict=True)]
+    )
+
+
+def options_of(scoring, decay):
+    return {"scoring": scoring, "decay": decay if scoring == "decay" else None}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    scoring=st.sampled_from(VARIANTS),
+    decay=st.sampled_from([0.3, 0.9, 0.99, 1.0]),
+    policy=st.sampled_from(["h2o", "heavy", "full"]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    sink=st.integers(0, 3),
+    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7, 16]), max_size=8),
+    prompt=st.integers(10, 40),
+    holes=st.sampled_from([0.0, 0.0, 0.3]),
+    positions=st.sampled_from(["original", "rolling"]),
+    chunk=st.sampled_from([None, 1, 5, 16]),
+    fractions=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_dropping_equals_masking(
+    make_llama, kept_sets, scoring, decay, policy, kv_heads, sink, pads, blocks, prompt, holes,
+    positions, chunk, fractions, seed,
+):  # fmt: skip
+    model = make_llama(kv_heads=kv_heads, seed=seed)
+    blocks = [prompt, *blocks, 1]
+    mask = padding(pads, blocks, holes, seed)
+    input_ids = tokens(seed, len(pads), sum(blocks))
+    heavy, recent = (0.2, 0.15) if fractions else (4, 3)
+    results = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, heavy, recent, sink,
+            policy=policy,
+            positions="original" if policy == "full" else positions,
+            prefill_chunk=chunk,
+            simulate=simulate,
+            **options_of(scoring, decay),
+        )  # fmt: skip
+        logits = run(model, cache, input_ids, mask, blocks)
+        cache.check_integrity()
+        scores = [held_scores(cache, 1, row) for row in range(len(pads))]
+        results.append((logits[mask.bool()], kept_sets(cache), scores))
+    (dropped, kept, received), (masked, alive, expected) = results
+    assert kept == alive
+    torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    scoring=st.sampled_from(VARIANTS),
+    pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),
+    fraction=st.booleans(),
+    holes=st.sampled_from([0.0, 0.3]),
+    chunk=st.sampled_from([None, 4]),
+    simulate=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_padded_row_equals_the_row_alone(
+    make_llama, kept_sets, scoring, pads, fraction, holes, chunk, simulate, seed
+):
+    options = {**options_of(scoring, 0.8), "prefill_chunk": chunk, "simulate": simulate}
+    model = make_llama(seed=seed)
+    blocks = [30, 1, 1, 5, 1]
+    heavy, recent = (0.2, 0.2) if fraction else (4, 5)
+    mask = padding(pads, blocks, holes, seed)
+    input_ids = tokens(seed, len(pads), sum(blocks))
+    together = h2okv.H2OCache(model.config, heavy, recent, **options)
+    logits = run(model, together, input_ids, mask, blocks)
+    for row in range(len(pads)):
+        alone = h2okv.H2OCache(model.config, heavy, recent, **options)
+        real = mask[row].bool()
+        own_blocks = [int(part.sum()) for part in real.split(blocks) if part.any()]
+        own_ids = input_ids[row : row + 1, real]
+        expected = run(model, alone, own_ids, torch.ones_like(own_ids), own_blocks)
+        assert [layer[0] for layer in kept_sets(alone)] == [
+            layer[row] for layer in kept_sets(together)
+        ]
+        torch.testing.assert_close(
+            held_scores(together, 1, row), held_scores(alone, 1, 0), atol=1e-3, rtol=1e-4
+        )
+        torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
+
+
+def first_layer(model, input_ids):
+    """Queries ``[HQ, T, D]``, keys and values ``[H, T, D]`` of the first layer."""
+    attention, length = model.model.layers[0].self_attn, input_ids.shape[1]
+    with torch.no_grad():
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(input_ids))
+        cos, sin = model.model.rotary_emb(hidden, torch.arange(length)[None])
+        query, key, value = (
+            project(hidden).view(1, length, -1, 16).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+    return query[0], key[0], value[0]
+
+
+def by_definition(scoring, decay, received, norm):
+    """A score from the list of ``(query, probability)`` that an entry received."""
+    last = received[-1][0]
+    total = sum(p for _, p in received)
+    return {
+        "mean": total / len({query for query, _ in received}),
+        "decay": sum(p * decay ** (last - query) for query, p in received),
+        "value_norm": total * norm,
+    }[scoring]
+
+
+@pytest.mark.parametrize("scoring", VARIANTS)
+@pytest.mark.parametrize(("blocks", "chunk"), [([1] * 36, None), ([36], 1), ([16, 20], 1)])
+def test_token_by_token_is_algorithm_1_with_other_scores(
+    make_llama, kept_sets, scoring, blocks, chunk
+):
+    """Algorithm 1 in plain Python, with every probability noted and scores from the notes."""
+    decay, model = 0.85, make_llama(layers=1, kv_heads=2)
+    input_ids = tokens(7, 1, 36)
+    query, key, value = first_layer(model, input_ids)
+    cache = h2okv.H2OCache(model.config, 3, 4, prefill_chunk=chunk, **options_of(scoring, decay))
+    run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
+    for head in range(2):
+        kept: list[int] = []
+        received: dict[int, list[tuple[int, float]]] = {token: [] for token in range(36)}
+        for token in range(36):
+            kept.append(token)
+            for member in (2 * head, 2 * head + 1):
+                logits = (query[member, token] @ key[head, kept].T) * 16**-0.5
+                weights = torch.softmax(logits, -1).tolist()
+                for position, weight in zip(kept, weights, strict=True):
+                    received[position].append((token, weight))
+            scores = {
+                p: by_definition(scoring, decay, received[p], float(value[head, p].abs().sum()))
+                for p in kept
+            }
+            if len(kept) > 7:
+                candidates = [p for p in kept if p <= token - 4]
+                kept.remove(min(candidates, key=lambda p: (scores[p], p)))
+        assert set(kept) == kept_sets(cache)[0][0][head]
+        expected = torch.tensor([scores[p] for p in sorted(kept)])
+        torch.testing.assert_close(held_scores(cache, 0, 0)[head], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scoring", VARIANTS)
+def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
+    """All scores of a block, from the whole matrix and its definition."""
+    length, decay, model = 150, 0.97, make_llama(layers=1, kv_heads=2)
+    input_ids = tokens(3, 1, length)
+    query, key, value = first_layer(model, input_ids)
+    cache = h2okv.H2OCache(model.config, policy="full", **options_of(scoring, decay))
+    run(model, cache, input_ids, torch.ones_like(input_ids), [length])
+    logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) * 16**-0.5
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    shares = logits.masked_fill(future, -torch.inf).softmax(-1).unflatten(0, (2, 2)).sum(1)
+    later = torch.arange(length - 1, -1, -1.0)
+    expected = {
+        "mean": shares.sum(1) / (later + 1),
+        "decay": (shares * (decay**later)[:, None]).sum(1),
+        "value_norm": shares.sum(1) * value.abs().sum(-1),
+    }[scoring]
+    torch.testing.assert_close(held_scores(cache, 0, 0), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_decay_of_one_is_the_sum(make_llama, kept_sets):
+    model, input_ids = make_llama(), tokens(1, 2, 50)
+    caches = [
+        h2okv.H2OCache(model.config, 5, 5, **options) for options in ({}, options_of("decay", 1.0))
+    ]
+    for cache in caches:
+        run(model, cache, input_ids, torch.ones_like(input_ids), [30, *[1] * 12, 8])
+    assert kept_sets(caches[0]) == kept_sets(caches[1])
+    torch.testing.assert_close(caches[0].scores(1), caches[1].scores(1))
+
+
+def test_a_long_prompt_does_not_overflow(make_llama):
+    """Weights far below what fp32 can hold are zero, not NaN."""
+    model, input_ids = make_llama(layers=1), tokens(1, 1, 400)
+    cache = h2okv.H2OCache(model.config, 5, 5, **options_of("decay", 0.01))
+    run(model, cache, input_ids, torch.ones_like(input_ids), [380, *[1] * 20])
+    cache.check_integrity()
+    assert bool(torch.isfinite(cache.scores(0)).all())
+
+
+@pytest.mark.parametrize("scoring", VARIANTS)
+@pytest.mark.parametrize("simulate", [False, True])
+def test_saved_forked_and_selected_rows_go_on(make_llama, kept_sets, tmp_path, scoring, simulate):
+    model, input_ids = make_llama(), tokens(2, 2, 60)
+    options = {**options_of(scoring, 0.9), "simulate": simulate}
+    cache = h2okv.H2OCache(model.config, 5, 5, **options)
+    ones = torch.ones_like(input_ids)
+    run(model, cache, input_ids[:, :40], ones[:, :40], [30, *[1] * 10])
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    assert loaded.scoring == cache.scoring and loaded.nbytes == cache.nbytes
+    twin = cache.fork(2)
+    twin.batch_select_indices(torch.tensor([3, 0]))  # the second row, then the first
+
+    def go_on(cache, ids):
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
+            return torch.cat([*parts, model(ids.flip(1), past_key_values=cache).logits], dim=1)
+
+    expected = go_on(cache, input_ids[:, 40:])
+    assert torch.equal(go_on(loaded, input_ids[:, 40:]), expected)
+    swapped = go_on(twin, input_ids[[1, 0], 40:])
+    torch.testing.assert_close(swapped, expected[[1, 0]], atol=1e-4, rtol=1e-4)
+    assert [layer[::-1] for layer in kept_sets(twin)] == kept_sets(cache) == kept_sets(loaded)
+
+
+@pytest.mark.parametrize("scoring", VARIANTS)
+def test_it_changes_what_is_kept(make_llama, kept_sets, scoring):
+    model, input_ids = make_llama(), tokens(5, 1, 80)
+    sets = []
+    for options in ({}, options_of(scoring, 0.5)):
+        cache = h2okv.H2OCache(model.config, 8, 4, **options)
+        run(model, cache, input_ids, torch.ones_like(input_ids), [60, *[1] * 20])
+        sets.append(kept_sets(cache))
+    assert sets[0] != sets[1]
+
+
+def test_the_sum_needs_nothing_else(make_llama):
+    model, input_ids = make_llama(), tokens(5, 1, 40)
+    cache = h2okv.H2OCache(model.config, 5, 5)
+    run(model, cache, input_ids, torch.ones_like(input_ids), [40])
+    layer = cache.layers[0]
+    assert layer.is_plain and layer.norms is None
+    assert layer._query_weights(None, 40) is None
+    assert layer._faded(layer.scores, None, 1) is layer.scores
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scoring": "means"}, "scoring='means' is unknown; did you mean 'mean'"),
+        ({"scoring": "l2"}, "scoring='l2' is unknown; choose one of sum, mean, decay"),
+        ({"scoring": "decay", "decay": 0.0}, "decay=0.0 is out of range"),
+        ({"scoring": "decay", "decay": 1.01}, "decay=1.01 is out of range"),
+        ({"scoring": "decay", "decay": float("nan")}, "decay=nan is out of range"),
+        ({"scoring": "decay", "decay": True}, "decay=True is out of range"),
+        ({"decay": 0.9}, "decay=0.9 has no effect with scoring='sum'"),
+        ({"scoring": "mean", "policy": "recent"}, "no effect with policy='recent'"),
+        ({"scoring": "decay", "policy": "random"}, "no effect with policy='random'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make_llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        h2okv.H2OCache(make_llama().config, **options)
