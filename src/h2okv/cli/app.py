@@ -15,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 import h2okv
 from h2okv.cli.analyze import HELP as ANALYZE_HELP
 from h2okv.cli.analyze import analyze
+from h2okv.cli.batch import HELP as BATCH_HELP
+from h2okv.cli.batch import batch
 from h2okv.cli.bench import HELP as BENCH_HELP
 from h2okv.cli.bench import bench
 from h2okv.cli.chat import HELP as CHAT_HELP
@@ -60,6 +62,7 @@ _app.command("view", help=VIEW_HELP)(view)
 _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
 _app.command("bench", help=BENCH_HELP)(bench)
+_app.command("batch", help=BATCH_HELP)(batch)
 
 
 def run(args: Sequence[str]) -> int:

@@ -1,0 +1,106 @@
+"""`h2okv batch`: a file of prompts in, a file of results out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import h2okv
+from h2okv.cli.batch_job import BatchRequest, Stopped, run_batch
+from h2okv.cli.cache_choice import CacheChoice
+from h2okv.cli.exit_codes import INTERRUPTED
+from h2okv.cli.loading import BUNDLED
+from h2okv.cli.options import (
+    DTYPES,
+    Sampling,
+    parse_amount,
+    parse_device,
+    parse_dtype,
+    parse_positions,
+)
+from h2okv.cli.output import write_remark, write_text
+
+HELP = """Generate for a file of prompts, as many at a time as there is room for.
+
+The input has a line {"id": ..., "prompt": "..."} for each prompt, the output a line {"id", "text",
+...} or {"id", "error"}. Every result is on the disk as soon as it is there: after Ctrl-C or a kill
+the same command goes on with what is left.
+
+Examples:
+
+    h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
+"""
+
+
+def batch(
+    input: Annotated[Path, typer.Option(help="The prompts, a JSONL file.")],
+    output: Annotated[Path, typer.Option(help="The results, a JSONL file; made or gone on with.")],
+    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens for a prompt.")] = 128,
+    batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
+    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    heavy: Annotated[
+        str, typer.Option(help="Heavy hitters to keep: tokens (64) or a share of the prompt (0.1).")
+    ] = "0.1",
+    recent: Annotated[
+        str, typer.Option(help="Newest tokens to keep: tokens (64) or a share (0.1).")
+    ] = "0.1",
+    sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    positions: Annotated[
+        str, typer.Option(help="original, rolling (past the trained window) or clamped (OPT).")
+    ] = "original",
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(help="The most tokens that are attended to at once.", show_default="all"),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random numbers; each prompt has its own.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
+) -> int:
+    """Runs a job, as `HELP` tells the user."""
+    choice = CacheChoice(
+        policy,
+        parse_amount("heavy", heavy),
+        parse_amount("recent", recent),
+        sink,
+        parse_positions(positions),
+        prefill_chunk,
+    )
+    request = BatchRequest(
+        model=model,
+        input=input,
+        output=output,
+        choice=choice,
+        sampling=Sampling(max_new_tokens, temperature, top_p, seed),
+        dtype=parse_dtype(dtype),
+        device=parse_device(device),
+        rows=parse_rows(batch),
+    )
+    try:
+        summary = run_batch(request)
+    except Stopped as stopped:
+        write_remark(str(stopped))
+        return INTERRUPTED
+    if json:
+        write_text(summary.to_json() + "\n")
+    else:
+        write_remark(summary.to_text())
+    return 0
+
+
+def parse_rows(text: str) -> int | None:
+    """Reads a number of prompts; None for `auto`."""
+    if text == "auto":
+        return None
+    try:
+        rows = int(text)
+    except ValueError:
+        rows = 0
+    if rows < 1:
+        raise ValueError(f"--batch {text!r} is no number of prompts; give 1 or more, or auto")
+    return rows

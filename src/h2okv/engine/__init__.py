@@ -1,0 +1,1 @@
+"""Jobs of many prompts: batches, memory, and where weights and caches lie; never scores."""

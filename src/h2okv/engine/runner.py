@@ -1,0 +1,159 @@
+"""The loop of a job: prompts in, finished sequences out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from transformers import PreTrainedModel
+
+from h2okv.cache import H2OCache
+from h2okv.engine.chooser import Chooser
+from h2okv.engine.joining import can_join, join
+from h2okv.engine.micro_batch import MicroBatch
+from h2okv.engine.passing import Passing
+from h2okv.engine.sequence import Sequence
+
+_AHEAD = 8
+"""Batches of prompts that are sorted by length together, so that little is padded."""
+_REFILL = 4
+"""New prompts come in when this share of a batch is free: a quarter."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is in memory at once.
+
+    Attributes:
+        rows: Sequences under way.
+        prompt_tokens: Tokens, padding included, of the prompts that one micro-batch reads; at
+            least one prompt is read whatever its length.
+        decode_rows: Sequences that are decoded together.
+    """
+
+    rows: int
+    prompt_tokens: int
+    decode_rows: int
+
+
+class Runner:
+    """Reads prompts in micro-batches, joins them, and decodes them together.
+
+    Args:
+        model: With H2O attention.
+        passing: Brings the weights, and runs the forwards of all micro-batches.
+        chooser: Chooses the tokens.
+        make_cache: Makes an empty cache.
+        limits: What is in memory at once.
+        device: Where the model's input goes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        passing: Passing,
+        chooser: Chooser,
+        make_cache: Callable[[], H2OCache],
+        limits: Limits,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._passing = passing
+        self._chooser = chooser
+        self._make_cache = make_cache
+        self._limits = limits
+        self._device = device
+        self._batches: list[MicroBatch] = []
+        self.num_passes = 0
+        self.num_tokens = 0
+        """Tokens generated so far, of unfinished sequences too."""
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens generated for sequences that are still under way."""
+        return sum(
+            len(sequence.new_tokens)
+            for batch in self._batches
+            for sequence in batch.sequences
+            if not sequence.is_finished
+        )
+
+    @torch.inference_mode()
+    def run(self, sequences: Iterable[Sequence]) -> Iterator[list[Sequence]]:
+        """Generates for every sequence.
+
+        Args:
+            sequences: Read a few batches ahead; none has begun.
+
+        Yields:
+            After every pass over the weights the sequences that it finished, often none.
+        """
+        waiting = _sorted_ahead(iter(sequences), self._limits.rows * _AHEAD)
+        queue: list[Sequence] = []
+        is_over = False
+        while True:
+            free = self._limits.rows - sum(batch.num_live for batch in self._batches)
+            if not is_over and (not self._batches or free * _REFILL >= self._limits.rows):
+                queue = list(islice(waiting, free))
+                is_over = len(queue) < free
+                self._batches.extend(self._begin(queue))
+            if not self._batches:
+                return
+            yield self._step()
+
+    def _begin(self, sequences: list[Sequence]) -> Iterator[MicroBatch]:
+        """Cuts new sequences into micro-batches that are small enough to be read."""
+        own: list[Sequence] = []
+        for sequence in sequences:
+            longest = max(len(other.prompt) for other in [*own, sequence])
+            full = longest * (len(own) + 1) > self._limits.prompt_tokens
+            if own and (full or len(own) == self._limits.decode_rows):
+                yield MicroBatch(own, self._make_cache(), self._device)
+                own = []
+            own.append(sequence)
+        if own:
+            yield MicroBatch(own, self._make_cache(), self._device)
+
+    def _step(self) -> list[Sequence]:
+        """One pass: every micro-batch reads its prompts or makes one token."""
+        done: list[Sequence] = []
+        for batch, logits in self._passing.run(self._model, self._batches):
+            going = [sequence for sequence in batch.sequences if not sequence.is_finished]
+            batch.take(self._chooser.choose(batch.sequences, logits), self._chooser.ends)
+            self.num_tokens += len(going)
+            done.extend(sequence for sequence in going if sequence.is_finished)
+        self.num_passes += 1
+        self._tidy()
+        return done
+
+    def _tidy(self) -> None:
+        """Leaves out finished rows, and puts small micro-batches together."""
+        kept: list[MicroBatch] = []
+        for batch in self._batches:
+            if batch.num_live == 0:
+                self._passing.forget(batch)
+                continue
+            # Rows that are copied for nothing cost more than rows computed for nothing.
+            if (len(batch) - batch.num_live) * _REFILL >= len(batch):
+                batch.drop_finished()
+            last = kept[-1] if kept else None
+            if last is not None and self._fits(last, batch):
+                last.append(batch, join(last.cache, batch.cache))
+                self._passing.forget(batch)
+            else:
+                kept.append(batch)
+        self._batches = kept
+
+    def _fits(self, first: MicroBatch, second: MicroBatch) -> bool:
+        if len(first) + len(second) > self._limits.decode_rows:
+            return False
+        return can_join(first.cache) and can_join(second.cache)
+
+
+def _sorted_ahead(sequences: Iterator[Sequence], window: int) -> Iterator[Sequence]:
+    """Sequences in an order in which neighbours are of similar length."""
+    while chunk := list(islice(sequences, window)):
+        # The longest first: if one does not fit into memory, it shows at the beginning.
+        yield from sorted(chunk, key=lambda sequence: -len(sequence.prompt))

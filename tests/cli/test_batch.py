@@ -1,0 +1,213 @@
+"""`h2okv batch`: files in, files out, and what it survives."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from h2okv.cli.app import run
+
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log,"]
+STEPS = 6
+
+
+def write_prompts(path, count, seed=0, **more):
+    generator = random.Random(seed)
+    prompts = {
+        f"p{n}": " ".join(generator.choices(WORDS, k=generator.randint(1, 40)))
+        for n in range(count)
+    } | more
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def read(path):
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {record["id"]: record for record in records}
+    assert len(found) == len(records)
+    return found
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_prompts(tmp_path / "in.jsonl", 12)
+
+
+@pytest.fixture
+def job(h2okv_command, model_folder, tmp_path):
+    """Runs the command on the tiny model; gives the outcome and the records."""
+
+    def call(prompts, *args, output="out.jsonl", code=0):
+        path = tmp_path / output
+        options = ("--input", prompts, "--output", path, "--max-new-tokens", STEPS)
+        outcome = h2okv_command("batch", "--model", model_folder, *options, *args)
+        assert outcome.code == code, outcome
+        return outcome, read(path) if path.exists() else {}
+
+    return call
+
+
+def test_texts_are_those_of_generate(job, h2okv_command, model_folder, prompts):
+    outcome, records = job(prompts)
+    assert outcome.out == ""
+    assert "12 prompts" in outcome.err
+    assert "tokens/s" in outcome.err
+    for line in prompts.read_text().splitlines()[:4]:
+        prompt = json.loads(line)
+        options = ("--max-new-tokens", STEPS, "--json", prompt["prompt"])
+        single = json.loads(h2okv_command("generate", "--model", model_folder, *options).out)
+        record = records[prompt["id"]]
+        assert record["text"] == single["text"]
+        assert record["prompt_tokens"] == single["prompt_tokens"]
+        assert record["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--top-p", "0.9", "--seed", "3")])
+def test_results_do_not_depend_on_the_batch_or_the_order(job, prompts, tmp_path, sampling):
+    _, records = job(prompts, *sampling, output="a.jsonl")
+    _, single = job(prompts, *sampling, "--batch", 1, output="b.jsonl")
+    lines = prompts.read_text().splitlines()
+    random.Random(1).shuffle(lines)
+    shuffled = tmp_path / "shuffled.jsonl"
+    shuffled.write_text("\n".join(lines))
+    _, other = job(shuffled, *sampling, "--batch", 5, output="c.jsonl")
+    assert records == single == other
+
+
+def test_prompts_that_cannot_be_served(job, tmp_path):
+    prompts = write_prompts(
+        tmp_path / "in.jsonl", 3, empty=" \n", long="cat " * 300, none=None, odd="\ud800"
+    )
+    outcome, records = job(prompts)
+    assert "4 with an error record" in outcome.err
+    errors = {name: record["error"] for name, record in records.items() if "error" in record}
+    assert set(errors) == {"empty", "long", "none", "odd"}
+    assert "empty" in errors["empty"]
+    assert "context is 256" in errors["long"]
+    assert "no text" in errors["none"]
+    assert "UTF-8" in errors["odd"]
+    again, same = job(prompts, "--json")
+    assert same == records
+    assert json.loads(again.out)["skipped"] == 7
+
+
+def test_a_text_that_fills_the_context(job, tokenizer, tmp_path):
+    long = "x"
+    while len(tokenizer(long)["input_ids"]) < 253:
+        long += " x"
+    prompts = write_prompts(tmp_path / "in.jsonl", 1, long=long)
+    _, records = job(prompts)
+    record = records["long"]
+    assert record["finish_reason"] == "context"
+    assert record["prompt_tokens"] + record["new_tokens"] == 256
+
+
+BAD = {
+    "no such input": (("--input", "nowhere.jsonl"), ("'nowhere.jsonl' cannot be read", "JSONL")),
+    "batch of nothing": (("--batch", "0"), ("--batch '0'", "auto")),
+    "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
+    "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
+    "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
+    "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input(job, prompts, args, words):
+    outcome, _ = job(prompts, *args, code=2)
+    assert outcome.err.startswith("h2okv: ")
+    assert outcome.err.count("\n") == 1
+    for word in words:
+        assert word in outcome.err
+
+
+def test_ids_given_twice(job, prompts):
+    text = prompts.read_text()
+    prompts.write_text(text + text.splitlines()[2])
+    outcome, records = job(prompts, code=2)
+    assert 'line 13: id "p2" is that of line 3 too' in outcome.err
+    assert not records
+
+
+def test_output_of_another_job(job, prompts):
+    job(prompts)
+    outcome, _ = job(prompts, "--heavy", "5", code=2)
+    assert "begun with heavy 0.1, not 5" in outcome.err
+    write_prompts(prompts, 12, seed=1)
+    outcome, _ = job(prompts, code=2)
+    assert "a result for another prompt with id" in outcome.err
+
+
+def run_quietly(args, file_size=None):
+    """In a process of its own: the command, its output thrown away."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    if file_size is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    os._exit(run([str(arg) for arg in args]))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that have everything imported when they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["h2okv.cli.app"])
+    return context
+
+
+def test_killed_again_and_again(processes, job, model_folder, tmp_path):
+    prompts = write_prompts(tmp_path / "in.jsonl", 120)
+    _, expected = job(prompts, "--batch", 4, output="whole.jsonl")
+    output = tmp_path / "killed.jsonl"
+    args = ("batch", "--model", model_folder, "--input", prompts, "--output", output,
+            "--max-new-tokens", STEPS, "--batch", 4)  # fmt: skip
+    generator = random.Random(0)
+    kills = 0
+    for _ in range(40):
+        child = processes.Process(target=run_quietly, args=(args,))
+        child.start()
+        # Let it begin, then strike at a random moment between two results or within one.
+        size = size_of(output) + generator.randint(1, 4000)
+        while child.is_alive() and size_of(output) < size:
+            time.sleep(0.0005)
+        time.sleep(generator.random() * 0.01)
+        child.kill()
+        child.join()
+        if child.exitcode == 0:
+            break
+        kills += 1
+        for line in output.read_bytes().splitlines(keepends=True)[:-1]:
+            json.loads(line)
+    assert child.exitcode == 0
+    assert kills > 2
+    assert read(output) == expected
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_a_full_disk(processes, job, model_folder, tmp_path):
+    # A limit on the size of files fails a write half-way, as a full disk does.
+    prompts = write_prompts(tmp_path / "in.jsonl", 20)
+    output = tmp_path / "out.jsonl"
+    args = ("batch", "--model", model_folder, "--input", prompts, "--output", output,
+            "--max-new-tokens", STEPS, "--batch", 2)  # fmt: skip
+    child = processes.Process(target=run_quietly, args=(args, 1500))
+    child.start()
+    child.join()
+    assert child.exitcode == 2
+    data = output.read_bytes()
+    assert data.endswith(b"\n")
+    assert 0 < len(read(output)) < 20
+    _, records = job(prompts)
+    assert len(records) == 20
+    assert output.read_bytes().startswith(data)

@@ -1,0 +1,74 @@
+"""Sequences for the engine, and what each of them gives alone."""
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import h2okv
+from h2okv.engine.chooser import Chooser
+from h2okv.engine.passing import OneByOne
+from h2okv.engine.runner import Limits, Runner
+from h2okv.engine.sequence import Sequence
+
+VOCABULARY = 89
+
+
+@pytest.fixture(scope="session")
+def make_sequences():
+    """Random prompts of mixed lengths."""
+
+    def make(lengths, room=8, seed=1) -> list[Sequence]:
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            Sequence(
+                f"s{index}",
+                torch.randint(3, VOCABULARY, (length,), generator=generator).tolist(),
+                room if isinstance(room, int) else room[index],
+            )
+            for index, length in enumerate(lengths)
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_engine():
+    """Runs sequences through the engine; gives the new tokens by id."""
+
+    def run(model, sequences, limits=None, passing=None, chooser=None, **cache_options):
+        options = {"heavy": 0.2, "recent": 0.2} | cache_options
+        runner = Runner(
+            model,
+            passing or OneByOne(),
+            chooser or Chooser(model),
+            lambda: h2okv.H2OCache(model.config, **options),
+            limits or Limits(rows=8, prompt_tokens=1000, decode_rows=8),
+            torch.device("cpu"),
+        )
+        with h2okv.enable(model):
+            done = [own for group in runner.run(sequences) for own in group]
+        assert len({own.id for own in done}) == len(done) == len(sequences)
+        return {own.id: own.new_tokens for own in done}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """What transformers' own generate gives for each prompt by itself."""
+
+    def generate(model: PreTrainedModel, sequences, **cache_options):
+        options = {"heavy": 0.2, "recent": 0.2} | cache_options
+        texts = {}
+        with h2okv.enable(model):
+            for own in sequences:
+                made = model.generate(
+                    torch.tensor([own.prompt]),
+                    past_key_values=h2okv.H2OCache(model.config, **options),
+                    max_new_tokens=own.room,
+                    do_sample=False,
+                )
+                texts[own.id] = made[0, len(own.prompt) :].tolist()
+        return texts
+
+    return generate

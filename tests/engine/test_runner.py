@@ -1,0 +1,110 @@
+"""What a sequence gives does not depend on who goes with it, nor in which order."""
+
+import pytest
+import torch
+
+from h2okv.engine.chooser import Chooser
+from h2okv.engine.runner import Limits
+
+LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18, 29, 1)
+LIMITS = {
+    "one at a time": Limits(1, 1, 1),
+    "all together": Limits(10, 1000, 10),
+    "read apart, decoded together": Limits(10, 60, 10),
+    "never together": Limits(10, 60, 1),
+    "a few at a time": Limits(4, 60, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama()
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS.keys())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heavy": 3, "recent": 2},
+        {"heavy": 0, "recent": 1},
+        {"policy": "full"},
+        {"positions": "rolling", "heavy": 6, "recent": 4},
+        {"positions": "rolling"},
+        {"prefill_chunk": 5, "sink": 1},
+    ],
+    ids=["fractions", "tokens", "budget of one", "full", "rolling", "rolling shares", "chunks"],
+)
+def test_same_as_alone(model, make_sequences, run_engine, alone, limits, options):
+    rooms = [3, 9, 1, 9, 30, 9, 5, 9, 9, 40]
+    sequences = make_sequences(LENGTHS, rooms)
+    expected = alone(model, sequences, **options)
+    assert run_engine(model, sequences, limits, **options) == expected
+
+
+def test_longer_than_the_full_caches_growth(model, make_sequences, run_engine, alone):
+    # Rows joined at different times of their lives must all find a slot, hundreds of steps later.
+    lengths, limits = (40, 5, 60, 3), Limits(4, 60, 4)
+    sequences = make_sequences(lengths, [300, 280, 20, 300])
+    expected = alone(model, sequences, policy="full")
+    assert run_engine(model, sequences, limits, policy="full") == expected
+
+
+def test_sampling_is_each_prompts_own(model, make_sequences, run_engine):
+    def run(limits, reverse=False, seed=0):
+        sequences = make_sequences(LENGTHS)
+        chooser = Chooser(model, temperature=0.9, top_p=0.8, seed=seed)
+        return run_engine(model, sequences[:: -1 if reverse else 1], limits, chooser=chooser)
+
+    first = run(Limits(1, 1, 1))
+    assert run(Limits(10, 60, 10)) == first
+    assert run(Limits(3, 1000, 3), reverse=True) == first
+    assert run(Limits(1, 1, 1), seed=1) != first
+
+
+def test_sampling_draws_what_the_probabilities_say(model, make_sequences, run_engine):
+    # Many ids with one prompt: the first tokens are spread as one softmax says.
+    sequences = make_sequences([9] * 400, 1)
+    for own in sequences:
+        own.prompt = sequences[0].prompt
+    limits = Limits(100, 10_000, 100)
+    made = run_engine(model, sequences, limits, chooser=Chooser(model, temperature=1.0))
+    with torch.no_grad():
+        logits = model(torch.tensor([sequences[0].prompt])).logits[0, -1]
+    probabilities = torch.softmax(logits, dim=-1)
+    counts = torch.bincount(torch.tensor([t[0] for t in made.values()]), minlength=97)
+    distance = (counts / 400 - probabilities).abs().sum() / 2
+    draws = torch.multinomial(probabilities, 400 * 200, replacement=True).view(200, 400)
+    usual = torch.stack([(torch.bincount(d, minlength=97) / 400 - probabilities).abs().sum() / 2
+                         for d in draws])  # fmt: skip
+    assert distance <= usual.max() * 1.1
+
+
+def test_processors_of_the_models_own_config(model, make_sequences, run_engine):
+    sequences = make_sequences((20, 30), 12)
+    before = model.generation_config.repetition_penalty
+    model.generation_config.repetition_penalty = 50.0
+    try:
+        made = run_engine(model, sequences)
+    finally:
+        model.generation_config.repetition_penalty = before
+    for own in sequences:
+        tokens = own.prompt + made[own.id]
+        assert len(set(made[own.id])) == len(made[own.id]), tokens
+
+
+def test_the_end_of_a_text(model, make_sequences, run_engine, alone):
+    expected = alone(model, make_sequences(LENGTHS, 12))
+    end = expected["s0"][4]
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [end]
+    try:
+        sequences = make_sequences(LENGTHS, 12)
+        made = run_engine(model, sequences, Limits(4, 60, 4))
+    finally:
+        model.generation_config.eos_token_id = before
+    for name, tokens in expected.items():
+        cut = tokens.index(end) + 1 if end in tokens else len(tokens)
+        assert made[name] == tokens[:cut]
+    assert {own.finish_reason for own in sequences} <= {"eos", "length"}
+    assert sequences[0].finish_reason == "eos"
