@@ -102,7 +102,7 @@ def decode_step(
     full = rules.full and real is None
     ranks = None
     if rules.turns is not None and slots.ranks is not None:
-        query, ranks = _rank_new(query, slots.positions, slots.free, slots.ranks, rules.turns, full)
+        query, ranks = rank_new(query, slots.positions, slots.free, slots.ranks, rules.turns, full)
     write_slot(slots.keys, slots.free, key)
     write_slot(slots.values, slots.free, value)
     position = slots.seen.to(torch.int32).view(-1, 1, 1)
@@ -120,11 +120,11 @@ def decode_step(
         sums = sums * real.unsqueeze(1)
         slots.seen.add_(real[:, 0])
     slots.scores.add_(sums)
-    _free_one(slots, rules, full)
+    find_free(slots, rules, full)
     return output
 
 
-def _rank_new(
+def rank_new(
     query: torch.Tensor,
     positions: torch.Tensor,
     free: torch.Tensor,
@@ -133,6 +133,14 @@ def _rank_new(
     full: bool,
 ) -> tuple[torch.Tensor, Ranks]:
     """Ranks the new token behind all; mutates the ranks.
+
+    Args:
+        query: ``[B, HQ, 1, D]``, not turned.
+        positions: int32 ``[B, H, S]``, before the new entry.
+        free: int64 ``[B, H, 1]``, the slot that it takes.
+        ranks: int32 ``[B, H, S]``; mutated.
+        turns: of all ranks.
+        full: whether the entries with the new one take all ranks.
 
     Returns:
         The query, turned to its rank, and where the keys belong.
@@ -147,8 +155,14 @@ def _rank_new(
     return query, Ranks(turns.to_rank, ranks)
 
 
-def _free_one(slots: Slots, rules: StepRules, full: bool) -> None:
-    """Finds the slot that the next token takes, and evicts what it holds; mutates the slots."""
+def find_free(slots: Slots, rules: StepRules, full: bool) -> None:
+    """Finds the slot that the next token takes, and evicts what it holds.
+
+    Args:
+        slots: after the new entry's scores; mutated.
+        rules: how.
+        full: whether all slots are taken.
+    """
     newest = slots.seen.view(-1, 1, 1) - 1
     priority = slots.scores
     if rules.priority is not None:

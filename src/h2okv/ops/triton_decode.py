@@ -1,0 +1,365 @@
+"""The decode step as two Triton kernels; the plain twin is `h2okv.ops.step.decode_step`.
+
+The first kernel writes the new entry and attends: each program takes one KV head of one sequence and
+a part of its slots, and keeps its logits, which are few beside the keys. The second puts the parts
+together, adds the probabilities to the scores and finds the slot to free. Every key and value is
+read once, and no host ever waits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from h2okv.ops.step import Slots, StepRules, find_free, rank_new
+
+_BLOCK_BYTES = 32 << 10
+"""Keys and values, as they are computed with, that a program of the first kernel reads at a time."""
+_FINISH_SLOTS = 256
+"""Slots that a program of the second kernel reads at a time: single numbers, not entries."""
+_PROGRAMS_PER_CORE = 4
+"""Fewer leave the memory idle between two loads."""
+_NOTHING = tl.constexpr(-1e30)
+"""In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
+
+
+@triton.jit
+def _attend(
+    query, new_key, new_value, keys, values, positions, free, seen, real, factors, ranks,
+    logits, tops, totals, mixed,
+    query_b, query_h, key_b, key_h, value_b, value_h, num_slots, part_size, scale, softcap,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    batch, head = (row // HEADS).to(tl.int64), row % HEADS
+    row = row.to(tl.int64)
+    slot = tl.load(free + row)
+    position = tl.load(seen + batch).to(tl.int32)
+    if HAS_REAL:
+        position = tl.where(tl.load(real + batch) != 0, position, -1)
+    first = part * part_size
+    last = tl.minimum(first + part_size, num_slots)
+    group = tl.arange(0, BLOCK_G)
+    # The numbers of a head that are not turned; all of them when positions stay (R = 0).
+    plain = R + tl.arange(0, BLOCK_D)
+    output = tl.arange(0, BLOCK_DV)
+    some_queries = group[:, None] < GROUPS
+    query_row = query + batch * query_b + (head * GROUPS + group)[:, None] * query_h
+    key_row = new_key + batch * key_b + head * key_h
+    value_row = new_value + batch * value_b + head * value_h
+    added_value = tl.load(value_row + output, mask=output < DV, other=0.0)
+    owns = (slot >= first) & (slot < last)
+    entry = row * num_slots + slot
+    tl.store(values + entry * DV + output, added_value, mask=(output < DV) & owns)
+    if R < D:
+        plain_query = tl.load(
+            query_row + plain[None, :], mask=some_queries & (plain < D)[None, :], other=0.0
+        )
+        plain_added = tl.load(key_row + plain, mask=plain < D, other=0.0)
+        tl.store(keys + entry * D + plain, plain_added, mask=(plain < D) & owns)
+    if R > 0:
+        pair = tl.arange(0, BLOCK_R)
+        is_pair = pair < R // 2
+        pairs = some_queries & is_pair[None, :]
+        even_query = tl.load(query_row + 2 * pair[None, :], mask=pairs, other=0.0).to(tl.float32)
+        odd_query = tl.load(query_row + 2 * pair[None, :] + 1, mask=pairs, other=0.0).to(tl.float32)
+        even_added = tl.load(key_row + 2 * pair, mask=is_pair, other=0.0)
+        odd_added = tl.load(key_row + 2 * pair + 1, mask=is_pair, other=0.0)
+        tl.store(keys + entry * D + 2 * pair, even_added, mask=is_pair & owns)
+        tl.store(keys + entry * D + 2 * pair + 1, odd_added, mask=is_pair & owns)
+    top = tl.full([BLOCK_G], _NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    for start in range(first, last, BLOCK_S):
+        slots = start + tl.arange(0, BLOCK_S)
+        inside = slots < last
+        is_new = slots == slot
+        place = tl.load(positions + row * num_slots + slots, mask=inside, other=-1)
+        place = tl.where(is_new, position, place)
+        is_entry = inside & (place >= 0)
+        # The new entry comes from its argument: its slot may not have been written yet.
+        held = (is_entry & (slots != slot))[:, None]
+        entries = (row * num_slots + slots)[:, None]
+        scores = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+        if R < D:
+            key = tl.load(
+                keys + entries * D + plain[None, :], mask=held & (plain < D)[None, :], other=0.0
+            )
+            key = tl.where(is_new[:, None], plain_added[None, :], key)
+            scores += tl.dot(
+                plain_query, tl.trans(key.to(plain_query.dtype)), input_precision=PRECISION
+            )
+        if R > 0:
+            rank = tl.load(ranks + row * num_slots + slots, mask=is_entry, other=0)[:, None]
+            seen_pairs = held & is_pair[None, :]
+            even = tl.load(keys + entries * D + 2 * pair[None, :], mask=seen_pairs, other=0.0)
+            odd = tl.load(keys + entries * D + 2 * pair[None, :] + 1, mask=seen_pairs, other=0.0)
+            even = tl.where(is_new[:, None], even_added[None, :], even).to(tl.float32)
+            odd = tl.where(is_new[:, None], odd_added[None, :], odd).to(tl.float32)
+            turned = is_entry[:, None] & is_pair[None, :]
+            real_part = tl.load(factors + rank * R + 2 * pair[None, :], mask=turned, other=0.0)
+            imaginary = tl.load(factors + rank * R + 2 * pair[None, :] + 1, mask=turned, other=0.0)
+            scores += tl.dot(
+                even_query, tl.trans(even * real_part - odd * imaginary), input_precision=PRECISION
+            )
+            scores += tl.dot(
+                odd_query, tl.trans(even * imaginary + odd * real_part), input_precision=PRECISION
+            )
+        scores = scores * scale
+        if HAS_SOFTCAP:
+            scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
+        scores = tl.where(is_entry[None, :], scores, -float("inf"))
+        tl.store(
+            logits + (row * GROUPS + group)[:, None] * num_slots + slots[None, :],
+            scores, mask=some_queries & inside[None, :],
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.sum(weights, axis=1)
+        value = tl.load(
+            values + entries * DV + output[None, :], mask=held & (output < DV)[None, :], other=0.0
+        )
+        value = tl.where(is_new[:, None], added_value[None, :], value)
+        # What is no entry has weight zero, but zero times NaN would still be NaN.
+        value = tl.where(is_entry[:, None], value, 0.0).to(added_value.dtype)
+        mix = mix * fade[:, None]
+        mix += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        top = higher
+    parts = tl.num_programs(1)
+    at = (row * GROUPS + group) * parts + part
+    tl.store(tops + at, top, mask=group < GROUPS)
+    tl.store(totals + at, total, mask=group < GROUPS)
+    tl.store(
+        mixed + at[:, None] * DV + output[None, :], mix,
+        mask=some_queries & (output < DV)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    output, scores, positions, free, seen, real, enabled, ranks, sinks, recents,
+    logits, tops, totals, mixed, num_slots, parts,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_ENABLED: tl.constexpr, ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // HEADS
+    slot = tl.load(free + row)
+    position = tl.load(seen + batch).to(tl.int32)
+    newest = position
+    if HAS_REAL:
+        is_real = tl.load(real + batch) != 0
+        newest = tl.where(is_real, position, position - 1)
+        position = tl.where(is_real, position, -1)
+    group, part, wide = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
+    some_queries = group < GROUPS
+    at = (row * GROUPS + group)[:, None] * parts + part[None, :]
+    has_part = some_queries[:, None] & (part < parts)[None, :]
+    part_tops = tl.load(tops + at, mask=has_part, other=_NOTHING)
+    top = tl.max(part_tops, axis=1)
+    fades = tl.exp(part_tops - top[:, None])
+    total = tl.sum(tl.load(totals + at, mask=has_part, other=0.0) * fades, axis=1)
+    # A sequence with nothing to see gives zeros.
+    factor = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+    has_number = some_queries[:, None] & (wide < DV)[None, :]
+    for one in range(0, parts):
+        own = (row * GROUPS + group) * parts + one
+        fade = tl.exp(tl.load(tops + own, mask=some_queries, other=_NOTHING) - top)
+        mix += fade[:, None] * tl.load(
+            mixed + own[:, None] * DV + wide[None, :], mask=has_number, other=0.0
+        )
+    tl.store(
+        output + (row * GROUPS + group)[:, None] * DV + wide[None, :],
+        (mix * factor[:, None]).to(output.dtype.element_ty), mask=has_number,
+    )  # fmt: skip
+    if CHOOSES:
+        recent = tl.load(recents + batch).to(tl.int32)
+        sink = 0
+        if HAS_SINKS:
+            sink = tl.load(sinks + batch).to(tl.int32)
+    best_rank = tl.full([], float("inf"), tl.float32)
+    best_place, best = tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, num_slots, BLOCK_S):
+        slots = start + tl.arange(0, BLOCK_S)
+        inside = slots < num_slots
+        seen_by = some_queries[:, None] & inside[None, :]
+        some_logits = tl.load(
+            logits + (row * GROUPS + group)[:, None] * num_slots + slots[None, :],
+            mask=seen_by, other=-float("inf"),
+        )  # fmt: skip
+        added = tl.sum(tl.exp(some_logits - top[:, None]) * factor[:, None], axis=0)
+        if HAS_REAL:
+            added = tl.where(is_real, added, 0.0)
+        where = row * num_slots + slots
+        score = tl.load(scores + where, mask=inside, other=0.0)
+        score = tl.where(slots == slot, 0.0, score) + added
+        tl.store(scores + where, score, mask=inside)
+        if CHOOSES:
+            place = tl.load(positions + where, mask=inside, other=-1)
+            place = tl.where(slots == slot, position, place)
+            stays = place > newest - recent
+            if HAS_SINKS:
+                stays = stays | (place < sink)
+            rank = tl.where(stays, float("inf"), score)
+            rank = tl.where(place < 0, -float("inf"), rank)
+            if HAS_ENABLED:
+                is_open = tl.load(enabled + where, mask=inside, other=0) != 0
+                rank = tl.where(is_open, rank, float("inf"))
+            # Slots beyond the last one lose against whatever there is.
+            rank = tl.where(inside, rank, float("inf"))
+            place = tl.where(inside, place, 2147483647)
+            lowest = tl.min(rank, axis=0)
+            oldest = tl.min(tl.where(rank == lowest, place, 2147483647), axis=0)
+            leftmost = tl.min(
+                tl.where((rank == lowest) & (place == oldest), slots, 2147483647), axis=0
+            )
+            is_older = (lowest == best_rank) & (oldest < best_place)
+            is_better = is_older | (lowest < best_rank)
+            best = tl.where(is_better, leftmost, best)
+            best_place = tl.where(is_better, oldest, best_place)
+            best_rank = tl.where(is_better, lowest, best_rank)
+    base = row * num_slots
+    if CHOOSES:
+        # Both stores say the same where the new entry itself is evicted.
+        tl.store(positions + base + slot, tl.where(slot == best, -1, position))
+        tl.store(positions + base + best, -1)
+        tl.store(free + row, best.to(tl.int64))
+        if ROLLS:
+            freed = tl.load(ranks + base + best)
+            tl.debug_barrier()  # or a fast warp moves the rank that a slow one still reads
+            for start in range(0, num_slots, BLOCK_S):
+                slots = start + tl.arange(0, BLOCK_S)
+                inside = slots < num_slots
+                rank = tl.load(ranks + base + slots, mask=inside, other=0)
+                rank = tl.where(rank > freed, rank - 1, rank)
+                rank = tl.where(slots == best, num_slots - 1, rank)
+                tl.store(ranks + base + slots, rank, mask=inside)
+    else:
+        tl.store(positions + base + slot, position)
+
+
+def decode_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: Slots,
+    rules: StepRules,
+    real: torch.Tensor | None = None,
+    *,
+    num_cores: int = 1,
+) -> torch.Tensor:
+    """Runs one token of each sequence through the slots.
+
+    Args:
+        query: as in `h2okv.ops.step.decode_step`.
+        key: likewise.
+        value: likewise.
+        slots: likewise; mutated.
+        rules: likewise.
+        real: likewise.
+        num_cores: multiprocessors of the device, by which the slots of a head are shared out.
+
+    Returns:
+        ``[B, HQ, 1, Dv]`` in the values' dtype.
+    """
+    full = rules.full and real is None
+    factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is turned
+    if rules.turns is not None and slots.ranks is not None:
+        query, (factors, ranks) = rank_new(
+            query, slots.positions, slots.free, slots.ranks, rules.turns, full
+        )
+        width = 2 * factors.shape[-2]
+    batch, num_heads, _, size = query.shape
+    num_kv_heads, num_slots = slots.keys.shape[1], slots.keys.shape[2]
+    value_size = slots.values.shape[-1]
+    groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
+    query, key, value = (states.contiguous() for states in (query, key, value))
+    exact = key.dtype == torch.float32 or width > 0
+    # Shared memory of small cards, 96 KiB, holds so many blocks.
+    stages = 3 if not exact else 1 if width and key.dtype == torch.float32 else 2
+    block = block_slots(size, value_size, 4 if exact else key.element_size())
+    parts = share_out(rows, num_slots, block, num_cores)
+    logits = query.new_empty((rows, groups, num_slots), dtype=torch.float32)
+    tops = query.new_empty((2, rows, groups, parts), dtype=torch.float32)
+    mixed = query.new_empty((rows, groups, parts, value_size), dtype=torch.float32)
+    output = slots.values.new_empty((batch, num_heads, 1, value_size))
+    none = slots.free  # stands for pointers that are not read
+    mask = none if real is None else real.to(torch.uint8)
+    _attend[(rows, parts)](
+        query, key, value, slots.keys, slots.values, slots.positions, slots.free, slots.seen,
+        mask, factors, ranks, logits, tops[0], tops[1], mixed,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        value.stride(0), value.stride(1), num_slots, _part_size(num_slots, parts, block),
+        rules.scale, 1.0 if rules.softcap is None else rules.softcap,
+        HEADS=num_kv_heads, GROUPS=groups, D=size, DV=value_size, R=width,
+        HAS_REAL=real is not None, HAS_SOFTCAP=rules.softcap is not None,
+        PRECISION="tf32x3" if exact else "tf32",
+        BLOCK_G=_block(groups), BLOCK_D=_block(size - width), BLOCK_R=_block(width // 2),
+        BLOCK_DV=_block(value_size), BLOCK_S=block, num_stages=stages,
+    )  # fmt: skip
+    chooses = rules.priority is None
+    _finish[(rows,)](
+        output, slots.scores, slots.positions, slots.free, slots.seen, mask,
+        none if slots.enabled is None else slots.enabled.to(torch.uint8), ranks,
+        none if rules.sink is None else rules.sink, rules.recent,
+        logits, tops[0], tops[1], mixed, num_slots, parts,
+        HEADS=num_kv_heads, GROUPS=groups, DV=value_size, HAS_REAL=real is not None,
+        HAS_SINKS=rules.sink is not None, HAS_ENABLED=slots.enabled is not None,
+        ROLLS=width > 0, CHOOSES=chooses,
+        BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(parts),
+        BLOCK_DV=_block(value_size), BLOCK_S=_FINISH_SLOTS,
+    )  # fmt: skip
+    slots.seen.add_(1 if real is None else real[:, 0])
+    if not chooses:
+        find_free(slots, rules, full)
+    return output
+
+
+def block_slots(size: int, value_size: int, itemsize: int) -> int:
+    """Says how many slots a program reads at a time.
+
+    Args:
+        size: D.
+        value_size: Dv.
+        itemsize: bytes of a number, as it is computed with.
+
+    Returns:
+        A power of two, from 16 to 64.
+    """
+    fitting = _BLOCK_BYTES // ((_block(size) + _block(value_size)) * itemsize)
+    return max(16, min(64, 1 << (fitting.bit_length() - 1)))
+
+
+def share_out(rows: int, num_slots: int, block: int, num_cores: int) -> int:
+    """Says into how many parts the slots of each KV head are cut.
+
+    Args:
+        rows: sequences times KV heads.
+        num_slots: S.
+        block: from `block_slots`.
+        num_cores: multiprocessors of the device.
+
+    Returns:
+        1 where the rows alone keep all of them busy.
+    """
+    wanted = math.ceil(_PROGRAMS_PER_CORE * num_cores / rows)
+    parts = max(1, min(wanted, math.ceil(num_slots / block)))
+    return math.ceil(num_slots / _part_size(num_slots, parts, block))
+
+
+def _part_size(num_slots: int, parts: int, block: int) -> int:
+    return block * math.ceil(math.ceil(num_slots / parts) / block)
+
+
+def _block(size: int) -> int:
+    """Side of a block that a matrix product takes."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,395 @@
+"""A block's attention and score sums as Triton kernels.
+
+Twins: `h2okv.ops.blockwise.blockwise_attention_with_scores` and `h2okv.ops.score_sums.score_sums`.
+A fused forward pass keeps the log-sum-exp of every row; a second kernel without values makes the
+probabilities anew, for one tile of keys after the other, and adds up their columns. No sum is
+shared between programs, so the results are the same in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from h2okv.ops.blockwise import Visibility
+from h2okv.ops.score_sums import entries_of
+
+_LOG2_E = math.log2(math.e)
+_LN_2 = tl.constexpr(math.log(2.0))
+_LOWEST = tl.constexpr(-1e30)
+"""In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts up its work.
+
+    Attributes:
+        queries: rows of a tile.
+        keys: columns of a tile.
+        num_warps: groups of 32 threads that share a tile.
+        num_stages: tiles being loaded while one is worked on.
+    """
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _logits(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Logits times log2(e): ``query [M, D]``, ``key [D, N]`` to ``[M, N]``."""
+    logits = tl.dot(query, key, input_precision=PRECISION)
+    if HAS_SOFTCAP:
+        # scale holds 1 / softcap, softcap the factor log2(e).
+        return (2.0 * tl.sigmoid(2.0 * logits * scale) - 1.0) * softcap
+    return logits * scale
+
+
+@triton.jit
+def _mix(
+    highest, total, mixed, some_queries, key_base, value_base, entry_base, rows, first, last,
+    key_n, value_n, past, window, scale, softcap, num_keys,
+    D: tl.constexpr, DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, COMPARES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the tiles of some keys."""
+    numbers, wide = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    for start in range(first, last, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        inside = columns < num_keys
+        if HAS_ENTRIES:
+            inside = inside & (tl.load(entry_base + columns, mask=inside, other=0) != 0)
+        some_keys = tl.load(
+            key_base + columns.to(tl.int64)[None, :] * key_n + numbers[:, None],
+            mask=inside[None, :] & (numbers < D)[:, None], other=0.0,
+        )  # fmt: skip
+        logits = _logits(some_queries, some_keys, scale, softcap, HAS_SOFTCAP, PRECISION)
+        if HAS_ENTRIES or COMPARES:
+            visible = inside[None, :]
+            if COMPARES:
+                visible = visible & (columns[None, :] <= past + rows[:, None])
+            if HAS_WINDOW:
+                visible = visible & (columns[None, :] > past + rows[:, None] - window)
+            logits = tl.where(visible, logits, -float("inf"))
+        higher = tl.maximum(highest, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weights, axis=1)
+        some_values = tl.load(
+            value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
+            mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
+        )  # fmt: skip
+        mixed = mixed * fade[:, None]
+        mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
+        highest = higher
+    return highest, total, mixed
+
+
+@triton.jit
+def _forward(
+    query, key, value, entries, real, output, log_sum_exp,
+    query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n,
+    output_b, output_h, output_t, length, num_keys, past, window, scale, softcap,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_REAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # The last queries see most: they go first, and short programs fill what is left.
+    top = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    batch = (tl.program_id(1) // (HEADS * GROUPS)).to(tl.int64)
+    query_head = tl.program_id(1) % (HEADS * GROUPS)
+    head = query_head // GROUPS
+    rows, numbers = top + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    wide = tl.arange(0, BLOCK_DV)
+    is_row = rows < length
+    if HAS_REAL:
+        is_row = is_row & (tl.load(real + batch * length + rows, mask=is_row, other=0) != 0)
+    some_queries = tl.load(
+        query + batch * query_b + query_head * query_h + rows.to(tl.int64)[:, None] * query_t
+        + numbers[None, :],
+        mask=is_row[:, None] & (numbers < D)[None, :], other=0.0,
+    )  # fmt: skip
+    key_base = key + batch * key_b + head * key_h
+    value_base = value + batch * value_b + head * value_h
+    entry_base = entries + (batch * HEADS + head) * num_keys
+    highest = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(0, (past + top - window + 1) // BLOCK_N * BLOCK_N)
+    last = past + tl.minimum(top + BLOCK_M, length)
+    # Tiles whose keys all queries see need no comparison.
+    edge = first
+    if not HAS_WINDOW:
+        edge = (past + top + 1) // BLOCK_N * BLOCK_N
+    highest, total, mixed = _mix(
+        highest, total, mixed, some_queries, key_base, value_base, entry_base, rows, first, edge,
+        key_n, value_n, past, window, scale, softcap, last, D, DV, HAS_ENTRIES, HAS_WINDOW,
+        HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_DV, BLOCK_N, False,
+    )  # fmt: skip
+    highest, total, mixed = _mix(
+        highest, total, mixed, some_queries, key_base, value_base, entry_base, rows, edge, last,
+        key_n, value_n, past, window, scale, softcap, last, D, DV, HAS_ENTRIES, HAS_WINDOW,
+        HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_DV, BLOCK_N, True,
+    )  # fmt: skip
+    sees = (total > 0.0) & is_row
+    safe = tl.where(sees, total, 1.0)
+    mixed = tl.where(sees[:, None], mixed / safe[:, None], 0.0)
+    tl.store(
+        output + batch * output_b + query_head * output_h + rows.to(tl.int64)[:, None] * output_t
+        + wide[None, :],
+        mixed.to(output.dtype.element_ty), mask=(rows < length)[:, None] & (wide < DV)[None, :],
+    )  # fmt: skip
+    # A row that sees nothing adds nothing to the scores.
+    limit = tl.where(sees, (highest + tl.log2(safe)) * _LN_2, float("inf"))
+    row = tl.program_id(1).to(tl.int64)
+    tl.store(log_sum_exp + row * length + rows, limit, mask=rows < length)
+
+
+@triton.jit
+def _receive(
+    received, some_keys, query_base, limit_base, columns, first, last, query_t, length, past,
+    window, scale, softcap, log2_e, D: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, COMPARES: tl.constexpr,
+):  # fmt: skip
+    """Adds what some queries give to a tile of keys."""
+    numbers = tl.arange(0, BLOCK_D)
+    for top in range(first, last, BLOCK_M):
+        rows = top + tl.arange(0, BLOCK_M)
+        limit = tl.load(limit_base + rows, mask=rows < length, other=float("inf"))
+        some_queries = tl.load(
+            query_base + rows.to(tl.int64)[None, :] * query_t + numbers[:, None],
+            mask=(rows < length)[None, :] & (numbers < D)[:, None], other=0.0,
+        )  # fmt: skip
+        logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
+        weights = tl.exp2(logits - (limit * log2_e)[None, :])
+        # A query that is padding may be NaN; the load does not wait to find out.
+        visible = (limit < float("inf"))[None, :]
+        if COMPARES:
+            visible = visible & (columns[:, None] <= past + rows[None, :])
+        if HAS_WINDOW:
+            visible = visible & (columns[:, None] > past + rows[None, :] - window)
+        received += tl.sum(tl.where(visible, weights, 0.0), axis=1)
+    return received
+
+
+@triton.jit
+def _sums(
+    query, key, entries, log_sum_exp, sums,
+    query_b, query_h, query_t, key_b, key_h, key_n,
+    length, num_keys, past, window, scale, softcap, log2_e,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_ENTRIES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * BLOCK_N
+    batch = (tl.program_id(1) // (HEADS * GROUPS)).to(tl.int64)
+    query_head = tl.program_id(1) % (HEADS * GROUPS)
+    head = query_head // GROUPS
+    columns, numbers = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside = columns < num_keys
+    if HAS_ENTRIES:
+        at = entries + (batch * HEADS + head) * num_keys + columns
+        inside = inside & (tl.load(at, mask=inside, other=0) != 0)
+    some_keys = tl.load(
+        key + batch * key_b + head * key_h + columns.to(tl.int64)[:, None] * key_n
+        + numbers[None, :],
+        mask=inside[:, None] & (numbers < D)[None, :], other=0.0,
+    )  # fmt: skip
+    query_base = query + batch * query_b + query_head * query_h
+    limit_base = log_sum_exp + tl.program_id(1).to(tl.int64) * length
+    received = tl.zeros([BLOCK_N], tl.float32)
+    # The first query that sees any of these keys; the tile of its neighbours begins with it.
+    first = tl.maximum(0, (begin - past) // BLOCK_M * BLOCK_M)
+    last = length
+    if HAS_WINDOW:
+        last = tl.minimum(length, tl.maximum(0, begin + BLOCK_N - 1 - past + window))
+    # Tiles whose queries all see all of these keys need no comparison.
+    edge = last
+    if not HAS_WINDOW:
+        behind = tl.maximum(0, begin + BLOCK_N - 1 - past)
+        edge = tl.minimum(last, (behind + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    received = _receive(
+        received, some_keys, query_base, limit_base, columns, first, edge, query_t, length, past,
+        window, scale, softcap, log2_e, D, HAS_WINDOW, HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_M,
+        True,
+    )  # fmt: skip
+    received = _receive(
+        received, some_keys, query_base, limit_base, columns, tl.maximum(first, edge), last,
+        query_t, length, past, window, scale, softcap, log2_e, D, HAS_WINDOW, HAS_SOFTCAP,
+        PRECISION, BLOCK_D, BLOCK_M, False,
+    )  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    tl.store(
+        sums + row * num_keys + columns, tl.where(inside, received, 0.0), mask=columns < num_keys
+    )
+
+
+def attention_with_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends over kept entries and the block itself, and sums the columns.
+
+    Args:
+        query: as in `blockwise_attention_with_scores`.
+        key: likewise; what is no entry may be anything.
+        value: likewise.
+        visibility: likewise.
+        scale: likewise.
+        softcap: likewise.
+
+    Returns:
+        ``(output, sums)`` as there.
+    """
+    output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
+    return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap)
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fused attention that keeps the log-sum-exp of each row.
+
+    Args:
+        query: ``[B, HQ, T, D]``.
+        key: ``[B, H, N, D]`` with N = past + T; what is no entry may be anything.
+        value: ``[B, H, N, Dv]``, likewise.
+        visibility: who sees what.
+        scale: factor on the logits.
+        softcap: as in `reference.attention_with_scores`.
+        tile: for tuning; chosen by the head size if ``None``.
+
+    Returns:
+        ``(output, log_sum_exp)``: ``[B, HQ, T, Dv]`` in the query's dtype, laid out as
+        ``[B, T, HQ, Dv]``, and fp32 ``[B, HQ, T]``, natural, inf where a query sees nothing.
+    """
+    query, key, value = (_rows_whole(states) for states in (query, key, value))
+    batch, num_heads, length, size = query.shape
+    num_kv_heads, num_keys, value_size = key.shape[1], key.shape[2], value.shape[3]
+    tile = tile or _forward_tile(max(size, value_size), query.dtype)
+    output = query.new_empty(batch, length, num_heads, value_size).transpose(1, 2)
+    limits = query.new_empty((batch, num_heads, length), dtype=torch.float32)
+    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys), key)
+    real = visibility.queries
+    factor, cap = _factors(scale, softcap)
+    _forward[(triton.cdiv(length, tile.queries), batch * num_heads)](
+        query, key, value, limits if entries is None else entries,
+        limits if real is None else real.to(torch.uint8).contiguous(), output, limits,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
+        length, num_keys, visibility.past, visibility.window or 0, factor, cap,
+        HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size, DV=value_size,
+        HAS_ENTRIES=entries is not None, HAS_REAL=real is not None,
+        HAS_WINDOW=visibility.window is not None, HAS_SOFTCAP=softcap is not None,
+        PRECISION=_precision(query), BLOCK_D=_block(size), BLOCK_DV=_block(value_size),
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return output, limits
+
+
+def score_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Sums the probability that each key received.
+
+    Args:
+        query: as in `h2okv.ops.score_sums.score_sums`.
+        key: likewise; what is no entry may be anything.
+        log_sum_exp: likewise.
+        visibility: likewise.
+        scale: likewise.
+        softcap: likewise.
+        tile: for tuning; chosen by the head size if ``None``.
+
+    Returns:
+        fp32 ``[B, H, N]``.
+    """
+    query, key = _rows_whole(query), _rows_whole(key)
+    batch, num_heads, length, size = query.shape
+    num_kv_heads, num_keys = key.shape[1], key.shape[2]
+    tile = tile or _sums_tile(size, query.dtype)
+    sums = query.new_empty((batch, num_heads, num_keys), dtype=torch.float32)
+    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys), key)
+    factor, cap = _factors(scale, softcap)
+    _sums[(triton.cdiv(num_keys, tile.keys), batch * num_heads)](
+        query, key, sums if entries is None else entries, log_sum_exp.contiguous(), sums,
+        *query.stride()[:3], *key.stride()[:3],
+        length, num_keys, visibility.past, visibility.window or 0, factor, cap, _LOG2_E,
+        HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size,
+        HAS_ENTRIES=entries is not None, HAS_WINDOW=visibility.window is not None,
+        HAS_SOFTCAP=softcap is not None, PRECISION=_precision(query),
+        BLOCK_D=_block(size), BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    # Each query head has its own row, so that no two programs add to one number.
+    return sums.unflatten(1, (num_kv_heads, -1)).sum(dim=2)
+
+
+def _forward_tile(size: int, dtype: torch.dtype) -> Tile:
+    """What fits the registers and 96 KiB of shared memory, as small cards have."""
+    if dtype == torch.float32:
+        return Tile(64, 32, 4, 1) if size <= 128 else Tile(16, 16, 4, 1)
+    if size <= 64:
+        return Tile(128, 64, 4, 3)
+    return Tile(128, 64, 8, 2) if size <= 128 else Tile(64, 32, 8, 2)
+
+
+def _sums_tile(size: int, dtype: torch.dtype) -> Tile:
+    """Likewise; the keys stay in the registers, the queries pass by."""
+    if dtype == torch.float32:
+        return Tile(32, 64, 4, 2) if size <= 64 else Tile(16, 32, 4, 2)
+    if size <= 64:
+        return Tile(64, 128, 4, 3)
+    return Tile(64, 128, 8, 3) if size <= 128 else Tile(32, 64, 4, 2)
+
+
+def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What `_logits` multiplies by, so that powers of two come out."""
+    return (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
+
+
+def _precision(states: torch.Tensor) -> str:
+    """Products of fp32 in three parts, which is as exact as fp32; others are exact in fp32."""
+    return "tf32x3" if states.dtype == torch.float32 else "tf32"
+
+
+def _rows_whole(states: torch.Tensor) -> torch.Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _entry_bytes(
+    visibility: Visibility, shape: tuple[int, int, int], like: torch.Tensor
+) -> torch.Tensor | None:
+    entries = entries_of(visibility, like.new_empty(()).expand(shape))
+    return None if entries is None else entries.to(torch.uint8).contiguous()
+
+
+def _block(size: int) -> int:
+    """Side of a block that a matrix product takes."""
+    return max(16, triton.next_power_of_2(size))
