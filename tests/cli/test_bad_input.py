@@ -46,6 +46,13 @@ OPTIONS = {
     "amount with a comma": (("--recent", "0,1"), ("--recent '0,1'", "--recent 0.1")),
     "amount that is not finite": (("--heavy", "nan"), ("--heavy 'nan'",)),
     "unknown policy": (("--policy", "h2"), ("policy='h2'", "sink_recent")),
+    "unknown scoring": (("--scoring", "means"), ("scoring='means'", "'mean'")),
+    "decay above 1": (("--scoring", "decay", "--decay", "1.5"), ("decay=1.5", "0.99")),
+    "decay without its scoring": (("--decay", "0.9"), ("decay=0.9", "scoring='decay'")),
+    "scoring of no use": (
+        ("--scoring", "mean", "--policy", "recent"),
+        ("scoring='mean'", "policy='recent'"),
+    ),
     "unknown dtype": (("--dtype", "int4"), ("--dtype 'int4'", "bfloat16")),
     "unknown device": (("--device", "warp"), ("--device 'warp'", "cpu")),
     "absent device": (("--device", "cuda:99"), ("--device 'cuda:99'", "cpu")),

@@ -28,6 +28,8 @@ SETTINGS_FIELDS = {
     "sink": int,
     "positions": str,
     "prefill_chunk": type(None),
+    "scoring": str,
+    "decay": type(None),
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
@@ -248,3 +250,14 @@ def test_no_command_shows_the_commands(h2okv_command):
     assert outcome.code == 0
     assert "generate" in outcome.out
     assert "demo" in outcome.out
+
+
+def test_scoring_and_its_decay_reach_the_cache(generate, model_folder, prompt):
+    options = ("--scoring", "decay", "--decay", "0.5", "--json", "--max-new-tokens", 30)
+    told = json.loads(generate(*BUDGET, *options).out)
+    assert (told["scoring"], told["decay"]) == ("decay", 0.5)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
+    ids = AutoTokenizer.from_pretrained(model_folder)(prompt, return_tensors="pt").input_ids
+    cache = h2okv.H2OCache(model.config, 16, 16, scoring="decay", decay=0.5)
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()

@@ -220,6 +220,7 @@ def test_a_checkpoint_of_something_else_is_refused(stream, book, save_model, tmp
     for more, complaint in [
         (("--policy", "recent"), "saved with policy h2o, not recent"),
         (("--heavy", 17), "saved with heavy 16, not 17"),
+        (("--scoring", "mean"), "saved with scoring None, not mean"),
         (("--dtype", "bfloat16"), "saved in torch.float32 and the model is in torch.bfloat16"),
     ]:
         outcome = stream(*args, "--resume", *more)

@@ -21,6 +21,8 @@ class CacheChoice:
         sink: First tokens.
         positions: `original`, `rolling` or `clamped`.
         prefill_chunk: The most tokens that are read at once; None for no limit.
+        scoring: What attention counts for, one of `h2okv.policy.scoring.SCORINGS`.
+        decay: The factor of `decay`; None for the default, or with another scoring.
     """
 
     policy: str
@@ -29,6 +31,8 @@ class CacheChoice:
     sink: int
     positions: Positions = "original"
     prefill_chunk: int | None = None
+    scoring: str = "sum"
+    decay: float | None = None
 
     def make(self, config: PreTrainedConfig, seed: int) -> h2okv.H2OCache:
         """Makes the cache, empty.
@@ -41,7 +45,7 @@ class CacheChoice:
             The cache.
 
         Raises:
-            ValueError: If the policy is unknown or the budget makes no sense.
+            ValueError: If the policy or the scoring is unknown, or the budget makes no sense.
         """
         return h2okv.H2OCache(
             config,
@@ -51,6 +55,8 @@ class CacheChoice:
             policy=self.policy,
             positions=self.positions,
             prefill_chunk=self.prefill_chunk,
+            scoring=self.scoring,
+            decay=self.decay,
             seed=seed,
         )
 
@@ -60,7 +66,10 @@ class CacheChoice:
         if self.policy == "full":
             return "policy full"
         sink = f" + sink {self.sink}" if self.sink else ""
-        return f"{self.policy}, heavy {self.heavy} + recent {self.recent}{sink}"
+        scoring = "" if self.scoring == "sum" else f" by {self.scoring}"
+        if self.decay is not None:
+            scoring += f" {self.decay:g}"
+        return f"{self.policy}{scoring}, heavy {self.heavy} + recent {self.recent}{sink}"
 
 
 def full_cache(config: PreTrainedConfig) -> DynamicCache:

@@ -19,7 +19,15 @@ from h2okv.cli.chat_input import EntryReader, entries_of_stdin
 from h2okv.cli.chat_session import Chat, Partner
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED, describe, load_weights
-from h2okv.cli.options import COMPILE_HELP, DTYPES, Sampling, parse_device, parse_dtype
+from h2okv.cli.options import (
+    COMPILE_HELP,
+    DECAY_HELP,
+    DTYPES,
+    SCORING_HELP,
+    Sampling,
+    parse_device,
+    parse_dtype,
+)
 from h2okv.cli.output import OutputClosedError, write_remark, write_text
 from h2okv.cli.report import format_bytes
 
@@ -47,6 +55,8 @@ def chat(
     heavy: Annotated[str, typer.Option(help="Heavy hitters to keep, in tokens.")] = "256",
     recent: Annotated[str, typer.Option(help="Newest tokens to keep, in tokens.")] = "256",
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
+    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
         typer.Option(help="auto (rolling where the model can), original, rolling or clamped."),
@@ -69,7 +79,8 @@ def chat(
     if load is not None and system:
         raise ValueError("--system has no effect with --load, for the saved chat has its own")
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    choice = CacheChoice(policy, parse_tokens("heavy", heavy), parse_tokens("recent", recent), sink)
+    amounts = parse_tokens("heavy", heavy), parse_tokens("recent", recent)
+    choice = CacheChoice(policy, *amounts, sink, scoring=scoring, decay=decay)
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     described = describe(model)
     choice, remark = plan_cache(described.config, choice, positions, prefill_chunk)

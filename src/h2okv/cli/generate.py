@@ -16,7 +16,9 @@ from h2okv.cli.generation import Job
 from h2okv.cli.loading import BUNDLED, describe, load_weights
 from h2okv.cli.options import (
     COMPILE_HELP,
+    DECAY_HELP,
     DTYPES,
+    SCORING_HELP,
     Sampling,
     parse_amount,
     parse_device,
@@ -57,6 +59,8 @@ def generate(
         str, typer.Option(help="Newest tokens to keep: tokens (64) or a share (0.1).")
     ] = "0.1",
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
+    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
         typer.Option(help="original, rolling (past the trained window) or clamped (OPT)."),
@@ -91,6 +95,8 @@ def generate(
         sink,
         parse_positions(positions),
         prefill_chunk,
+        scoring,
+        decay,
     )
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     text = read_prompt(prompt, file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
-from h2okv.cli.options import DTYPES, parse_device, parse_dtype
+from h2okv.cli.options import DECAY_HELP, DTYPES, SCORING_HELP, parse_device, parse_dtype
 from h2okv.cli.output import write_remark, write_text
 from h2okv.cli.report import format_bytes
 from h2okv.cli.stream_progress import StreamProgress, perplexity
@@ -97,6 +97,8 @@ def stream(
         typer.Option(help="Newest tokens to keep, in tokens; else window / 8, 1024 at most."),
     ] = None,
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
+    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
         typer.Option(help=f"auto (rolling, but original for full), {', '.join(POSITIONS)}."),
@@ -130,6 +132,7 @@ def stream(
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     described = describe(model)
     choice = _choice(described, policy, heavy, recent, sink, positions)
+    choice = replace(choice, scoring=scoring, decay=decay)
     choice.make(described.config, seed)  # a bad budget is heard about before anything is read
     _check_room(described, choice, settings)
     source = _source(described, text, input)
@@ -137,6 +140,7 @@ def stream(
     identity: dict[str, Setting] = {
         "policy": policy, "heavy": choice.heavy, "recent": choice.recent, "sink": sink,
         "positions": choice.positions, "seed": seed,
+        "scoring": None if scoring == "sum" else scoring, "decay": decay,
     }  # fmt: skip
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
