@@ -24,6 +24,9 @@ from h2okv.cli.chat import chat
 from h2okv.cli.demo import demo
 from h2okv.cli.exit_codes import BAD_INPUT
 from h2okv.cli.generate import HELP, generate
+from h2okv.cli.lm_eval import CONTEXT as LM_EVAL_CONTEXT
+from h2okv.cli.lm_eval import HELP as LM_EVAL_HELP
+from h2okv.cli.lm_eval import lm_eval
 from h2okv.cli.output import OutputClosedError, write_text
 from h2okv.cli.stream import HELP as STREAM_HELP
 from h2okv.cli.stream import stream
@@ -62,6 +65,7 @@ _app.command("view", help=VIEW_HELP)(view)
 _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
 _app.command("bench", help=BENCH_HELP)(bench)
+_app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
 _app.command("batch", help=BATCH_HELP)(batch)
 
 
