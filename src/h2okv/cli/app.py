@@ -22,6 +22,7 @@ from h2okv.cli.bench import bench
 from h2okv.cli.chat import HELP as CHAT_HELP
 from h2okv.cli.chat import chat
 from h2okv.cli.demo import demo
+from h2okv.cli.eval import eval_app
 from h2okv.cli.exit_codes import BAD_INPUT
 from h2okv.cli.generate import HELP, generate
 from h2okv.cli.lm_eval import CONTEXT as LM_EVAL_CONTEXT
@@ -66,6 +67,7 @@ _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
 _app.command("bench", help=BENCH_HELP)(bench)
 _app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
+_app.add_typer(eval_app)
 _app.command("batch", help=BATCH_HELP)(batch)
 
 

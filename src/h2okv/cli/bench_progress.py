@@ -1,4 +1,4 @@
-"""The progress bar of a benchmark, on stderr."""
+"""The progress bar of a benchmark or an evaluation, on stderr."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class BenchProgress:
         """Says what runs now."""
         self._progress.update(self._task, description=text)
 
-    def done(self, text: str) -> None:
-        """Counts a sample."""
-        self._progress.update(self._task, advance=1, description=text)
+    def done(self, text: str, count: int = 1) -> None:
+        """Counts samples."""
+        self._progress.update(self._task, advance=count, description=text)

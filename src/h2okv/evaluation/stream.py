@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.persistence import read_notes
 from h2okv.cache.support import check_positions, trained_window
+from h2okv.evaluation.end_tokens import end_token_ids
 from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_record import Row
 from h2okv.evaluation.stream_settings import StreamSettings
@@ -75,7 +76,7 @@ class Stream:
         self.settings = settings
         self.state = state or StreamState()
         self._identity = dict(identity or {})
-        self._end_ids = _end_ids(model)
+        self._end_ids = end_token_ids(model)
         self._last_position = _last_position(model, cache)
 
     @classmethod
@@ -299,12 +300,3 @@ def _last_position(model: PreTrainedModel, cache: H2OCache) -> int | None:
     except ValueError:
         return None
     return trained_window(model.config)
-
-
-def _end_ids(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer."""
-    config = model.generation_config or model.config
-    ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return set()
-    return set(ids) if isinstance(ids, (list, tuple)) else {int(ids)}

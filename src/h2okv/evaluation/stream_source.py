@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.evaluation.chat_form import chat_pieces
 from h2okv.evaluation.conversations import read_conversations
+from h2okv.evaluation.digest import digest
 from h2okv.evaluation.text_file import read_text_file
 
 
@@ -78,7 +78,7 @@ class TextSource:
         Raises:
             ValueError: If it has too few tokens, or the tokenizer is not the model's.
         """
-        return cls(_encode(tokenizer, text, True, vocab_size), _digest(text))
+        return cls(_encode(tokenizer, text, True, vocab_size), digest(text))
 
     @classmethod
     def of_file(cls, path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
@@ -113,7 +113,7 @@ class ConversationSource:
 
     def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self.conversations = read_conversations(path)
-        self.digest = _digest(repr(self.conversations))
+        self.digest = digest(repr(self.conversations))
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         # A base model's conversations are parted by its BOS, or by lines where it has none.
@@ -161,7 +161,3 @@ def _encode(
             " get the model again, with its own tokenizer"
         )
     return ids
-
-
-def _digest(content: str) -> str:
-    return hashlib.sha256(content.encode("utf-8")).hexdigest()[:16]
