@@ -1,0 +1,199 @@
+"""Weights from the disk give what weights in memory give, for every family, to the last bit."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import h2okv
+from h2okv.engine.assembly import assemble
+from h2okv.engine.checkpoint_files import CheckpointFiles
+from h2okv.engine.conversion import convert, converted_path
+from h2okv.engine.placement import Placement, place_by_shares
+from h2okv.engine.runner import Limits
+from h2okv.engine.skeleton import make_skeleton
+from h2okv.engine.weight_map import NeedsConversion, map_weights
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
+from family_table import FAMILIES, config_options  # noqa: E402
+
+CPU = torch.device("cpu")
+NAMES = (
+    "OPT", "LLaMA 1, LLaMA 2", "Llama 4 (text)", "GPT-NeoX, Pythia", "Mistral", "Mixtral",
+    "Qwen2-MoE", "Qwen3", "Qwen3-Next", "Gemma 2", "Gemma 3 (text)", "Phi-3, Phi-4", "GPT-2",
+    "GPT-BigCode, StarCoder", "LFM2",
+)  # fmt: skip
+LENGTHS = (17, 5, 26, 9, 30, 1, 12)
+
+
+def save_family(family, folder):
+    heads = (family.kv_heads or (None,))[-1]
+    config = AutoConfig.for_model(family.model_type, **config_options(family, heads))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
+
+
+def stream(folder, placement, converted=None):
+    """The model in the folder with some of its weights on the disk."""
+    skeleton = make_skeleton(AutoConfig.from_pretrained(folder), torch.float32, str(folder))
+    files = CheckpointFiles.in_folder(folder)
+    try:
+        found = map_weights(skeleton, files)
+    except NeedsConversion:
+        path = converted_path(converted or folder / "converted", files, skeleton)
+        if not path.exists():
+            convert(skeleton, files, path)
+        files = CheckpointFiles([path])
+        found = map_weights(skeleton, files)
+    return assemble(skeleton, files, found, placement(len(skeleton.units)), CPU)
+
+
+def everything_on_disk(count):
+    return place_by_shares({"disk": 1.0}, count)
+
+
+def mixed(count):
+    units = place_by_shares({"device": 0.5, "disk": 0.5}, count).units
+    return Placement(units, "device")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families(name, tmp_path, make_sequences, run_engine):
+    (family,) = [own for own in FAMILIES if own.name == name]
+    save_family(family, tmp_path)
+    limits = Limits(rows=7, prompt_tokens=60, decode_rows=4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = run_engine(model, make_sequences(LENGTHS), limits)
+    whole = Limits(rows=7, prompt_tokens=1000, decode_rows=7)
+    for placement, own in ((everything_on_disk, limits), (mixed, whole)):
+        assembled = stream(tmp_path, placement)
+        made = run_engine(assembled.skeleton.model, make_sequences(LENGTHS), own, assembled.passing)
+        assembled.close()
+        assert made == expected
+
+
+@pytest.fixture(scope="module")
+def llama_folder(make_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    make_llama(layers=4).save_pretrained(folder)
+    return folder
+
+
+def logits_of(model, passing, sequences):
+    """Every logit of every pass."""
+    from h2okv.engine.micro_batch import MicroBatch
+
+    batches = [
+        MicroBatch(group, h2okv.H2OCache(model.config, heavy=4, recent=4), CPU)
+        for group in (sequences[:3], sequences[3:])
+    ]
+    found = []
+    with h2okv.enable(model), torch.inference_mode():
+        for _ in range(5):
+            for batch, logits in passing.run(model, batches):
+                found.append(logits.clone())
+                batch.take(logits.argmax(dim=-1).tolist(), frozenset())
+    return torch.cat(found)
+
+
+def test_the_same_to_the_last_bit(llama_folder, make_sequences):
+    from h2okv.engine.passing import OneByOne
+
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    expected = logits_of(model, OneByOne(), make_sequences(LENGTHS))
+    for placement in (everything_on_disk, mixed):
+        assembled = stream(llama_folder, placement)
+        made = logits_of(assembled.skeleton.model, assembled.passing, make_sequences(LENGTHS))
+        assembled.close()
+        assert torch.equal(made, expected)
+
+
+def test_each_byte_is_read_once_in_a_pass(llama_folder, make_sequences, run_engine):
+    assembled = stream(llama_folder, everything_on_disk)
+    sizes = [unit.nbytes for unit in assembled.skeleton.units]
+    run_engine(assembled.skeleton.model, make_sequences((9, 8), 20), passing=assembled.passing)
+    assembled.close()
+    assert assembled.resident_bytes < min(sizes)
+    # 20 passes, and the two units that were read ahead of one that did not come.
+    assert assembled.stream.bytes_read == 20 * sum(sizes) + sum(sizes[:2])
+
+
+def test_weights_are_used_in_turn_only(llama_folder):
+    assembled = stream(llama_folder, everything_on_disk)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        assembled.skeleton.model(torch.tensor([[1, 2]]))
+    assembled.close()
+
+
+def test_scattered_and_half_precision_checkpoints_are_converted_once(
+    llama_folder, tmp_path, make_sequences, run_engine
+):
+    folder = tmp_path / "scattered"
+    shutil.copytree(llama_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    # In half precision, so that the model's dtype is another one than that of the file.
+    save_file({n: w.to(torch.float16) for n, w in weights.items()}, folder / "model.safetensors")
+    expected = run_engine(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_sequences(LENGTHS)
+    )
+    kept = tmp_path / "kept"
+    for _ in range(2):
+        assembled = stream(folder, everything_on_disk, kept)
+        made = run_engine(
+            assembled.skeleton.model, make_sequences(LENGTHS), passing=assembled.passing
+        )
+        assembled.close()
+        assert made == expected
+        assert len(list(kept.iterdir())) == 1
+
+
+def test_a_file_that_changes_while_it_is_read(llama_folder, tmp_path, make_sequences, run_engine):
+    folder = tmp_path / "changing"
+    shutil.copytree(llama_folder, folder)
+    assembled = stream(folder, everything_on_disk)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(len(data) // 2)
+    with pytest.raises(ValueError, match="has changed while the model ran from it"):
+        run_engine(assembled.skeleton.model, make_sequences((9,), 20), passing=assembled.passing)
+    assembled.close()
+
+
+def damage(folder, kind):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    if kind == "cut off":
+        path.write_bytes(data[:-100])
+    elif kind == "no header":
+        path.write_bytes(data[:5])
+    elif kind == "noise":
+        path.write_bytes(b"\xff" * len(data))
+    elif kind == "gone":
+        path.unlink()
+    else:
+        weights = load_file(path)
+        weights.pop("model.layers.2.mlp.up_proj.weight")
+        save_file(weights, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("cut off", "is cut off: it has"),
+        ("no header", "cut off at its beginning"),
+        ("noise", "is no safetensors file"),
+        ("gone", "has no weights in safetensors files"),
+        ("incomplete", "incomplete: 1 parameters.*layers.2.mlp.up_proj"),
+    ],
+)
+def test_damaged_checkpoints(llama_folder, tmp_path, kind, words):
+    folder = tmp_path / "damaged"
+    shutil.copytree(llama_folder, folder)
+    damage(folder, kind)
+    with pytest.raises(ValueError, match=words):
+        stream(folder, everything_on_disk)
