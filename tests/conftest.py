@@ -1,10 +1,17 @@
 """Fixtures that several folders use: the data beside the checkout, and tiny models."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+# Nobody's earlier runs may decide what a test runs through; tests of other ways say so themselves.
+os.environ["H2OKV_OPS"] = "plain"
+if not torch.cuda.is_available():
+    # Before anything imports Triton, which looks once: its kernels then run in Python.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

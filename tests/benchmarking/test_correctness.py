@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import h2okv.cache.slots as slots
+import h2okv.ops.step as step
 from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
 from h2okv.benchmarking.settings import CacheChoice
 
@@ -17,25 +18,25 @@ def test_a_right_cache_passes(build, dtype, choice):
 
 
 def test_a_wrong_output_fails(build, monkeypatch):
-    right = slots.decode_with_scores
+    right = step.decode_with_scores
 
     def louder(*args):
         output, sums = right(*args)
         return 1.5 * output, sums
 
-    monkeypatch.setattr(slots, "decode_with_scores", louder)
+    monkeypatch.setattr(step, "decode_with_scores", louder)
     with pytest.raises(CheckFailedError, match="differs from full attention"):
         check_h2o(build(), CHOICES[0])
 
 
 def test_numbers_that_are_none_fail(build, monkeypatch):
-    right = slots.decode_with_scores
+    right = step.decode_with_scores
 
     def broken(*args):
         output, sums = right(*args)
         return output * float("nan"), sums
 
-    monkeypatch.setattr(slots, "decode_with_scores", broken)
+    monkeypatch.setattr(step, "decode_with_scores", broken)
     with pytest.raises(CheckFailedError, match="nan"):
         check_h2o(build(), CHOICES[0])
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
-from h2okv.cache import slots
+from h2okv.ops import dispatch
 from h2okv.ops.rotary import turn
 
 
@@ -71,13 +71,13 @@ def test_blocks_inside_a_forward_are_blocks_fed_by_hand(make_llama, kept_sets, p
 @torch.no_grad()
 def test_a_block_never_sees_more_than_the_budget_and_itself(make_llama, monkeypatch):
     seen = []
-    plain = slots.blockwise_attention_with_scores
+    plain = dispatch.blockwise_attention_with_scores
 
     def spy(query, key, *args):
         seen.append(key.shape[2])
         return plain(query, key, *args)
 
-    monkeypatch.setattr(slots, "blockwise_attention_with_scores", spy)
+    monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", spy)
     model = make_llama()
     cache = h2okv.H2OCache(model.config, 5, 5, prefill_chunk=8)
     h2okv.prefill(model, tokens(200), cache)

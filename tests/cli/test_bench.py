@@ -8,8 +8,8 @@ import torch
 
 import h2okv.benchmarking.comparison as comparison
 import h2okv.benchmarking.peer as peer
-import h2okv.cache.slots as slots
 import h2okv.cli.bench as bench
+import h2okv.ops.step as step
 from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS
 from h2okv.benchmarking.row import COLUMNS
@@ -26,13 +26,13 @@ def _small_buffer(monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch):
-    right = slots.decode_with_scores
+    right = step.decode_with_scores
 
     def louder(*args):
         output, sums = right(*args)
         return 1.5 * output, sums
 
-    monkeypatch.setattr(slots, "decode_with_scores", louder)
+    monkeypatch.setattr(step, "decode_with_scores", louder)
 
 
 def rows_of(path):

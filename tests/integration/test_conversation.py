@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.cache import slots
+from h2okv.ops import dispatch
 
 NEW = 7
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False}
@@ -19,13 +19,13 @@ def turn(seed, length=9, batch=2):
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_a_turn_is_only_its_own_tokens(make_llama, kept_sets, monkeypatch, positions, chunk):
     widest = []
-    plain = slots.blockwise_attention_with_scores
+    plain = dispatch.blockwise_attention_with_scores
 
     def spy(query, key, *args):
         widest.append((key.shape[2], query.shape[2]))
         return plain(query, key, *args)
 
-    monkeypatch.setattr(slots, "blockwise_attention_with_scores", spy)
+    monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", spy)
     model = make_llama()
     options = {"heavy": 5, "recent": 6, "positions": positions, "prefill_chunk": chunk}
     cache, whole = h2okv.H2OCache(model.config, **options), h2okv.H2OCache(model.config, **options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,14 +12,28 @@ import torch
 from h2okv.cache.refusals import check_finite
 from h2okv.cache.rolling import ranks_of, turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
-from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
+from h2okv.ops.blockwise import Visibility
+from h2okv.ops.dispatch import (
+    BlockOperations,
+    StepOperation,
+    block_operations,
+    step_operation,
+)
 from h2okv.ops.rotary import relative
 from h2okv.ops.selection import keep_indices, protected_entries
 from h2okv.ops.step import Priority, Slots, StepRules, Turns, decode_step
-from h2okv.policy.h2o import H2OPolicy
+
+pad = torch.nn.functional.pad
 
 _GROWTH = 256
 """Slots added at a time when nothing is evicted (policy ``full``)."""
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """New tensors are ordinary even under inference_mode, so that a later step may write."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class SlotLayer(ScoredLayer):
@@ -45,6 +61,9 @@ class SlotLayer(ScoredLayer):
         self.enabled: torch.Tensor | None = None
         self.ranks: torch.Tensor | None = None
         self.turns: Turns | None = None
+        self.operations: BlockOperations | None = None
+        self.step: StepOperation | None = None
+        self.terms: tuple[float, float | None, int] | None = None
         self.is_full = False
         self.steps_to_full = 0
         self.has_sinks = True
@@ -53,6 +72,16 @@ class SlotLayer(ScoredLayer):
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""
         return (*super().row_tensors(), "free", "enabled", "ranks")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """See `RowLayer.batch_select_indices`."""
+        super().batch_select_indices(indices)
+        self.step = None  # what serves many rows may not serve one
+
+    def move(self, device: torch.device) -> None:
+        """See `RowLayer.move`."""
+        super().move(device)
+        self.step = None
 
     def _attend(
         self,
@@ -78,16 +107,28 @@ class SlotLayer(ScoredLayer):
         softcap: float | None,
     ) -> torch.Tensor:
         """A block of one token: tensor code without a host sync."""
-        if not self.policy.evicts:
+        if not self.policy.is_bounded:
             self._grow()
         # In a compiled step a count that changes would compile it anew each time.
         if not torch.compiler.is_compiling():
             self.count_down()
         if not self.is_plain:
             self._prepare_step(value, real)
-        output = decode_step(query, key, value, self._slots(), self._rules(scale, softcap), real)
+        run = decode_step
+        # On a CPU inductor makes more of operations that it sees than of a package of its own.
+        if query.is_cuda or not torch.compiler.is_compiling():
+            if self.step is None:
+                self.terms = scale, softcap, query.shape[1] // self.num_kv_heads
+                self._choose_step()
+            run = self.step.run
+        output = run(query, key, value, self._slots(), self._rules(scale, softcap), real)
         self.cumulative_length += 1
         return output
+
+    def _choose_step(self) -> None:
+        """Chooses what runs the steps until the next block; mutates the layer."""
+        scale, softcap, groups = self.terms
+        self.step = step_operation(self._slots(), self._rules(scale, softcap), groups)
 
     def _slots(self) -> Slots:
         """The layer's state as a step takes it."""
@@ -116,10 +157,10 @@ class SlotLayer(ScoredLayer):
 
     def _priority(self) -> Priority | None:
         """How the policy ranks entries; ``None`` if by their scores, which a kernel can do."""
-        if not self.scoring.ranks_by_state:
-            return self._ranking
-        if type(self.policy).priority is H2OPolicy.priority:
+        if self.ranks_by_scores:
             return None
+        if not self.is_plain:
+            return self._ranking
         return functools.partial(self.policy.priority, layer_idx=self.layer_idx)
 
     def _know_turns(self) -> None:
@@ -154,8 +195,13 @@ class SlotLayer(ScoredLayer):
         turned = key
         if self.rotation is not None:
             query, turned = self._turn_block(query, key, positions, past)
-        output, sums = blockwise_attention_with_scores(
-            query, turned, value, visibility, scale, softcap, self._query_weights(real, length)
+        groups = query.shape[1] // self.num_kv_heads
+        self.operations = block_operations(
+            query.device, self.dtype, self.key_size, self.value_size, groups
+        )
+        weights = self._query_weights(real, length)
+        output, sums = self.operations.attend(
+            query, turned, value, visibility, scale, softcap, weights
         )
         del turned
         check_finite(self, sums)
@@ -163,6 +209,8 @@ class SlotLayer(ScoredLayer):
         self.cumulative_length += length
         self._compact(key, value, self._faded(scores, real, length) + sums, positions)
         self.last_growth = int(self.cumulative_length)
+        self.terms = scale, softcap, groups
+        self._choose_step()
         return output
 
     def _turn_block(
@@ -202,8 +250,9 @@ class SlotLayer(ScoredLayer):
         """Moves what stays into slots; mutates the layer."""
         newest = self.num_real_tokens.view(-1, 1, 1) - 1
         total, limit = self.total, max(tokens.total for tokens in self.row_budgets)
-        if not self.policy.evicts:
-            total = (positions >= 0).sum(dim=-1, keepdim=True)
+        if not self.policy.is_bounded:
+            if not self.policy.evicts:
+                total = (positions >= 0).sum(dim=-1, keepdim=True)
             limit = int(total.max())
         indices, kept = keep_indices(
             self._ranking(scores, positions, newest, self._norms_of(value)),
@@ -212,17 +261,16 @@ class SlotLayer(ScoredLayer):
             total,
             limit,
         )
-        # Whole entries at once; gather with an index for each number takes twice the time.
-        rows = torch.arange(self.batch_size, device=self.device).view(-1, 1, 1)
-        heads = torch.arange(self.num_kv_heads, device=self.device).view(1, -1, 1)
-        self._hold(
-            key[rows, heads, indices],
-            value[rows, heads, indices],
-            scores.gather(2, indices),
-            torch.where(kept, positions.gather(2, indices), -1),
-            limit + (1 if self.policy.evicts else _GROWTH),
-        )
-        if self.policy.evicts:
+        num_slots = limit + (1 if self.policy.is_bounded else _GROWTH)
+        compact = self.operations.compact
+        with _ordinary_tensors():
+            self._hold(
+                compact(key, indices, num_slots),
+                compact(value, indices, num_slots),
+                scores.gather(2, indices),
+                torch.where(kept, positions.gather(2, indices), -1),
+            )
+        if self.policy.is_bounded:
             self.enabled = self._slots_within_budget()
             self._look_ahead()
 
@@ -232,13 +280,18 @@ class SlotLayer(ScoredLayer):
             self.steps_to_full -= 1
         elif self.steps_to_full == 1:
             self._look_ahead()
+            self._choose_step()
 
     @property
     def is_ready(self) -> bool:
         """Whether a decode step needs nothing that only a block finds out."""
         known = self.rotation is None or self.turns is not None
         return (
-            self.positions is not None and self.policy.evicts and self.owner is not None and known
+            self.positions is not None
+            and self.policy.is_bounded
+            and self.owner is not None
+            and self.step is not None
+            and known
         )
 
     def _look_ahead(self) -> None:
@@ -252,7 +305,7 @@ class SlotLayer(ScoredLayer):
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """See `ScoredLayer.restore`."""
         super().restore(tensors, numbers)
-        if self.policy.evicts:
+        if self.policy.is_bounded:
             self._look_ahead()
         self.last_growth = int(self.cumulative_length)
 
@@ -272,41 +325,31 @@ class SlotLayer(ScoredLayer):
 
     def _hold(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
         scores: torch.Tensor,
         positions: torch.Tensor,
-        num_slots: int,
     ) -> None:
-        """Puts entries into the first of ``num_slots`` new slots; mutates the layer."""
-        held = positions.shape[2]
-        shape = (self.batch_size, self.num_kv_heads, num_slots)
-        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
-        with torch.inference_mode(False):
-            slots = {
-                "keys": key.new_zeros(*shape, self.key_size),
-                "values": value.new_zeros(*shape, self.value_size),
-                "scores": scores.new_zeros(shape),
-                "positions": positions.new_full(shape, -1),
-            }
-        for (name, slot), entries in zip(
-            slots.items(), (key, value, scores, positions), strict=True
-        ):
-            slot[:, :, :held] = entries
-            setattr(self, name, slot)
-        with torch.inference_mode(False):
-            self.norms = self._norms_of(self.values)
-            self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
-            if self.rotation is not None:
-                self.ranks = ranks_of(self.positions)
-                self._know_turns()
+        """Takes slots, of which scores and positions fill the first; mutates the layer."""
+        empty = (0, keys.shape[2] - positions.shape[2])
+        self.keys, self.values = keys, values
+        self.scores, self.positions = pad(scores, empty), pad(positions, empty, value=-1)
+        self.norms = self._norms_of(values)
+        self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+        self.step = None
+        if self.rotation is not None:
+            self.ranks = ranks_of(self.positions)
+            self._know_turns()
 
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""
-        num_slots = self.positions.shape[2]
         # An upper bound of the entries held: padding counts too.
         if int(self.cumulative_length) - self.last_growth >= _GROWTH - 1:
-            self._hold(self.keys, self.values, self.scores, self.positions, num_slots + _GROWTH)
+            room = (0, 0, 0, _GROWTH)
+            with _ordinary_tensors():
+                self._hold(
+                    pad(self.keys, room), pad(self.values, room), self.scores, self.positions
+                )
             self.last_growth = int(self.cumulative_length)
 
     @property

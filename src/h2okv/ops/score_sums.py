@@ -16,6 +16,7 @@ def score_sums(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums the probability that each key received; plain PyTorch, some queries at a time.
 
@@ -27,6 +28,7 @@ def score_sums(
         visibility: who sees what.
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
+        weights: likewise.
 
     Returns:
         fp32 ``[B, H, N]``, over queries and the KV head's group; 0 for what is no entry.
@@ -47,8 +49,10 @@ def score_sums(
         visible = columns <= own
         if visibility.window is not None:
             visible &= columns > own - visibility.window
-        weights = torch.exp(logits - limits[:, :, :, at]).masked_fill(~visible, 0.0)
-        sums += weights.sum(dim=(2, 3))
+        shares = torch.exp(logits - limits[:, :, :, at]).masked_fill(~visible, 0.0)
+        if weights is not None:
+            shares *= weights[:, None, None, at, None]
+        sums += shares.sum(dim=(2, 3))
     entries = entries_of(visibility, sums)
     return sums if entries is None else sums.masked_fill(~entries, 0.0)
 

@@ -1,9 +1,9 @@
 """The decode step as two Triton kernels; the plain twin is `h2okv.ops.step.decode_step`.
 
-The first kernel writes the new entry and attends: each program takes one KV head of one sequence and
-a part of its slots, and keeps its logits, which are few beside the keys. The second puts the parts
-together, adds the probabilities to the scores and finds the slot to free. Every key and value is
-read once, and no host ever waits.
+The first kernel writes the new entry and attends: each program takes one KV head of one sequence
+and a part of its slots, and keeps its logits, which are few beside the keys. The second puts the
+parts together, adds the probabilities to the scores and finds the slot to free. Every key and value
+is read once, and no host ever waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from h2okv.ops.step import Slots, StepRules, find_free, rank_new
 
 _BLOCK_BYTES = 32 << 10
-"""Keys and values, as they are computed with, that a program of the first kernel reads at a time."""
+"""What a program of the first kernel reads at a time, in the dtype that it computes with."""
 _FINISH_SLOTS = 256
 """Slots that a program of the second kernel reads at a time: single numbers, not entries."""
 _PROGRAMS_PER_CORE = 4

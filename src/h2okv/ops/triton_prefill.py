@@ -156,10 +156,10 @@ def _forward(
 
 @triton.jit
 def _receive(
-    received, some_keys, query_base, limit_base, columns, first, last, query_t, length, past,
-    window, scale, softcap, log2_e, D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, COMPARES: tl.constexpr,
+    received, some_keys, query_base, limit_base, share_base, columns, first, last, query_t, length,
+    past, window, scale, softcap, log2_e,
+    D: tl.constexpr, HAS_SHARES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, COMPARES: tl.constexpr,
 ):  # fmt: skip
     """Adds what some queries give to a tile of keys."""
     numbers = tl.arange(0, BLOCK_D)
@@ -172,6 +172,9 @@ def _receive(
         )  # fmt: skip
         logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
         weights = tl.exp2(logits - (limit * log2_e)[None, :])
+        if HAS_SHARES:
+            share = tl.load(share_base + rows, mask=rows < length, other=0.0)
+            weights = weights * share[None, :]
         # A query that is padding may be NaN; the load does not wait to find out.
         visible = (limit < float("inf"))[None, :]
         if COMPARES:
@@ -184,12 +187,12 @@ def _receive(
 
 @triton.jit
 def _sums(
-    query, key, entries, log_sum_exp, sums,
+    query, key, entries, log_sum_exp, shares, sums,
     query_b, query_h, query_t, key_b, key_h, key_n,
     length, num_keys, past, window, scale, softcap, log2_e,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_ENTRIES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SHARES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BLOCK_N
     batch = (tl.program_id(1) // (HEADS * GROUPS)).to(tl.int64)
@@ -207,6 +210,7 @@ def _sums(
     )  # fmt: skip
     query_base = query + batch * query_b + query_head * query_h
     limit_base = log_sum_exp + tl.program_id(1).to(tl.int64) * length
+    share_base = shares + batch * length
     received = tl.zeros([BLOCK_N], tl.float32)
     # The first query that sees any of these keys; the tile of its neighbours begins with it.
     first = tl.maximum(0, (begin - past) // BLOCK_M * BLOCK_M)
@@ -219,14 +223,14 @@ def _sums(
         behind = tl.maximum(0, begin + BLOCK_N - 1 - past)
         edge = tl.minimum(last, (behind + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     received = _receive(
-        received, some_keys, query_base, limit_base, columns, first, edge, query_t, length, past,
-        window, scale, softcap, log2_e, D, HAS_WINDOW, HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_M,
-        True,
+        received, some_keys, query_base, limit_base, share_base, columns, first, edge, query_t,
+        length, past, window, scale, softcap, log2_e, D, HAS_SHARES, HAS_WINDOW, HAS_SOFTCAP,
+        PRECISION, BLOCK_D, BLOCK_M, True,
     )  # fmt: skip
     received = _receive(
-        received, some_keys, query_base, limit_base, columns, tl.maximum(first, edge), last,
-        query_t, length, past, window, scale, softcap, log2_e, D, HAS_WINDOW, HAS_SOFTCAP,
-        PRECISION, BLOCK_D, BLOCK_M, False,
+        received, some_keys, query_base, limit_base, share_base, columns, tl.maximum(first, edge),
+        last, query_t, length, past, window, scale, softcap, log2_e, D, HAS_SHARES, HAS_WINDOW,
+        HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_M, False,
     )  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     tl.store(
@@ -241,6 +245,7 @@ def attention_with_scores(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends over kept entries and the block itself, and sums the columns.
 
@@ -251,12 +256,13 @@ def attention_with_scores(
         visibility: likewise.
         scale: likewise.
         softcap: likewise.
+        weights: likewise.
 
     Returns:
         ``(output, sums)`` as there.
     """
     output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
-    return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap)
+    return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap, weights)
 
 
 def forward(
@@ -314,6 +320,7 @@ def score_sums(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
+    weights: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Sums the probability that each key received.
@@ -325,6 +332,7 @@ def score_sums(
         visibility: likewise.
         scale: likewise.
         softcap: likewise.
+        weights: likewise.
         tile: for tuning; chosen by the head size if ``None``.
 
     Returns:
@@ -338,13 +346,14 @@ def score_sums(
     entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys), key)
     factor, cap = _factors(scale, softcap)
     _sums[(triton.cdiv(num_keys, tile.keys), batch * num_heads)](
-        query, key, sums if entries is None else entries, log_sum_exp.contiguous(), sums,
+        query, key, sums if entries is None else entries, log_sum_exp.contiguous(),
+        sums if weights is None else weights.contiguous(), sums,
         *query.stride()[:3], *key.stride()[:3],
         length, num_keys, visibility.past, visibility.window or 0, factor, cap, _LOG2_E,
         HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size,
-        HAS_ENTRIES=entries is not None, HAS_WINDOW=visibility.window is not None,
-        HAS_SOFTCAP=softcap is not None, PRECISION=_precision(query),
-        BLOCK_D=_block(size), BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+        HAS_ENTRIES=entries is not None, HAS_SHARES=weights is not None,
+        HAS_WINDOW=visibility.window is not None, HAS_SOFTCAP=softcap is not None,
+        PRECISION=_precision(query), BLOCK_D=_block(size), BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     # Each query head has its own row, so that no two programs add to one number.
