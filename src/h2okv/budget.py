@@ -16,16 +16,19 @@ class TokenBudget:
         sink: first positions that are never evicted.
         heavy: entries kept for their score.
         recent: newest positions that are never evicted, the current token among them.
+        chosen: entries that a policy keeps by a rule of its own: a pattern of positions, or, in a
+            cache that keeps everything, anew for each query.
     """
 
     sink: int
     heavy: int
     recent: int
+    chosen: int = 0
 
     @property
     def total(self) -> int:
         """The number of entries kept, ``K`` in the contract."""
-        return self.sink + self.heavy + self.recent
+        return self.sink + self.heavy + self.recent + self.chosen
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from h2okv.budget import Budget
 from h2okv.cache.integrity import check_integrity
 from h2okv.cache.persistence import load_cache, save_cache
 from h2okv.cache.positions import PositionRule, Positions
-from h2okv.cache.refusals import check_scoring
+from h2okv.cache.refusals import check_policy, check_scoring
 from h2okv.cache.rolling import Rotation
 from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
@@ -59,7 +59,8 @@ class H2OCache(Cache):
         prefill_chunk: the most tokens of a block. A longer input is read as several blocks, with
             eviction after each, so that at most ``K + prefill_chunk`` entries are attended to; 1 is
             Algorithm 1 of the paper from the first token on. ``None``: a prompt is one block.
-        simulate: keep everything and mask instead of dropping; slow, for tests and analysis.
+        simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
+            the one way for policies ``topk`` and ``topk_heavy``.
         max_tokens: upper limit of the budget in tokens; a larger budget is an error.
         seed: for policies that draw at random.
 
@@ -102,6 +103,7 @@ class H2OCache(Cache):
         check_positions(config, positions, self.policy)
         check_scoring(self.policy, self.scoring)
         self.rule = PositionRule(positions, prefill_chunk, trained_window(config))
+        check_policy(self.policy, self.rule, simulate)
         layer_class = SimulatedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers

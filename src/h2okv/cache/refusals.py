@@ -7,9 +7,55 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from h2okv.cache.positions import PositionRule
     from h2okv.cache.scored import ScoredLayer
     from h2okv.policy import Policy
     from h2okv.policy.scoring import Scoring
+
+
+def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:
+    """Refuses ways of running a policy that it was not made for.
+
+    Args:
+        policy: the eviction policy.
+        rule: where entries sit and how long a block may be.
+        simulate: whether a full cache is masked.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if policy.per_query and not simulate:
+        raise ValueError(
+            f"policy={policy.name!r} chooses anew for every query among all tokens, so nothing can "
+            "be dropped; add simulate=True, which keeps the whole cache and masks it."
+        )
+    if policy.prompt_only and rule.prefill_chunk is not None:
+        raise ValueError(
+            f"policy={policy.name!r} decides once, by the end of the whole prompt, so that it must "
+            f"come as one block; leave out prefill_chunk={rule.prefill_chunk}, or use policy='h2o'."
+        )
+    if policy.prompt_only and rule.rolls:
+        raise ValueError(
+            f"policy={policy.name!r} keeps all that follows the prompt, so that ranks would leave "
+            "the trained window too; use positions='original', or policy='h2o'."
+        )
+
+
+def check_whole_prompt(layer: ScoredLayer, length: int) -> None:
+    """Refuses the first part of a prompt where a policy must see all of it.
+
+    Args:
+        layer: the layer that gets its first block.
+        length: T.
+
+    Raises:
+        ValueError: if more of the prompt was announced.
+    """
+    if layer.policy.prompt_only and (layer.expected_length or length) > length:
+        raise ValueError(
+            f"policy={layer.policy.name!r} decides once, by the end of the whole prompt, and got "
+            f"{length} of its {layer.expected_length} tokens; read it in one forward."
+        )
 
 
 def check_scoring(policy: Policy, scoring: Scoring) -> None:
@@ -20,8 +66,13 @@ def check_scoring(policy: Policy, scoring: Scoring) -> None:
         scoring: what the user asked for.
 
     Raises:
-        ValueError: if the policy does not look at scores.
+        ValueError: if the policy does not look at scores, or only at those of its own window.
     """
+    if not scoring.is_plain and policy.prompt_only:
+        raise ValueError(
+            f"scoring={scoring.name!r}: policy={policy.name!r} counts the attention of its own "
+            "window of queries; leave it out, or use policy='h2o'."
+        )
     if not scoring.is_plain and not policy.uses_scores:
         raise ValueError(
             f"scoring={scoring.name!r} has no effect with policy={policy.name!r}, which does not "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from h2okv.budget import Budget, TokenBudget
 from h2okv.cache.blocks import Block, split_block
 from h2okv.cache.fingerprint import fingerprint
 from h2okv.cache.positions import PositionRule
-from h2okv.cache.refusals import check_match, check_window
+from h2okv.cache.refusals import check_match, check_whole_prompt, check_window
 from h2okv.cache.rolling import Rotation
 from h2okv.cache.weighing import WeighingLayer
 from h2okv.ops.rotary import pair_up, turn
@@ -75,6 +76,7 @@ class ScoredLayer(WeighingLayer):
         self.scores: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.norms: torch.Tensor | None = None
+        self.chosen: torch.Tensor | None = None
         self.row_budgets: list[TokenBudget] = []
         self.expected_length: int | None = None
         self.num_real_tokens: torch.Tensor | None = None
@@ -198,6 +200,7 @@ class ScoredLayer(WeighingLayer):
             counts = [self.expected_length or length] * self.batch_size
             if real is not None and self.expected_length is None:
                 counts = real.sum(dim=1).tolist()
+            check_whole_prompt(self, length)
             self._resolve_budget(counts)
         undo = None
         if self.rule.rolls:
@@ -225,6 +228,8 @@ class ScoredLayer(WeighingLayer):
     def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
         query, key = block.query, block.key
+        if self.policy.prompt_only and self.positions is not None:
+            self._admit(block.real, query.shape[2])
         if self.rotation is not None and block.undo is not None:
             width, layout = self.rotation.width, self.rotation.layout
             # Together: for a single token it is the number of operations that takes time.
@@ -285,6 +290,9 @@ class ScoredLayer(WeighingLayer):
 
         with torch.inference_mode(False):
             self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
+            self.chosen = None
+            if any(tokens.chosen for tokens in self.row_budgets):
+                self.chosen = column("chosen")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
         """Returns the block's own size and offset; kept entries need no mask from the model."""
@@ -328,7 +336,7 @@ class ScoredLayer(WeighingLayer):
         owner = None if self.owner is None else self.owner()
         tensors = {name: getattr(self, name, None) for name in self.row_tensors()}
         tensors["cumulative_length"] = self.cumulative_length
-        budgets = [[tokens.sink, tokens.heavy, tokens.recent] for tokens in self.row_budgets]
+        budgets = [list(astuple(tokens)) for tokens in self.row_budgets]
         return (
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
             {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from h2okv.cache.per_query import choose_by_query
 from h2okv.cache.refusals import check_finite
 from h2okv.cache.rolling import turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
@@ -32,15 +33,20 @@ class SimulatedLayer(ScoredLayer):
         length, given = key.shape[2], real
         if real is None:
             real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
+        always = self._always_seen(length) if self.policy.per_query else None
         past = self._append(key, value, real)
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
         visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
         keys = self.keys
         if self.rotation is not None:
             query, keys = self._turned(query, past)
-        output, sums = attention_with_scores(
-            query, keys, self.values, visible, scale, softcap, self._query_weights(given, length)
-        )
+        values, weights = self.values, self._query_weights(given, length)
+        if always is not None:
+            visible = choose_by_query(query, keys, visible, always, self.chosen, scale)
+            groups = query.shape[1] // self.num_kv_heads
+            keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
+        output, sums = attention_with_scores(query, keys, values, visible, scale, softcap, weights)
+        sums = sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
         check_finite(self, sums)
         self.scores = self._faded(self.scores, given, length) + sums.to(torch.float32)
         self.norms = self._norms_of(self.values)
@@ -81,8 +87,19 @@ class SimulatedLayer(ScoredLayer):
         self.positions = torch.cat([self.positions, positions], dim=2)
         return past
 
+    def _always_seen(self, length: int) -> torch.Tensor:
+        """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
+        own = torch.ones(self.batch_size, self.num_kv_heads, length, dtype=torch.bool)
+        if self.positions is None:
+            return own.to(self.device)
+        return torch.cat([self._best(self.total - self.chosen), own.to(self.device)], dim=-1)
+
     def _evict(self) -> None:
-        """Marks what goes, by a plain sort of everything alive; mutates the layer."""
+        """Marks what goes; mutates the layer."""
+        self.positions = torch.where(self._best(self.total), self.positions, -1)
+
+    def _best(self, total: torch.Tensor) -> torch.Tensor:
+        """Marks so many entries (``[B, 1, 1]``), by a plain sort of everything alive."""
         newest = self.num_real_tokens.view(-1, 1, 1) - 1
         priority = self._ranking(self.scores, self.positions, newest)
         protected = protected_entries(self.positions, newest, self.sink, self.recent)
@@ -99,10 +116,8 @@ class SimulatedLayer(ScoredLayer):
         )
         place = np.empty_like(order)
         np.put_along_axis(place, order, np.arange(order.shape[-1])[None, None], axis=-1)
-        total = self.total.cpu().numpy()
-        keep = alive & (place >= order.shape[-1] - total)
-        kept = torch.from_numpy(keep).to(self.device)
-        self.positions = torch.where(kept, self.positions, -1)
+        best = alive & (place >= order.shape[-1] - total.cpu().numpy())
+        return torch.from_numpy(best).to(self.device)
 
     @property
     def nbytes(self) -> int:

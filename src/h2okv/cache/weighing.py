@@ -6,6 +6,7 @@ import torch
 
 from h2okv.cache.rows import RowLayer
 from h2okv.policy import Policy
+from h2okv.policy.h2o import H2OPolicy
 from h2okv.policy.scoring import Scoring
 
 
@@ -22,15 +23,26 @@ class WeighingLayer(RowLayer):
     positions: torch.Tensor | None
     num_real_tokens: torch.Tensor | None
     norms: torch.Tensor | None
+    recent: torch.Tensor
+    total: torch.Tensor
+    chosen: torch.Tensor | None
 
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""
-        return (*super().row_tensors(), "norms")
+        return (*super().row_tensors(), "norms", "chosen")
 
     @property
     def is_plain(self) -> bool:
-        """Whether every query counts for one and a policy sees the sums as they are."""
-        return self.scoring.is_plain
+        """Whether it is H2O's frame and no more: plain sums, nothing kept by a rule of its own."""
+        return self.scoring.is_plain and self.chosen is None and not self.policy.prompt_only
+
+    @property
+    def ranks_by_scores(self) -> bool:
+        """Whether a decode step may evict by the accumulated scores as they stand."""
+        if self.policy.prompt_only:  # which evicts nothing then
+            return True
+        by_scores = type(self.policy).priority is H2OPolicy.priority
+        return by_scores and self.scoring.ranks_by_state and self.chosen is None
 
     def worth(self) -> torch.Tensor:
         """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
@@ -54,6 +66,8 @@ class WeighingLayer(RowLayer):
             later = later.expand(self.batch_size, length)
         else:
             later = real.sum(dim=1, keepdim=True) - real.cumsum(dim=1)
+        if self.policy.prompt_only:
+            return (later < self.recent.flatten(1)).to(torch.float32)
         return self.scoring.query_weights(later)
 
     def _faded(self, scores: torch.Tensor, real: torch.Tensor | None, length: int) -> torch.Tensor:
@@ -82,12 +96,25 @@ class WeighingLayer(RowLayer):
             norms: of the values, fp32 ``[B, H, N]``; ``None`` for those of the layer.
 
         Returns:
-            fp32 ``[B, H, N]``.
+            fp32 ``[B, H, N]``; infinite where the policy's pattern keeps an entry.
         """
         if not self.scoring.is_plain:
             norms = self.norms if norms is None else norms
             scores = self.scoring.worth(scores, positions, newest, norms)
-        return self.policy.priority(scores, positions, newest, self.layer_idx)
+        if self.policy.prompt_only:
+            # Of the window itself nothing is to be decided, so it has no say in its neighbours.
+            scores = scores.masked_fill(positions > newest - self.recent, 0.0)
+        ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
+        if self.chosen is not None:
+            marked = self.policy.in_pattern(positions, newest, self.chosen)
+            ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
+        return ranks
+
+    def _admit(self, real: torch.Tensor | None, length: int) -> None:
+        """Makes room in the budget for tokens that stay whatever comes; mutates the layer."""
+        count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
+        self.recent += count
+        self.total += count
 
     def _norms_of(self, values: torch.Tensor) -> torch.Tensor | None:
         """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 
 from h2okv.policy.base import Policy
+from h2okv.policy.fixed import FixedHeavyPolicy, FixedPolicy
 from h2okv.policy.full import FullPolicy
 from h2okv.policy.h2o import H2OPolicy, HeavyPolicy
 from h2okv.policy.random import RandomPolicy
 from h2okv.policy.recent import RecentPolicy, SinkRecentPolicy
+from h2okv.policy.snapkv import SnapKVPolicy
+from h2okv.policy.strided import StridedHeavyPolicy, StridedPolicy
+from h2okv.policy.topk import TopKHeavyPolicy, TopKPolicy
 
 _POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -19,13 +23,24 @@ _POLICIES: dict[str, type[Policy]] = {
         H2OPolicy,
         HeavyPolicy,
         RandomPolicy,
+        StridedPolicy,
+        StridedHeavyPolicy,
+        FixedPolicy,
+        FixedHeavyPolicy,
+        SnapKVPolicy,
+        TopKPolicy,
+        TopKHeavyPolicy,
     )
 }
 
 
-def policy_names() -> tuple[str, ...]:
-    """Returns the names that ``H2OCache(policy=...)`` takes."""
-    return tuple(_POLICIES)
+def policy_names(*, dropping: bool = False) -> tuple[str, ...]:
+    """Returns the names that ``H2OCache(policy=...)`` takes.
+
+    Args:
+        dropping: leave out those that need the whole cache and so ``simulate=True``.
+    """
+    return tuple(name for name, policy in _POLICIES.items() if not (dropping and policy.per_query))
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:

@@ -1,0 +1,51 @@
+"""SnapKV: what the end of the prompt looks at."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import avg_pool1d
+
+from h2okv.budget import TokenBudget
+from h2okv.policy.base import Policy
+
+
+class SnapKVPolicy(Policy):
+    """Keeps what the prompt's last queries attend to (SnapKV, arXiv 2404.14469, section 4).
+
+    The attention of the observation window, the last ``recent`` queries of the prompt, is summed
+    for each entry before it and averaged over neighbouring positions; the ``heavy`` highest stay,
+    with the window. That is done once: all that comes after the prompt is kept.
+
+    What differs from the published code: the query heads of a KV head's group choose together, as
+    everywhere here, where the code repeats keys and values for each query head; and padding never
+    counts.
+
+    Args:
+        kernel: positions that are averaged over, odd; 1 for none. The published code's default.
+    """
+
+    name = "snapkv"
+    prompt_only = True
+
+    def __init__(self, kernel: int = 5) -> None:
+        if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"kernel={kernel!r} has no middle; give an odd int of 1 or more.")
+        self.kernel = kernel
+
+    def apportion(self, budget: TokenBudget) -> TokenBudget:
+        """Makes the observation window one query at least."""
+        recent = max(budget.recent, 1)
+        return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)
+
+    def priority(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """The window's attention, averaged over neighbours."""
+        order = positions.argsort(dim=-1, stable=True)
+        in_order = scores.masked_fill(positions < 0, 0.0).gather(-1, order)
+        pooled = avg_pool1d(in_order, self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.empty_like(scores).scatter_(-1, order, pooled)

@@ -1,0 +1,52 @@
+"""The entries that each query attends to most: what a cache that knew the query would keep."""
+
+from __future__ import annotations
+
+import torch
+
+from h2okv.budget import TokenBudget
+from h2okv.policy.base import Policy
+
+
+class TopKPolicy(Policy):
+    """Shows each query the entries that it attends to most (arXiv 2306.14048, Table 8, "TopK").
+
+    It needs all of the cache at every step and saves no memory: only with ``simulate=True``. Every
+    query head chooses for itself, by its attention over the full cache. As in the frame, a block's
+    own tokens are always seen, so that ``prefill_chunk=1`` is the paper's protocol.
+    """
+
+    name = "topk"
+    evicts = False
+    uses_scores = False
+    per_query = True
+
+    def apportion(self, budget: TokenBudget) -> TokenBudget:
+        """Gives heavy and recent share to the query's own choice."""
+        return TokenBudget(budget.sink, heavy=0, recent=0, chosen=budget.heavy + budget.recent)
+
+    def priority(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """The accumulated attention, for what does not depend on the query."""
+        return scores
+
+
+class TopKHeavyPolicy(TopKPolicy):
+    """The same, with heavy hitters (arXiv 2306.14048, Table 8, "TopK w. H2").
+
+    The paper does not say how the two are put together. Here the heavy share is for the entries
+    with the highest accumulated attention before the block, and of the others each query chooses
+    as many as the recent share, as heavy hitters and window divide the budget in H2O.
+    """
+
+    name = "topk_heavy"
+    uses_scores = True
+
+    def apportion(self, budget: TokenBudget) -> TokenBudget:
+        """Gives the recent share to the query's own choice."""
+        return TokenBudget(budget.sink, budget.heavy, recent=0, chosen=budget.recent)
