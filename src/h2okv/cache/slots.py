@@ -73,6 +73,10 @@ class SlotLayer(ScoredLayer):
         """Names the attributes whose first dimension is the batch."""
         return (*super().row_tensors(), "free", "enabled", "ranks")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of a cache takes over: not code that is bound to this one's tensors."""
+        return {**vars(self), "step": None}
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `RowLayer.batch_select_indices`."""
         super().batch_select_indices(indices)
@@ -143,7 +147,7 @@ class SlotLayer(ScoredLayer):
             self._know_turns()
         sink = self.sink if self.has_sinks else None
         return StepRules(
-            scale, self.recent, self.total, sink, softcap, self.turns, self._priority(),
+            scale, self.recent, sink, softcap, self.turns, self._priority(),
             self.is_full,
         )  # fmt: skip
 

@@ -82,67 +82,74 @@ def spec_of(slots: Slots, rules: StepRules, groups: int) -> Spec:
     )
 
 
-def decode_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slots: Slots,
-    rules: StepRules,
-    real: torch.Tensor | None = None,
-    *,
-    package: Any,
-) -> torch.Tensor:
-    """Runs one token of each sequence through the slots.
+class CompiledStep:
+    """Runs one token of each sequence through a layer's slots; twin of `step.decode_step`.
 
     Args:
-        query: as in `h2okv.ops.step.decode_step`.
-        key: likewise.
-        value: likewise.
-        slots: likewise; mutated.
-        rules: likewise, as the package was made for.
-        real: likewise; a step with padding runs as plain PyTorch.
         package: what `load` gave.
-
-    Returns:
-        ``[B, HQ, 1, Dv]`` in the values' dtype.
     """
-    if real is not None:
-        return step.decode_step(query, key, value, slots, rules, real)
-    output = package(*_fold(query, key, value, slots, rules))
-    slots.seen.add_(1)
-    return output.view(query.shape[0], query.shape[1], 1, -1)
 
+    def __init__(self, package: Any) -> None:
+        self._package = package
+        self._key: list[int] = []
 
-def _fold(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: Slots, rules: StepRules
-) -> tuple[torch.Tensor, ...]:
-    """A step's arguments with sequences and KV heads as rows, as packages take them."""
-    batch, heads, num_slots, size = slots.keys.shape
-    rows = batch * heads
+    def _fold(self, slots: Slots, rules: StepRules) -> None:
+        """Makes rows of sequences and KV heads, where they are not made yet."""
+        parts = [*slots[:5], *(part for part in (slots.enabled, slots.ranks) if part is not None)]
+        columns = [column for column in (rules.recent, rules.sink) if column is not None]
+        # A view takes as long as a small operation, so it is not made in every step; what is
+        # copied must not have been written since.
+        key = [*map(id, parts), *map(id, columns), *(column._version for column in columns)]
+        if key == self._key:
+            return
+        self._key, self._alive = key, (parts, columns)
+        batch, self._heads = slots.keys.shape[:2]
+        self._rows = batch * self._heads
+        folded = [part.flatten(0, 1).unsqueeze(1) for part in parts]
+        self._held, self._more = folded[:5], [self._by_row(column) for column in columns]
+        self._more += folded[5:]
+        if rules.turns is not None:
+            self._more += rules.turns
 
-    def by_row(column: torch.Tensor) -> torch.Tensor:
-        return column.view(batch, 1).expand(batch, heads).reshape(rows, 1, 1)
+    def _by_row(self, column: torch.Tensor) -> torch.Tensor:
+        """One number of each sequence, int64, as ``[B * H, 1, 1]``."""
+        return column.view(-1, 1).repeat(1, self._heads).view(-1, 1, 1)
 
-    folded = [
-        query.reshape(rows, -1, 1, size),
-        key.reshape(rows, 1, 1, size),
-        value.reshape(rows, 1, 1, -1),
-        slots.keys.view(rows, 1, num_slots, size),
-        slots.values.view(rows, 1, num_slots, -1),
-        slots.scores.view(rows, 1, num_slots),
-        slots.positions.view(rows, 1, num_slots),
-        slots.free.view(rows, 1, 1),
-        by_row(slots.seen).view(rows),
-        by_row(rules.recent),
-        by_row(rules.total),
-    ]
-    if rules.sink is not None:
-        folded.append(by_row(rules.sink))
-    if slots.enabled is not None:
-        folded.append(slots.enabled.view(rows, 1, num_slots))
-    if rules.turns is not None and slots.ranks is not None:
-        folded += [slots.ranks.view(rows, 1, num_slots), *rules.turns]
-    return tuple(folded)
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: Slots,
+        rules: StepRules,
+        real: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs a step.
+
+        Args:
+            query: as in `step.decode_step`.
+            key: likewise.
+            value: likewise.
+            slots: likewise; mutated.
+            rules: likewise.
+            real: likewise; a step with padding runs as plain PyTorch.
+
+        Returns:
+            ``[B, HQ, 1, Dv]`` in the values' dtype.
+        """
+        if real is not None:
+            return step.decode_step(query, key, value, slots, rules, real)
+        self._fold(slots, rules)
+        output = self._package(
+            query.reshape(self._rows, -1, 1, query.shape[-1]),
+            key.reshape(self._rows, 1, 1, -1),
+            value.reshape(self._rows, 1, 1, -1),
+            *self._held,
+            self._by_row(slots.seen).view(-1),
+            *self._more,
+        )
+        slots.seen.add_(1)
+        return output.view(query.shape[0], query.shape[1], 1, -1)
 
 
 class _Step(torch.nn.Module):
@@ -153,18 +160,17 @@ class _Step(torch.nn.Module):
         self.spec = spec
 
     def forward(self, *folded: torch.Tensor) -> torch.Tensor:
-        query, key, value, keys, values, scores, positions, free, seen, recent, total = folded[:11]
-        rest = list(folded[11:])
+        query, key, value, keys, values, scores, positions, free, seen, recent = folded[:10]
+        rest = list(folded[10:])
         sink = rest.pop(0) if self.spec.has_sink else None
         enabled = rest.pop(0) if self.spec.has_enabled else None
         ranks = rest.pop(0) if self.spec.width else None
         turns = Turns(*rest) if self.spec.width else None
         return step.decode_step(
             query, key, value,
-            # A copy: every row would count for its sequence.
-            Slots(keys, values, scores, positions, free, seen.clone(), enabled, ranks),
+            Slots(keys, values, scores, positions, free, seen, enabled, ranks),
             StepRules(
-                self.spec.scale, recent, total, sink, self.spec.softcap, turns,
+                self.spec.scale, recent, sink, self.spec.softcap, turns,
                 full=self.spec.full,
             ),
         )  # fmt: skip
@@ -185,7 +191,6 @@ def example(spec: Spec, rows: int = 4, num_slots: int = 70) -> tuple[torch.Tenso
     held = num_slots - 1 if spec.full else num_slots // 2
     ages = torch.rand(rows, 1, num_slots).argsort(dim=-1)
     positions = torch.where(ages < held, ages, -1).to(torch.int32)
-    columns = [torch.full((rows, 1, 1), count) for count in (held // 2, num_slots - 1)]
     folded = [
         torch.randn(rows, spec.groups, 1, spec.size).to(dtype),
         torch.randn(rows, 1, 1, spec.size).to(dtype),
@@ -196,7 +201,7 @@ def example(spec: Spec, rows: int = 4, num_slots: int = 70) -> tuple[torch.Tenso
         positions,
         (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True),
         torch.full((rows,), held),
-        *columns,
+        torch.full((rows, 1, 1), held // 2),
     ]
     if spec.has_sink:
         folded.append(torch.full((rows, 1, 1), 2))

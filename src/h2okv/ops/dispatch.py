@@ -57,10 +57,6 @@ class StepOperation(NamedTuple):
     why: str
     run: Callable[..., torch.Tensor]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StepOperation:
-        """Copies of a cache share the code that they run."""
-        return self
-
 
 @contextmanager
 def use(implementation: str) -> Iterator[None]:
@@ -163,8 +159,9 @@ def _step_on_cpu(slots: Slots, rules: StepRules, groups: int) -> StepOperation:
         return StepOperation("plain", why, _Patience(spec))
     if package is None:
         return StepOperation("plain", "the compiled code disagrees", step.decode_step)
-    run = functools.partial(compiled.decode_step, package=package)
-    return StepOperation("compiled", "machine code from an earlier run", run)
+    return StepOperation(
+        "compiled", "machine code from an earlier run", compiled.CompiledStep(package)
+    )
 
 
 def _check_compiler() -> None:
@@ -264,7 +261,7 @@ def _disagreement(
     slots = _example_slots(key, value)
     twins = Slots(*(part.clone() for part in slots[:6]))
     column = torch.full((1, 1, 1), 30, device=device)
-    rules = StepRules(scale, column, column + past + length, full=True)
+    rules = StepRules(scale, column, full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
     indices = own.T.expand(1, heads, -1).contiguous()
     try:

@@ -58,7 +58,6 @@ class StepRules(NamedTuple):
     Attributes:
         scale: factor on the logits.
         recent: protected newest positions, int64 ``[B, 1, 1]``.
-        total: the budget K of each sequence, int64 ``[B, 1, 1]``.
         sink: protected first positions, int64 ``[B, 1, 1]``; ``None`` if there are none.
         softcap: as in `reference.attention_with_scores`.
         turns: for rolling positions; ``None`` if keys come turned.
@@ -68,7 +67,6 @@ class StepRules(NamedTuple):
 
     scale: float
     recent: torch.Tensor
-    total: torch.Tensor
     sink: torch.Tensor | None = None
     softcap: float | None = None
     turns: Turns | None = None
