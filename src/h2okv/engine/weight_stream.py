@@ -13,6 +13,7 @@ from h2okv.engine.skeleton import Unit
 from h2okv.engine.weight_map import UnitLayout
 
 _BUFFERS = 2
+_ALIGNMENT = 64
 
 
 class WeightStream:
@@ -42,8 +43,8 @@ class WeightStream:
         self._layouts = layouts
         self._files = files
         self._keep_pages = keep_pages
-        size = max(layout.buffer_bytes for layout in layouts)
-        self._buffers = [_make_buffer(size, device) for _ in range(_BUFFERS)]
+        # Each of an odd number of units is in either buffer in turn.
+        self._buffers = _make_buffers(arena_bytes([own.buffer_bytes for own in layouts]), device)
         self._free = threading.Semaphore(_BUFFERS)
         self._ready = threading.Semaphore(0)
         self._error: BaseException | None = None
@@ -75,10 +76,9 @@ class WeightStream:
         self.wait_seconds += time.perf_counter() - start
         if self._error is not None:
             raise self._error
-        buffer = self._buffers[self._next % _BUFFERS]
-        buffer.before_use()
+        weights = self._buffers[self._next % _BUFFERS].before_use(layout.buffer_bytes)
         for slot, offset in zip(unit.slots, layout.offsets, strict=True):
-            part = buffer.weights[offset : offset + slot.nbytes]
+            part = weights[offset : offset + slot.nbytes]
             slot.fill(part.view(slot.dtype).view(slot.shape))
         self._next += 1
         self._current = unit
@@ -122,7 +122,7 @@ class WeightStream:
         if hosted is not None:
             buffer.copy(hosted)
             return
-        target = buffer.before_read()
+        target = buffer.before_read(layout.buffer_bytes)
         for piece in layout.pieces:
             part = target[piece.offset : piece.offset + piece.nbytes]
             self._files.read_into(piece.file, piece.start, part)
@@ -136,22 +136,24 @@ class HostBuffer:
     """A buffer that the model computes from directly.
 
     Args:
-        size: In bytes.
+        block: uint8, shared with the other buffer.
+        is_low: Whether it begins where the block begins, or ends where it ends.
     """
 
-    def __init__(self, size: int) -> None:
-        self.weights = torch.empty(size, dtype=torch.uint8)
-        self._view = bytes_of(self.weights)
+    def __init__(self, block: torch.Tensor, is_low: bool) -> None:
+        self._block = block
+        self._is_low = is_low
 
-    def before_read(self) -> memoryview:
+    def before_read(self, size: int) -> memoryview:
         """Gives the bytes to read into."""
-        return self._view
+        return bytes_of(part_of(self._block, size, self._is_low))
 
     def after_read(self, size: int) -> None:
         """Nothing is left to do."""
 
-    def before_use(self) -> None:
-        """Nothing is left to do."""
+    def before_use(self, size: int) -> torch.Tensor:
+        """Gives the bytes to compute from."""
+        return part_of(self._block, size, self._is_low)
 
     def after_use(self) -> None:
         """Nothing is left to do."""
@@ -163,27 +165,30 @@ class DeviceBuffer:
     Only the reading thread waits for the device, and only for its own copies.
 
     Args:
-        size: In bytes.
-        device: Which.
+        block: uint8 on the device, shared with the other buffer.
+        staging: uint8, pinned, as large.
+        is_low: Whether it begins where the blocks begin, or ends where they end.
+        stream: Of the copies of both buffers.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.weights = torch.empty(size, dtype=torch.uint8, device=device)
-        self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._view = bytes_of(self._staging)
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+    def __init__(
+        self, block: torch.Tensor, staging: torch.Tensor, is_low: bool, stream: torch.cuda.Stream
+    ) -> None:
+        self._block = block
+        self._staging = staging
+        self._is_low = is_low
+        self._stream = stream
         self._copied = torch.cuda.Event()
         self._used = torch.cuda.Event()
 
-    def before_read(self) -> memoryview:
+    def before_read(self, size: int) -> memoryview:
         """Waits until the last copy has left the pinned buffer, and gives its bytes."""
         self._copied.synchronize()
-        return self._view
+        return bytes_of(part_of(self._staging, size, self._is_low))
 
     def after_read(self, size: int) -> None:
         """Starts the copy of what was read."""
-        self.copy(self._staging[:size])
+        self.copy(part_of(self._staging, size, self._is_low))
 
     def copy(self, source: torch.Tensor) -> None:
         """Starts a copy, behind what still computes with the buffer.
@@ -193,17 +198,53 @@ class DeviceBuffer:
         """
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._used)
-            self.weights[: len(source)].copy_(source, non_blocking=True)
+            target = part_of(self._block, len(source), self._is_low)
+            target.copy_(source, non_blocking=True)
             self._copied.record(self._stream)
 
-    def before_use(self) -> None:
-        """Makes the computing stream wait for the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
+    def before_use(self, size: int) -> torch.Tensor:
+        """Makes the computing stream wait for the copy, and gives the bytes."""
+        torch.cuda.current_stream(self._block.device).wait_event(self._copied)
+        return part_of(self._block, size, self._is_low)
 
     def after_use(self) -> None:
         """Marks the place in the computing stream after which the buffer is free."""
-        self._used.record(torch.cuda.current_stream(self._device))
+        self._used.record(torch.cuda.current_stream(self._block.device))
 
 
-def _make_buffer(size: int, device: torch.device) -> Any:
-    return HostBuffer(size) if device.type == "cpu" else DeviceBuffer(size, device)
+def part_of(block: torch.Tensor, size: int, is_low: bool) -> torch.Tensor:
+    """The first or the last bytes of a block, aligned."""
+    start = 0 if is_low else len(block) - _aligned(size)
+    return block[start : start + size]
+
+
+def arena_bytes(sizes: list[int]) -> int:
+    """Memory of two buffers of which one is filled while the other is in use.
+
+    They lie at the two ends of one block, so that not both need room for the largest unit.
+
+    Args:
+        sizes: Of the units in their order, round and round.
+
+    Returns:
+        Bytes; 0 without units.
+    """
+    if not sizes:
+        return 0
+    following = [*sizes[1:], sizes[0]]
+    pairs = [_aligned(a) + _aligned(b) for a, b in zip(sizes, following, strict=True)]
+    return max(pairs)
+
+
+def _make_buffers(size: int, device: torch.device) -> list[Any]:
+    """A buffer that grows from each end of a block towards the other."""
+    block = torch.empty(size, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        return [HostBuffer(block, is_low) for is_low in (True, False)]
+    staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(device)
+    return [DeviceBuffer(block, staging, is_low, stream) for is_low in (True, False)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
