@@ -12,6 +12,8 @@ from h2okv.cli.eval_recall import HELP as RECALL_HELP
 from h2okv.cli.eval_recall import recall
 from h2okv.cli.eval_summarize import HELP as SUMMARIZE_HELP
 from h2okv.cli.eval_summarize import summarize
+from h2okv.cli.eval_sweep import HELP as SWEEP_HELP
+from h2okv.cli.eval_sweep import sweep
 
 HELP = """Measure what a cache size costs in quality, on your model and task.
 
@@ -25,3 +27,4 @@ eval_app.command("summarize", help=SUMMARIZE_HELP)(summarize)
 eval_app.command("perplexity", help=PERPLEXITY_HELP)(perplexity)
 eval_app.command("needle", help=NEEDLE_HELP)(needle)
 eval_app.command("recall", help=RECALL_HELP)(recall)
+eval_app.command("sweep", help=SWEEP_HELP)(sweep)

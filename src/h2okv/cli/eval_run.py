@@ -85,11 +85,10 @@ def run_tasks(
         cells = [Cell(task, setting, seed) for task in tasks for setting in settings]
         evaluation = Evaluation(subject, cells, file)
         code = run_cells(evaluation)
-    rows, details = evaluation.rows(), evaluation.details()
+    rows, details = list(evaluation.rows().values()), evaluation.details()
     if rows:
         write_csv(csv, details if detailed else rows)
-        header = [*(["task"] if len(tasks) > 1 else []), "policy", "budget"]
-        header += [*tasks[0].metrics, "samples"]
+        header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
         write_text(markdown(header, [[row[name] for name in header] for row in rows]))
     return code, details
 

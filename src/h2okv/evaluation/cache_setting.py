@@ -15,7 +15,7 @@ from h2okv.cache.positions import POSITIONS, Positions
 from h2okv.cache.support import check_positions, trained_window
 from h2okv.policy import get_policy
 
-OPTIONAL = ("scoring", "kv_bits")
+OPTIONAL = ("scoring", "decay", "kv_bits")
 """What a cache may be given beyond policy and budget."""
 _CHUNK = 512
 
@@ -91,8 +91,8 @@ class CacheSetting:
     @property
     def label(self) -> str:
         """Policy and budget, as a progress bar shows them."""
-        if self.policy_label == "full":
-            return "full"
+        if self.is_full:
+            return self.policy_label
         return f"{self.policy_label}, {self.budget_label}"
 
     def identity(self) -> dict[str, Any]:
@@ -138,6 +138,8 @@ class CacheSetting:
             "policy": self.policy,
             "positions": self.positions,
             "prefill_chunk": self.chunk(config),
+            # Where each query chooses for itself, nothing can be dropped, only masked.
+            **({"simulate": True} if getattr(get_policy(self.policy), "per_query", False) else {}),
             **self.more,
         }
 

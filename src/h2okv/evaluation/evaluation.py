@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.result_file import ResultFile
+from h2okv.evaluation.result_file import Result, ResultFile
 from h2okv.evaluation.subject import Subject
 from h2okv.evaluation.task import Score, Task
 
@@ -30,7 +30,7 @@ class Cell:
     def label(self) -> str:
         """Its name in files and progress bars."""
         seed = f", seed {self.seed}" if self.seed else ""
-        return f"{self.task.name}: {self.setting.label}{seed}"
+        return f"{self.task.label}: {self.setting.label}{seed}"
 
 
 class Evaluation:
@@ -85,16 +85,19 @@ class Evaluation:
                 self.file.add(cell.label, results)
                 on_results(cell, len(results))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Makes one row for each cell whose samples are all done: what it is, and its scores."""
-        found = []
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Makes one row for each cell whose samples are all done: what it is, and its scores.
+
+        Returns:
+            The rows by the cells' labels.
+        """
+        found = {}
         for cell in self.cells:
             results = self._results(cell)
             if results is not None:
-                scores = cell.task.scores(results)
-                found.append(
-                    {**self._head(cell), **_headline(cell.task, scores), **self._code(cell)}
-                )
+                scores = _headline(cell.task, cell.task.scores(results))
+                row = {**self._head(cell, results), **scores, **self._code(cell)}
+                found[cell.label] = row
         return found
 
     def details(self) -> list[dict[str, Any]]:
@@ -102,11 +105,13 @@ class Evaluation:
         found = []
         for cell in self.cells:
             results = self._results(cell)
-            for row in [] if results is None else cell.task.details(results):
-                found.append({**self._head(cell), **row, **self._code(cell)})
+            if results is None:
+                continue
+            for row in cell.task.details(results):
+                found.append({**self._head(cell, results), **row, **self._code(cell)})
         return found
 
-    def _results(self, cell: Cell) -> dict[int, Any] | None:
+    def _results(self, cell: Cell) -> dict[int, Result] | None:
         """A cell's results, in the samples' order; None as long as some are missing."""
         if self._missing(cell):
             return None
@@ -123,15 +128,17 @@ class Evaluation:
             **cell.setting.identity(),
             "seed": cell.seed,
             "task": cell.task.name,
+            **cell.task.columns,
             **cell.task.identity(),
         }
 
-    def _head(self, cell: Cell) -> dict[str, Any]:
+    def _head(self, cell: Cell, results: Mapping[int, Result]) -> dict[str, Any]:
         return {
             "task": cell.task.name,
+            **cell.task.columns,
             **cell.setting.identity(),
             "seed": cell.seed,
-            "samples": len(cell.task.samples()),
+            "samples": cell.task.size(results),
         }
 
     def _code(self, cell: Cell) -> dict[str, Any]:

@@ -116,7 +116,8 @@ class NeedleTask(Task):
         knowledge: Knowledge = "unknown",
         seed: int = 0,
     ) -> None:
-        self.name = f"{name}, question {knowledge}"
+        self.name = name
+        self.columns = {"question": knowledge}
         self.text, self.grid, self.needle = text, grid, needle
         self.knowledge = knowledge
         self.seed = seed

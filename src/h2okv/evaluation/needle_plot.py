@@ -18,7 +18,7 @@ def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> N
 
     Args:
         path: The picture's file; its suffix says which kind.
-        rows: With `task`, `policy`, `budget`, `length`, `depth` and `string_match`; at least one.
+        rows: Of `NeedleTask.details`, with `policy` and `budget`; at least one.
         title: What stands above.
 
     Raises:
@@ -61,6 +61,5 @@ def _draw(
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    knowledge = str(row["task"]).rpartition(", ")[2]
     cache = "full" if row["policy"] == "full" else f"{row['policy']} {row['budget']}"
-    return f"{cache}\n{knowledge}"
+    return f"{cache}\nquestion {row['question']}"

@@ -89,7 +89,8 @@ class Recall(Task):
         for option, value in (("limit", limit), ("max-new-tokens", max_new_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"--{option} {value} is too few; give 1 or more")
-        self.name = f"{name}, question {knowledge}"
+        self.name = name
+        self.columns = {"question": knowledge}
         self.questions = questions[:limit]
         self.knowledge = knowledge
         self.too_long = too_long

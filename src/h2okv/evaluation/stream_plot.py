@@ -61,8 +61,8 @@ def plot_stream(path: Path, rows: Sequence[Row], window: int | None, title: str)
     for column, name, number in (("rss_bytes", "process", 0), ("cache_bytes", "cache", 1)):
         sizes = [getattr(row, column) for row in rows]
         if None not in sizes:
-            style = {"color": _COLOURS[number], "linestyle": _STYLES[number], "marker": marker}
-            memory.plot(positions, [size / 2**20 for size in sizes], label=name, **style)
+            megabytes = [size / 2**20 for size in sizes]
+            memory.plot(positions, megabytes, label=name, marker=marker, **line_look(number))
     # The cache is a small part of the process; on one plain scale it would lie on the axis.
     memory.set_yscale("log")
     _plain_numbers(memory.yaxis, between_decades=False)
@@ -87,8 +87,7 @@ def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int
         axes.plot(
             [row.position for row in rows],
             [math.exp(min(row.nll, _LARGEST_NLL)) for row in rows],
-            color=_COLOURS[number % len(_COLOURS)],
-            linestyle=_STYLES[number % len(_STYLES)],
+            **line_look(number),
             marker="o" if len(rows) == 1 else "",
             label=name or None,
         )
@@ -110,6 +109,21 @@ def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int
     axes.grid(alpha=0.3, which="both")
     if any(curves):
         axes.legend(loc="best")
+
+
+def line_look(number: int) -> dict[str, Any]:
+    """Gives a line of a picture its colour and its style.
+
+    Args:
+        number: Which line it is.
+
+    Returns:
+        Arguments for matplotlib.
+    """
+    return {
+        "color": _COLOURS[number % len(_COLOURS)],
+        "linestyle": _STYLES[number % len(_STYLES)],
+    }
 
 
 def save_figure(figure: Any, path: Path) -> None:

@@ -6,6 +6,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from h2okv.evaluation.cache_setting import CacheSetting
@@ -31,15 +32,22 @@ class Task(ABC):
 
     Attributes:
         name: What tables call it.
+        columns: What tells it from others of the same name, for columns of its own.
         metrics: The names of its scores.
         headline: The one of them that pictures show; the first if none is named.
         higher_is_better: Whether a higher headline is a better one.
     """
 
     name: str
+    columns: Mapping[str, Any] = MappingProxyType({})
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str] = ""
     higher_is_better: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        """Its name and columns in one."""
+        return ", ".join([self.name, *(f"{name} {value}" for name, value in self.columns.items())])
 
     @abstractmethod
     def identity(self) -> Mapping[str, Any]:
@@ -85,6 +93,10 @@ class Task(ABC):
         Args:
             results: Of all samples.
         """
+
+    def size(self, results: Mapping[int, Result]) -> int:
+        """Counts what the scores are made of: the samples, unless said otherwise."""
+        return len(results)
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
         """Makes the rows of a table that tells more than `scores`: one row, unless said otherwise.

@@ -1,0 +1,1 @@
+"""Policies by budgets by tasks, from one file."""
