@@ -11,8 +11,8 @@ model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
 inputs = tokenizer(sample_prompt(), return_tensors="pt", truncation=True, max_length=900)
 length = inputs["input_ids"].shape[1]
 
-for policy in h2okv.policy_names():
+for policy in h2okv.policy_names(dropping=True):
     cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, policy=policy)
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False)
     text = tokenizer.decode(output[0, length:]).replace("\n", " ")
-    print(f"{policy:12} {cache.num_cached_tokens:5} entries  {text}")
+    print(f"{policy:13} {cache.num_cached_tokens:5} entries  {text}")

@@ -50,7 +50,7 @@ class H2OCache(Cache):
             arXiv 2407.20485) or ``"value_norm"`` (VATP, arXiv 2406.12335); see
             `h2okv.policy.scoring.Scoring`.
         decay: with ``scoring="decay"``, the factor in (0, 1] by which every further query lowers
-            what was received before; 0.99 by default.
+            what was received before; 0.995 by default.
         positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
             entry sits at its rank in the cache and the new tokens after them, so that a model with
             rotary positions reads and writes past its trained window (H2O, section 5.3 and

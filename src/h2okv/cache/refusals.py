@@ -27,7 +27,7 @@ def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:
     if policy.per_query and not simulate:
         raise ValueError(
             f"policy={policy.name!r} chooses anew for every query among all tokens, so nothing can "
-            "be dropped; add simulate=True, which keeps the whole cache and masks it."
+            "be dropped; in Python add simulate=True, which keeps the whole cache and masks it."
         )
     if policy.prompt_only and rule.prefill_chunk is not None:
         raise ValueError(

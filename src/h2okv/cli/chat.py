@@ -23,6 +23,7 @@ from h2okv.cli.options import (
     COMPILE_HELP,
     DECAY_HELP,
     DTYPES,
+    POLICY_HELP,
     SCORING_HELP,
     Sampling,
     parse_device,
@@ -51,7 +52,7 @@ Examples:
 
 def chat(
     model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
-    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     heavy: Annotated[str, typer.Option(help="Heavy hitters to keep, in tokens.")] = "256",
     recent: Annotated[str, typer.Option(help="Newest tokens to keep, in tokens.")] = "256",
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-import h2okv
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.comparison import run_alone, run_beside_full
 from h2okv.cli.exit_codes import exit_code
@@ -18,6 +17,7 @@ from h2okv.cli.options import (
     COMPILE_HELP,
     DECAY_HELP,
     DTYPES,
+    POLICY_HELP,
     SCORING_HELP,
     Sampling,
     parse_amount,
@@ -51,7 +51,7 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.")] = None,
     model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
-    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     heavy: Annotated[
         str, typer.Option(help="Heavy hitters to keep: tokens (64) or a share of the prompt (0.1).")
     ] = "0.1",

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+import h2okv
 from h2okv.cache.positions import POSITIONS, Positions
 from h2okv.policy.scoring import DEFAULT_DECAY, SCORINGS
 
+POLICY_HELP = f"{', '.join(h2okv.policy_names(dropping=True))}."
 SCORING_HELP = f"What attention counts for: {', '.join(SCORINGS)}."
 DECAY_HELP = f"With --scoring decay: the factor per later token, {DEFAULT_DECAY} if left out."
 COMPILE_HELP = "Compile the steps of one token: slow to start, then faster (torch.compile)."

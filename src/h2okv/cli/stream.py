@@ -8,14 +8,20 @@ from typing import Annotated
 
 import typer
 
-import h2okv
 from h2okv.cache.positions import POSITIONS
 from h2okv.cache.support import trained_window
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
-from h2okv.cli.options import DECAY_HELP, DTYPES, SCORING_HELP, parse_device, parse_dtype
+from h2okv.cli.options import (
+    DECAY_HELP,
+    DTYPES,
+    POLICY_HELP,
+    SCORING_HELP,
+    parse_device,
+    parse_dtype,
+)
 from h2okv.cli.output import write_remark, write_text
 from h2okv.cli.report import format_bytes
 from h2okv.cli.stream_progress import StreamProgress, perplexity
@@ -87,7 +93,7 @@ def stream(
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Stop here; else at the end.")] = None,
     model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
-    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     heavy: Annotated[
         int | None,
         typer.Option(help="Heavy hitters to keep, in tokens; else window / 8, 1024 at most."),

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import h2okv
 from h2okv.analysis.sample import MOST_TOKENS
 from h2okv.analysis.viewer.page import build_page
 from h2okv.analysis.viewer.reading import Reader, budget_tokens, check_choice
@@ -20,7 +19,7 @@ from h2okv.assets import sample_prompt
 from h2okv.cli.analyze import read_text
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED, describe, load_weights
-from h2okv.cli.options import DTYPES, parse_device, parse_dtype
+from h2okv.cli.options import DTYPES, POLICY_HELP, parse_device, parse_dtype
 from h2okv.cli.output import write_remark, write_text
 
 HELP = """See what a policy keeps of a text, token by token, in the browser.
@@ -37,6 +36,8 @@ Examples:
     h2okv view --export kept.html --text chapter.txt --budget 0.1 --budget 0.2
 """
 
+_POLICIES = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
+"""What the page offers; others are named with --policy or --beside."""
 _DEFAULT_BUDGETS = (0.2, 0.1, 0.05)
 _SHORT_PROMPT = 6000
 """Characters of the built-in text that the page begins with, so that it is there soon."""
@@ -49,7 +50,7 @@ def view(
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Write one HTML file and end.")] = None,
     port: Annotated[int, typer.Option(help="The port on this machine; 0 for any.")] = 8765,
-    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     beside: Annotated[str, typer.Option(help="A second policy to show beside it.")] = "",
     budget: Annotated[
         list[float] | None,
@@ -78,7 +79,7 @@ def view(
     reader = Reader(loaded, described.tokenizer, described.name, described.context, tokens)
     check_choice(reader, layer, head, [policy, *filter(None, [beside])])
     choice = {
-        "policies": list(h2okv.policy_names()),
+        "policies": list(dict.fromkeys((*_POLICIES, policy, *filter(None, [beside])))),
         "budgets": budgets,
         "policy": policy,
         "beside": beside,

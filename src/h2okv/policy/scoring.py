@@ -11,8 +11,9 @@ import torch
 
 ScoringName = Literal["sum", "mean", "decay", "value_norm"]
 SCORINGS: tuple[ScoringName, ...] = ("sum", "mean", "decay", "value_norm")
-DEFAULT_DECAY = 0.99
-"""Half of what a query gave is forgotten after 69 further ones; the docs have the measurements."""
+DEFAULT_DECAY = 0.995
+"""Half of what a query gave is forgotten after 138 further ones; the best of those measured on the
+bundled model (docs/algorithm.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,162 @@
+"""Strided and fixed: what they hold, against the patterns written down in plain Python."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import h2okv
+from h2okv.budget import TokenBudget
+from h2okv.policy.fixed import FixedPolicy
+from h2okv.policy.registry import get_policy
+from h2okv.policy.strided import power_of_two_from
+
+NAMES = ["strided", "strided_heavy", "fixed", "fixed_heavy"]
+
+
+def strided(newest, most):
+    """Multiples of the smallest power of two that has at most ``most`` of them."""
+    stride = 1
+    while most and len(range(0, newest + 1, stride)) > most:
+        stride *= 2
+    return set(range(0, newest + 1, stride)) if most else set()
+
+
+def fixed(newest, most, cells=8):
+    """The last cells of every block, for the smallest block that has at most ``most`` of them."""
+    cells = min(cells, most)
+    if cells == 0:
+        return set()
+    block = cells
+    while True:
+        kept = {p for p in range(newest + 1) if p % block >= block - cells}
+        # A block that has begun to end counts whole: its other cells are about to come.
+        whole = cells * len({p // block for p in kept})
+        if whole <= most:
+            return kept
+        block *= 2
+
+
+def pattern_of(policy, newest, most):
+    positions = torch.arange(newest + 1, dtype=torch.int32).expand(1, 2, -1)
+    column = torch.tensor([[[newest]]]), torch.tensor([[[most]]])
+    marked = policy.in_pattern(positions, *column)
+    assert torch.equal(marked[0, 0], marked[0, 1])
+    return set(marked[0, 0].nonzero().flatten().tolist())
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(newest=st.integers(0, 3000), most=st.integers(0, 90))
+def test_the_strided_pattern(newest, most):
+    assert pattern_of(get_policy("strided"), newest, most) == strided(newest, most)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(newest=st.integers(0, 3000), most=st.integers(0, 90), cells=st.sampled_from([1, 3, 8]))
+def test_the_fixed_pattern(newest, most, cells):
+    assert pattern_of(FixedPolicy(cells), newest, most) == fixed(newest, most, cells)
+
+
+@pytest.mark.parametrize("policy", [get_policy("strided"), FixedPolicy(), FixedPolicy(3)])
+@pytest.mark.parametrize("most", [1, 7, 20])
+def test_what_leaves_a_pattern_stays_out_and_there_is_always_room(policy, most):
+    before = None
+    for newest in range(400):
+        now = pattern_of(policy, newest, most)
+        assert len(now) <= most
+        if before is not None:
+            assert now <= before | {newest}
+        before = now
+
+
+def test_powers_of_two():
+    numbers = torch.tensor([1, 2, 3, 4, 5, 8, 9, 1000, 1 << 20, (1 << 20) + 1, (1 << 31) - 1])
+    expected = [1, 2, 4, 4, 8, 8, 16, 1024, 1 << 20, 1 << 21, 1 << 31]
+    assert power_of_two_from(numbers).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("strided", TokenBudget(2, 0, 6, 6)),
+        ("fixed", TokenBudget(2, 0, 6, 6)),
+        ("strided_heavy", TokenBudget(2, 5, 4, 3)),
+        ("fixed_heavy", TokenBudget(2, 5, 4, 3)),
+    ],
+)
+def test_how_the_budget_is_divided(name, parts):
+    assert get_policy(name).apportion(TokenBudget(sink=2, heavy=5, recent=7)) == parts
+
+
+@torch.no_grad()
+def read(model, cache, length, prompt):
+    ids = torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(3))
+    for block in ids.split([prompt, *[1] * (length - prompt)], dim=1):
+        model(block, past_key_values=cache)
+
+
+def held_by(pattern, most, window, total, length, prompt):
+    """The frame in plain Python: the oldest of what neither window nor pattern keeps goes."""
+    kept: set[int] = set()
+    for newest in range(prompt - 1, length):
+        kept |= set(range(newest + 1)) if newest == prompt - 1 else {newest}
+        stays = pattern(newest, most) | set(range(newest - window + 1, newest + 1))
+        kept -= set(sorted(kept - stays)[: max(0, len(kept) - total)])
+    return kept
+
+
+@pytest.mark.parametrize("prompt", [1, 60])
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize(("name", "pattern"), [("strided", strided), ("fixed", fixed)])
+def test_the_pattern_and_the_newest_are_held(
+    make_llama, kept_sets, name, pattern, simulate, prompt
+):
+    model = make_llama(layers=1)
+    cache = h2okv.H2OCache(model.config, 12, 11, policy=name, simulate=simulate)
+    read(model, cache, 130, prompt)
+    expected = held_by(pattern, 11, 12, 23, 130, prompt)
+    assert kept_sets(cache)[0][0] == [expected] * 2
+    assert pattern(129, 11) <= expected
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("strided_heavy", strided), ("fixed_heavy", fixed)])
+def test_heavy_hitters_fill_the_rest(make_llama, kept_sets, name, pattern):
+    model = make_llama(layers=1)
+    caches = [
+        h2okv.H2OCache(model.config, 10, 12, policy=policy, simulate=True)
+        for policy in (name, "full")
+    ]
+    for cache in caches:
+        read(model, cache, 80, 80)
+    scores = caches[1].scores(0)[0]
+    kept = pattern(79, 6) | set(range(74, 80))
+    for head, held in enumerate(kept_sets(caches[0])[0][0]):
+        rest = sorted(set(range(80)) - kept, key=lambda p: (float(scores[head, p]), p))
+        assert held == kept | set(rest[len(kept) - 22 :])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_forked_caches_keep_their_pattern(make_llama, kept_sets, tmp_path, name):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 9, 9, policy=name)
+    read(model, cache, 50, 30)
+    cache.save(tmp_path / "c")
+    others = [h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(1)]
+    for each in (cache, *others):
+        read(model, each, 40, 1)
+    for other in others:
+        assert kept_sets(other) == kept_sets(cache)
+        assert other.layers[0].row_budgets == cache.layers[0].row_budgets
+
+
+@pytest.mark.parametrize("cells", [0, -1, 2.0, True])
+def test_cells_that_make_no_sense(cells):
+    with pytest.raises(ValueError, match="cells="):
+        FixedPolicy(cells)
+
+
+def test_a_pattern_has_no_use_for_scores(make_llama):
+    with pytest.raises(ValueError, match="no effect with policy='strided'"):
+        h2okv.H2OCache(make_llama().config, policy="strided", scoring="mean")
+    h2okv.H2OCache(make_llama().config, policy="strided_heavy", scoring="mean")

@@ -1,0 +1,138 @@
+"""SnapKV: the published selection, once; then everything stays."""
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.policy.registry import get_policy
+from h2okv.policy.snapkv import SnapKVPolicy
+
+
+def tokens(length, seed=0, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def read(model, cache, *blocks):
+    return [model(block, past_key_values=cache).logits for block in blocks]
+
+
+def voted(query, key, heavy, window, kernel):
+    """The paper's Listing 1 for one KV head in loops: the prompt's positions that stay."""
+    length = query.shape[1]
+    votes = [0.0] * (length - window)
+    for member in query:
+        for i in range(length - window, length):
+            shares = torch.softmax(member[i] @ key[: i + 1].T * 16**-0.5, dim=0)
+            votes = [v + float(s) for v, s in zip(votes, shares, strict=False)]
+    reach = kernel // 2
+    pooled = [sum(votes[max(0, p - reach) : p + reach + 1]) / kernel for p in range(len(votes))]
+    best = sorted(range(len(votes)), key=lambda p: (pooled[p], p))[-heavy:]
+    return set(best) | set(range(length - window, length))
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("heavy", "window", "kernel"), [(12, 6, 5), (10, 1, 1), (5, 20, 7)])
+def test_the_published_selection(
+    make_llama, kept_sets, first_layer, heavy, window, kernel, kv_heads, simulate
+):
+    model, ids = make_llama(layers=1, kv_heads=kv_heads), tokens(70)
+    cache = h2okv.H2OCache(
+        model.config, heavy, window, policy=SnapKVPolicy(kernel), simulate=simulate
+    )
+    read(model, cache, ids)
+    query, key = first_layer(model, ids)
+    for head, own in enumerate(query.unflatten(0, (kv_heads, -1))):
+        assert kept_sets(cache)[0][0][head] == voted(own, key[head], heavy, window, kernel)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_what_follows_the_prompt_stays(make_llama, kept_sets, simulate):
+    model, ids = make_llama(layers=1), tokens(360)
+    cache = h2okv.H2OCache(model.config, 10, 6, policy="snapkv", simulate=simulate)
+    read(model, cache, ids[:, :40])
+    prompt = kept_sets(cache)[0][0]
+    # Past the room that slots are made with, steps and a turn.
+    read(model, cache, *ids[:, 40:340].split(1, dim=1), ids[:, 340:])
+    cache.check_integrity()
+    assert kept_sets(cache)[0][0] == [held | set(range(40, 360)) for held in prompt]
+    assert cache.num_cached_tokens == 16 + 320
+
+
+def test_a_long_answer_is_the_same_by_masking(make_llama):
+    model, ids = make_llama(), tokens(330, batch=2)
+    blocks = [ids[:, :30], *ids[:, 30:320].split(1, dim=1), ids[:, 320:]]
+    logits = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model.config, 10, 6, policy="snapkv", simulate=simulate)
+        logits.append(torch.cat(read(model, cache, *blocks), dim=1))
+    torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
+
+
+def test_saved_forked_and_selected_caches_go_on(make_llama, kept_sets, tmp_path):
+    model, ids = make_llama(), tokens(60, batch=2)
+    cache = h2okv.H2OCache(model.config, 8, 8, policy=SnapKVPolicy(3))
+    read(model, cache, ids[:, :40], ids[:, 40:41], ids[:, 41:45])
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    assert loaded.policy.kernel == 3
+    swapped = cache.fork(1)
+    swapped.batch_select_indices(torch.tensor([1, 0]))
+    steps = ids[:, 45:].split(1, dim=1)
+    expected = torch.cat(read(model, cache, *steps), dim=1)
+    assert torch.equal(torch.cat(read(model, loaded, *steps), dim=1), expected)
+    turned = torch.cat(read(model, swapped, *[step.flip(0) for step in steps]), dim=1)
+    torch.testing.assert_close(turned.flip(0), expected, atol=1e-4, rtol=1e-4)
+    for other in (loaded, cache):
+        other.check_integrity()
+        assert other.num_cached_tokens == 16 + 20
+    assert kept_sets(loaded) == kept_sets(cache)
+
+
+def test_a_prompt_within_the_budget_stays_whole(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 30, 20, policy="snapkv")
+    read(model, cache, tokens(40), *tokens(5).split(1, dim=1))
+    cache.check_integrity()
+    assert cache.num_cached_tokens == 45
+
+
+def test_neighbours_are_positions_wherever_they_lie():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(1, 1, 12, generator=generator)
+    positions = torch.arange(12, dtype=torch.int32).view(1, 1, -1)
+    newest, policy = torch.tensor([[[11]]]), get_policy("snapkv")
+    in_order = policy.priority(scores, positions, newest, 0)
+    shuffle = torch.randperm(12, generator=generator)
+    anywhere = policy.priority(scores[..., shuffle], positions[..., shuffle], newest, 0)
+    torch.testing.assert_close(anywhere, in_order[..., shuffle])
+    assert float(in_order[0, 0, 0]) == pytest.approx(float(scores[0, 0, :3].sum()) / 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_chunk": 16}, "must come as one block; leave out prefill_chunk=16"),
+        ({"positions": "rolling"}, "keeps all that follows the prompt"),
+        ({"scoring": "decay"}, "counts the attention of its own window"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(make_llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        h2okv.H2OCache(make_llama().config, policy="snapkv", **options)
+
+
+def test_half_a_prompt_is_refused(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 8, 8, policy="snapkv")
+    cache.expect(60)
+    with pytest.raises(ValueError, match="got 30 of its 60 tokens"):
+        read(model, cache, tokens(30))
+
+
+@pytest.mark.parametrize("kernel", [0, 4, 2.0, True])
+def test_kernels_that_make_no_sense(kernel):
+    with pytest.raises(ValueError, match="kernel="):
+        SnapKVPolicy(kernel)
