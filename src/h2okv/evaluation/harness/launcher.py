@@ -38,14 +38,14 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
         ValueError: if the harness is not installed, the data folder is none, or the harness
             refuses its input.
     """
-    if importlib.util.find_spec("lm_eval") is None:
+    if not _is_installed():
         raise ValueError(
             "lm-evaluation-harness is not installed; run pip install 'h2okv[eval]' first."
         )
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is no folder; name the one with the data files.")
-    words = _completed(list(args))
-    own_only = _names_own_tasks(words)
+    words = completed(list(args))
+    own_only = names_own_tasks(words)
     with _in_place_of(sys, "argv", ["lm_eval", *words]), _tasks_known(own_only):
         before = os.environ.get(DATA_VARIABLE)
         if data is not None:
@@ -57,6 +57,10 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
                 os.environ.pop(DATA_VARIABLE)
                 if before is not None:
                     os.environ[DATA_VARIABLE] = before
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("lm_eval") is not None
 
 
 def _evaluate() -> int:
@@ -73,8 +77,15 @@ def _evaluate() -> int:
     return 0
 
 
-def _completed(args: list[str]) -> list[str]:
-    """The arguments, with the subcommand and the model type where they are left out."""
+def completed(args: list[str]) -> list[str]:
+    """Adds the subcommand and the model type where they are left out.
+
+    Args:
+        args: what the user gave.
+
+    Returns:
+        What `lm_eval` gets.
+    """
     if not args or args[0] in ("-h", "--help") or args[0] in _SUBCOMMANDS[1:]:
         return args or ["--help"]
     if args[0] != "run":
@@ -85,8 +96,15 @@ def _completed(args: list[str]) -> list[str]:
     return args
 
 
-def _names_own_tasks(args: list[str]) -> bool:
-    """Whether the tasks asked for are all of this package; the harness's take seconds to list."""
+def names_own_tasks(args: list[str]) -> bool:
+    """Tells whether all tasks asked for are this package's; the harness's take seconds to list.
+
+    Args:
+        args: what `lm_eval` gets.
+
+    Returns:
+        False also where no tasks are named.
+    """
     names: list[str] = []
     for place, word in enumerate(args):
         option, equals, value = word.partition("=")

@@ -68,6 +68,8 @@ class H2OLM(HFLM):
             pretrained = str(bundled_model_path())
             # Stored in half precision to be small; not every CPU computes well in that.
             options.setdefault("dtype", "float32")
+        # The harness's own default fails where there is no GPU.
+        options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained=pretrained, **options)
         check_model(self.model)
         self.model.set_attn_implementation(ATTENTION_NAME)

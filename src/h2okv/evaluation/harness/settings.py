@@ -10,7 +10,9 @@ from transformers import PreTrainedConfig
 
 from h2okv.budget import Budget
 from h2okv.cache import H2OCache
+from h2okv.cache.positions import PositionRule
 from h2okv.policy import get_policy
+from h2okv.policy.scoring import get_scoring
 
 Protocol = Literal["prompt", "whole"]
 PROTOCOLS: tuple[Protocol, ...] = ("prompt", "whole")
@@ -71,7 +73,9 @@ class EvictionSettings:
         self.protocol = protocol
         # What the cache would refuse is heard about before a model's weights are loaded.
         get_policy(self.options["policy"], self.options["seed"])
+        get_scoring(self.options["scoring"], self.options["decay"])
         Budget(**{name: self.options[name] for name in ("heavy", "recent", "sink", "max_tokens")})
+        PositionRule(self.options["positions"], chunk)
 
     @property
     def is_full(self) -> bool:

@@ -1,0 +1,141 @@
+"""`h2okv lm-eval`: the harness's own command line with our model type and tasks."""
+
+import json
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
+
+from h2okv.evaluation.harness import launcher  # noqa: E402
+
+RTE = '{{"premise": "The cat sat on mat {}.", "hypothesis": "The cat sat.", "label": "{}"}}\n'
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines = [RTE.format(i, ("entailment", "not_entailment")[i % 2]) for i in range(4)]
+    (folder / "rte_val.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def run(h2okv_command, model_folder, monkeypatch):
+    monkeypatch.setenv("LMEVAL_LOG_LEVEL", "ERROR")
+    monkeypatch.delenv("H2OKV_EVAL_DATA", raising=False)
+
+    def call(*args, task="h2okv_rte", options="heavy=0.1,recent=0.1"):
+        model = f"pretrained={model_folder},{options}"
+        return h2okv_command("lm-eval", "--tasks", task, "--model_args", model, *args)
+
+    return call
+
+
+def results_in(folder):
+    return json.loads(next(folder.rglob("results*.json")).read_text())
+
+
+def test_a_run_prints_the_table_and_records_how_it_was_made(run, data, tmp_path):
+    out = tmp_path / "out"
+    outcome = run(
+        "--data", data, "--num_fewshot", "1", "--output_path", out,
+        options="heavy=0.1,recent=0.1,prefill_chunk=1",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert "|h2okv_rte|" in outcome.out and "|acc " in outcome.out
+    results = results_in(out)
+    assert results["config"]["model"] == "h2okv"
+    record = results["config"]["h2okv"]
+    assert record["cache"]["protocol"] == "whole"
+    assert (record["cache"]["heavy"], record["cache"]["recent"]) == (0.1, 0.1)
+    assert results["n-shot"] == {"h2okv_rte": 1}
+    assert results["n-samples"]["h2okv_rte"] == {"original": 4, "effective": 4}
+
+
+def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monkeypatch):
+    store = tmp_path / "answers"
+    args = ("--data", data, "--use_cache", store)
+    assert run(*args).code == 0
+    from h2okv.evaluation.harness.scoring import Scorer
+
+    monkeypatch.delattr(Scorer, "after_prompts")  # nothing is left to be computed
+    assert run(*args).code == 0
+    refused = run(*args, options="heavy=0.2,recent=0.1")
+    assert refused.code == 2 and "give another path" in refused.err
+
+
+def test_the_harness_own_model_runs_the_tasks_too(h2okv_command, model_folder, data, monkeypatch):
+    monkeypatch.setenv("LMEVAL_LOG_LEVEL", "ERROR")
+    args = ("--model", "hf", "--model_args", f"pretrained={model_folder}", "--tasks", "h2okv_rte")
+    outcome = h2okv_command("lm-eval", "run", "--data", data, *args)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("hf (")
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "words"),
+    [
+        ((), {}, "'rte_val.jsonl'"),
+        (("--data", "nowhere"), {}, "--data 'nowhere' is no folder"),
+        ((), {"task": "h2okv_rta"}, "did you mean h2okv_rte"),
+        ((), {"options": "hevy=0.1"}, "perhaps 'heavy' is meant"),
+        ((), {"options": "policy=h20"}, "did you mean 'h2o'"),
+        (("--limit", "2", "--samples", '{"h2okv_rte": [0]}'), {}, "--limit must be None"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, args, changes, words):
+    outcome = run(*args, **changes)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_file_that_is_missing_is_named_with_its_folder(run, tmp_path):
+    outcome = run("--data", tmp_path)
+    assert outcome.code == 2
+    assert f"'rte_val.jsonl' is not in '{tmp_path}'" in outcome.err
+
+
+def test_options_unknown_to_the_harness_are_its_own_error(run, data, capsys):
+    outcome = run("--data", data, "--bogus")
+    assert outcome.code == 2 and "unrecognized arguments: --bogus" in outcome.err
+
+
+def test_without_the_harness_the_extra_is_named(run, monkeypatch):
+    monkeypatch.setattr(launcher, "_is_installed", lambda: False)
+    outcome = run()
+    assert outcome.code == 2 and "pip install 'h2okv[eval]'" in outcome.err
+
+
+def test_help_has_an_example(h2okv_command):
+    outcome = h2okv_command("lm-eval", "--help")
+    assert outcome.code == 0
+    assert "--tasks h2okv_copa" in outcome.out and "--data" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("given", "completed"),
+    [
+        ([], ["--help"]),
+        (["ls", "tasks"], ["ls", "tasks"]),
+        (["--tasks", "x"], ["run", "--model", "h2okv", "--tasks", "x"]),
+        (["run", "--model=hf", "--tasks", "x"], ["run", "--model=hf", "--tasks", "x"]),
+        (["--config", "run.yaml"], ["run", "--config", "run.yaml"]),
+    ],
+)
+def test_what_is_left_out_is_filled_in(given, completed):
+    assert launcher.completed(given) == completed
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (["--tasks", "h2okv_rte,h2okv_copa"], True),
+        (["-t", "h2okv_rte", "h2okv_copa", "--limit", "3"], True),
+        (["--tasks=h2okv_rte,hellaswag"], False),
+        (["ls", "tasks"], False),
+    ],
+)
+def test_the_harness_tasks_are_listed_only_where_they_are_asked_for(args, answer):
+    assert launcher.names_own_tasks(args) is answer

@@ -1,0 +1,169 @@
+"""Scores under eviction: the batch against a row alone, the scan against token by token."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import h2okv
+from h2okv.evaluation.harness.scoring import Scorer, batches
+from h2okv.evaluation.harness.settings import EvictionSettings
+
+VOCAB = 97
+TOLERANCE = 2e-5
+
+
+def draw(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+def scorer(model, **options):
+    options = {"heavy": 4, "recent": 3} | options
+    return Scorer(model, EvictionSettings(**options))
+
+
+def assert_equal(one, other):
+    assert torch.allclose(one.log_probs, other.log_probs, atol=TOLERANCE)
+    assert torch.equal(one.greedy, other.greedy)
+
+
+def log_prob(logits, token):
+    return float(logits[0, -1].log_softmax(-1)[token])
+
+
+@pytest.mark.parametrize("budget", [(4, 3), (0.2, 0.1)])
+def test_the_scan_equals_token_by_token(make_llama, budget):
+    model, text = make_llama(), draw(40, 1)
+    heavy, recent = budget
+    cache = h2okv.H2OCache(model.config, heavy=heavy, recent=recent)
+    cache.expect(len(text) - 1)
+    with torch.no_grad():
+        expected = [
+            log_prob(model(torch.tensor([[token]]), past_key_values=cache).logits, following)
+            for token, following in zip(text, text[1:], strict=False)
+        ]
+    scanned = scorer(model, heavy=heavy, recent=recent, prefill_chunk=1).whole([text])[0]
+    assert scanned.log_probs.tolist() == pytest.approx(expected, abs=TOLERANCE)
+    full = scorer(model, policy="full").whole([text])[0]
+    assert (full.log_probs - scanned.log_probs).abs().max() > 1e-3  # eviction is felt
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("policy", ["h2o", "random", "sink_recent"])
+def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
+    options = {"heavy": 0.2, "recent": 0.2, "sink": 1, "policy": policy, "prefill_chunk": chunk}
+    scoring = scorer(make_llama(), protocol="whole", **options)
+    texts = [draw(length, length) for length in (33, 2, 17, 33)]
+    counts = [5, 1, 16, 1]
+    for text, count, together in zip(texts, counts, scoring.whole(texts, counts), strict=True):
+        assert_equal(together, scoring.whole([text], [count])[0])
+        assert len(together.log_probs) == count
+
+
+@pytest.mark.parametrize("rows", [64, 2])
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("chunk", [None, 1, 6])
+def test_continuations_share_a_context_as_alone(make_llama, rows, positions, chunk):
+    options = {"positions": positions, "prefill_chunk": chunk, "protocol": "prompt"}
+    scoring = scorer(make_llama(), **options)
+    contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(2, 4)]
+    continuations = [
+        [draw(1, 5), draw(7, 6), draw(3, 7)], [draw(4, 8)], [draw(2, 9), draw(5, 10)], [draw(6, 11)]
+    ]  # fmt: skip
+    results = scoring.after_prompts(contexts, continuations, rows)
+    for context, own, together in zip(contexts, continuations, results, strict=True):
+        assert len(together) == len(own)
+        for continuation, scores in zip(own, together, strict=True):
+            assert_equal(scores, scoring.after_prompt(context, [continuation])[0])
+
+
+def test_a_continuation_follows_on_the_evicted_context(make_llama):
+    model, context, continuation = make_llama(), draw(30, 1), draw(5, 2)
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=3)
+    block = torch.tensor([[context[-1], *continuation[:-1]]])
+    with torch.no_grad():
+        model(torch.tensor([context[:-1]]), past_key_values=cache)
+        assert cache.num_cached_tokens == 7
+        logits = model(block, past_key_values=cache).logits[0].log_softmax(-1)
+    scores = scorer(model).after_prompt(context, [continuation])[0]
+    expected = [float(logits[place, token]) for place, token in enumerate(continuation)]
+    assert scores.log_probs.tolist() == pytest.approx(expected, abs=TOLERANCE)
+    assert scores.total == pytest.approx(sum(expected), abs=1e-4)
+    full = scorer(model, policy="full").after_prompt(context, [continuation])[0]
+    # The first token of a continuation is predicted from the evicted cache too.
+    assert abs(float(full.log_probs[0] - scores.log_probs[0])) > 1e-3
+
+
+def test_a_budget_above_the_length_gives_the_full_scores(make_llama):
+    model = make_llama()
+    contexts, continuations = [draw(20, 1), draw(9, 2)], [[draw(4, 3), draw(2, 4)], [draw(1, 5)]]
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        expected = []
+        for context, own in zip(contexts, continuations, strict=True):
+            for tokens in own:
+                logits = model(torch.tensor([context + tokens])).logits[0, -len(tokens) - 1 : -1]
+                given = torch.tensor(tokens).unsqueeze(1)
+                expected.append(float(logits.log_softmax(-1).gather(1, given).sum()))
+    prompt = scorer(model, heavy=100, recent=100).after_prompts(contexts, continuations)
+    assert [score.total for own in prompt for score in own] == pytest.approx(expected, abs=1e-4)
+    texts = [c + t for c, own in zip(contexts, continuations, strict=True) for t in own]
+    counts = [len(tokens) for own in continuations for tokens in own]
+    whole = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole(texts, counts)
+    assert [score.total for score in whole] == pytest.approx(expected, abs=1e-4)
+
+
+def test_layers_of_other_kinds_are_not_padded(make_llama):
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=8,
+        max_window_layers=0, layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval()
+    model.set_attn_implementation("h2o")
+    scoring = scorer(model)
+    assert not scoring.takes_padding
+    contexts, continuations = [draw(20, 1), draw(9, 2)], [[draw(4, 3), draw(2, 4)], [draw(3, 5)]]
+    results = scoring.after_prompts(contexts, continuations)
+    for context, own, together in zip(contexts, continuations, results, strict=True):
+        for tokens, scores in zip(own, together, strict=True):
+            assert_equal(scores, scoring.after_prompt(context, [tokens])[0])
+    scan = scorer(model, prefill_chunk=1)
+    texts = [draw(20, 6), draw(12, 7)]
+    for text, scores in zip(texts, scan.whole(texts), strict=True):
+        assert_equal(scores, scan.whole([text])[0])
+
+
+def test_a_model_without_h2o_attention_gets_it_for_the_call(make_llama):
+    model = make_llama(attention="sdpa")
+    scorer(model, prefill_chunk=1).whole([draw(9, 1)])
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_batches_hold_every_text_once_and_like_lengths():
+    lengths = [3, 9, 1, 7, 5]
+    assert list(batches(lengths, 2)) == [[1, 3], [4, 0], [2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"polcy": "h2o"}, "did you mean 'policy'"),
+        ({"policy": "h2"}, "did you mean 'h2o'"),
+        ({"protocol": "paper"}, "prompt, whole"),
+        ({"protocol": "whole"}, "prefill_chunk=1"),
+        ({"heavy": 0.7, "recent": 0.7}, "add up to"),
+        ({"heavy": -1}, "heavy=-1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        EvictionSettings(**options)
+
+
+def test_one_token_blocks_are_the_papers_protocol_unless_said_otherwise():
+    assert EvictionSettings(prefill_chunk=1).protocol == "whole"
+    assert EvictionSettings(prefill_chunk=64).protocol == "prompt"
+    assert EvictionSettings(prefill_chunk=1, protocol="prompt").protocol == "prompt"
