@@ -24,7 +24,7 @@ from training.quality import answer_recalled, share, stack
 from training.text import HELD_OUT_BOOKS
 
 CHOICES = (
-    "full", "recent", "h2o", "h2o:scoring=mean", "h2o:scoring=value_norm",
+    *h2okv.policy_names(), "h2o:scoring=mean", "h2o:scoring=value_norm",
     "h2o:scoring=value_norm:sink=8", "h2o:sink=8",
     *(f"h2o:scoring=decay:decay={decay}" for decay in (0.5, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)),
 )  # fmt: skip
@@ -34,6 +34,7 @@ def make_cache(model: torch.nn.Module, choice: str, tokens: int) -> h2okv.H2OCac
     """Makes the cache of a choice with a total budget, half of it recent."""
     policy, *rest = choice.split(":")
     options: dict = dict(part.split("=") for part in rest)
+    options["simulate"] = policy not in h2okv.policy_names(dropping=True)
     for name in ("decay", "sink"):
         if name in options:
             options[name] = float(options[name]) if name == "decay" else int(options[name])

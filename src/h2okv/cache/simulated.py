@@ -33,7 +33,9 @@ class SimulatedLayer(ScoredLayer):
         length, given = key.shape[2], real
         if real is None:
             real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
-        always = self._always_seen(length) if self.policy.per_query else None
+        always = None
+        if self.policy.per_query and self.positions is not None:
+            always = self._always_seen(length)
         past = self._append(key, value, real)
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
         visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
@@ -89,10 +91,8 @@ class SimulatedLayer(ScoredLayer):
 
     def _always_seen(self, length: int) -> torch.Tensor:
         """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
-        own = torch.ones(self.batch_size, self.num_kv_heads, length, dtype=torch.bool)
-        if self.positions is None:
-            return own.to(self.device)
-        return torch.cat([self._best(self.total - self.chosen), own.to(self.device)], dim=-1)
+        before = self._best(self.total - self.chosen)
+        return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)
 
     def _evict(self) -> None:
         """Marks what goes; mutates the layer."""
