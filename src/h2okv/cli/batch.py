@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 import h2okv
-from h2okv.cli.batch_job import BatchRequest, Stopped, run_batch
+from h2okv.benchmarking.memory import parse_memory
+from h2okv.cli.batch_job import run_batch
+from h2okv.cli.batch_request import BatchRequest, Stopped
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED
@@ -21,6 +23,7 @@ from h2okv.cli.options import (
     parse_positions,
 )
 from h2okv.cli.output import write_remark, write_text
+from h2okv.engine.placement import PLACES, parse_shares
 
 HELP = """Generate for a file of prompts, as many at a time as there is room for.
 
@@ -31,7 +34,12 @@ the same command goes on with what is left.
 Examples:
 
     h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
+
+    h2okv batch --model ./large-model --memory 4GiB --input prompts.jsonl --output texts.jsonl
 """
+
+WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
+MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
 
 def batch(
@@ -40,6 +48,10 @@ def batch(
     model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens for a prompt.")] = 128,
     batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
+    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
+    ] = None,
     policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
     heavy: Annotated[
         str, typer.Option(help="Heavy hitters to keep: tokens (64) or a share of the prompt (0.1).")
@@ -60,6 +72,17 @@ def batch(
     seed: Annotated[int, typer.Option(help="Random numbers; each prompt has its own.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    converted: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where checkpoints go that must be written anew to be streamed.",
+            show_default="the user's cache folder",
+        ),
+    ] = None,
+    keep_pages: Annotated[
+        bool,
+        typer.Option("--keep-pages", help="Let the system keep streamed weights in free memory."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
 ) -> int:
     """Runs a job, as `HELP` tells the user."""
@@ -80,6 +103,10 @@ def batch(
         dtype=parse_dtype(dtype),
         device=parse_device(device),
         rows=parse_rows(batch),
+        shares=parse_shares("weights", weights, PLACES),
+        memory=None if memory is None else parse_memory(memory),
+        converted=converted,
+        keep_pages=keep_pages,
     )
     try:
         summary = run_batch(request)

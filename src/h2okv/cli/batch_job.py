@@ -1,102 +1,28 @@
-"""A job put together: model, prompts, results, and what is said at the end."""
+"""A job put together and run: model, prompts, results."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import torch
 from transformers import PreTrainedConfig
 
 import h2okv
+from h2okv.cli.batch_engine import Engine, make_engine
 from h2okv.cli.batch_progress import BatchProgress
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.loading import Described, describe, load_weights
-from h2okv.cli.options import Sampling
+from h2okv.cli.batch_request import BatchRequest, Stopped, Summary
+from h2okv.cli.loading import Described, describe
 from h2okv.cli.text_stream import TextStream
 from h2okv.engine.chooser import Chooser
 from h2okv.engine.job import Job, Wording
-from h2okv.engine.passing import OneByOne
+from h2okv.engine.process_memory import data_bytes, peak_resident_bytes
 from h2okv.engine.prompt_file import PromptFile
 from h2okv.engine.result_file import ResultFile, Setting
-from h2okv.engine.runner import Limits, Runner
+from h2okv.engine.runner import Runner
 from h2okv.engine.sequence import Sequence
-
-_ROWS = 32
-_PROMPT_TOKENS = 8192
-
-
-class Stopped(Exception):
-    """Ctrl-C ended the job; says how far it is."""
-
-
-@dataclass(frozen=True)
-class BatchRequest:
-    """What the user asked for.
-
-    Attributes:
-        model: A folder, a Hub id, or the bundled model.
-        input: The prompts.
-        output: The results.
-        choice: The cache.
-        sampling: How tokens are chosen, and how many.
-        dtype: Of the weights; None for the checkpoint's own.
-        device: Where the model runs.
-        rows: Prompts under way; None for as many as there is room for.
-    """
-
-    model: str
-    input: Path
-    output: Path
-    choice: CacheChoice
-    sampling: Sampling
-    dtype: torch.dtype | None
-    device: torch.device
-    rows: int | None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a job did in this run.
-
-    Attributes:
-        prompts: Of the whole job.
-        skipped: Finished by an earlier run.
-        errors: Prompts with an error record, those of earlier runs too.
-        new_tokens: Generated in this run.
-        passes: Over the weights.
-        seconds: From the first pass to the last.
-    """
-
-    prompts: int
-    skipped: int
-    errors: int
-    new_tokens: int
-    passes: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of this run, the reading of prompts included."""
-        return self.new_tokens / max(self.seconds, 1e-9)
-
-    def to_json(self) -> str:
-        """Writes it for machines."""
-        return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second})
-
-    def to_text(self) -> str:
-        """Writes it for people, in one line."""
-        parts = [f"{self.prompts} prompts"]
-        if self.skipped:
-            parts.append(f"{self.skipped} of them finished before")
-        if self.errors:
-            parts.append(f"{self.errors} with an error record")
-        parts.append(f"{self.new_tokens} new tokens in {self.seconds:.1f} s")
-        parts.append(f"{self.tokens_per_second:,.1f} tokens/s")
-        return ", ".join(parts)
 
 
 def run_batch(request: BatchRequest) -> Summary:
@@ -116,42 +42,58 @@ def run_batch(request: BatchRequest) -> Summary:
     prompts = PromptFile(request.input)
     with ResultFile(request.output, _settings(request, described.config)) as results:
         job = Job(prompts, results, _wording(request, described))
-        if job.num_finished == len(prompts):
-            return Summary(len(prompts), job.num_skipped, results.num_errors, 0, 0, 0.0)
-        model = load_weights(described, request.dtype, request.device)
+        try:
+            return _run(request, described, job)
+        except KeyboardInterrupt:
+            raise Stopped(
+                f"stopped; {job.num_finished} of {len(prompts)} prompts are finished, and the same"
+                " command goes on from there"
+            ) from None
+
+
+def _run(request: BatchRequest, described: Described, job: Job) -> Summary:
+    if job.num_finished == len(job.prompts):
+        return Summary(len(job.prompts), job.num_skipped, job.results.num_errors)
+    sampling = request.sampling
+
+    def make_cache() -> h2okv.H2OCache:
+        return request.choice.make(described.config, sampling.seed)
+
+    engine = make_engine(request, described, job, make_cache)
+    try:
+        job.wording = replace(job.wording, most_prompt=engine.most_prompt)
+        chooser = Chooser(engine.model, sampling.temperature, sampling.top_p, sampling.seed)
         runner = Runner(
-            model,
-            OneByOne(),
-            Chooser(
-                model, request.sampling.temperature, request.sampling.top_p, request.sampling.seed
-            ),
-            lambda: request.choice.make(model.config, request.sampling.seed),
-            Limits(request.rows or _ROWS, _PROMPT_TOKENS, request.rows or _ROWS),
-            request.device,
+            engine.model, engine.passing, chooser, make_cache, engine.limits, request.device
         )
-        with h2okv.enable(model):
-            return _run(job, runner, request.sampling.max_new_tokens)
+        with h2okv.enable(engine.model):
+            return _go_through(job, runner, engine, sampling.max_new_tokens)
+    finally:
+        engine.close()
 
 
-def _run(job: Job, runner: Runner, max_new_tokens: int) -> Summary:
+def _go_through(job: Job, runner: Runner, engine: Engine, max_new_tokens: int) -> Summary:
     total = len(job.prompts)
     start = time.perf_counter()
-    try:
-        with BatchProgress(total, job.num_skipped, max_new_tokens) as progress:
-            for finished in job.run(runner):
-                progress.update(finished, runner.unfinished_tokens, runner.num_tokens)
-    except KeyboardInterrupt:
-        raise Stopped(
-            f"stopped; {job.num_finished} of {total} prompts are finished, and the same command"
-            " goes on from there"
-        ) from None
+    with BatchProgress(total, job.num_skipped, max_new_tokens) as progress:
+        for finished in job.run(runner):
+            progress.update(finished, runner.unfinished_tokens, runner.num_tokens)
+    assembled = engine.assembled
+    stream = None if assembled is None else assembled.stream
     return Summary(
         prompts=total,
         skipped=job.num_skipped,
         errors=job.results.num_errors,
+        prompt_tokens=runner.num_prompt_tokens,
         new_tokens=runner.num_tokens,
         passes=runner.num_passes,
         seconds=time.perf_counter() - start,
+        predicted=None if engine.plan is None else engine.plan.forecast.tokens_per_second,
+        bytes_read=0 if assembled is None else assembled.bytes_read,
+        wait_seconds=0.0 if stream is None else stream.wait_seconds,
+        plan=engine.describe(),
+        peak_bytes=peak_resident_bytes(),
+        data_bytes=data_bytes(),
     )
 
 

@@ -63,7 +63,7 @@ class Demand:
             return cache.budget.resolve(prompt).total + 1
         return prompt + -(-new // _GROWTH) * _GROWTH + _GROWTH
 
-    def layer_bytes(self, slots: int) -> int:
+    def layer_bytes(self, slots: float) -> int:
         """Bytes of one sequence in one layer of slots."""
         return int(slots * (self.entry_bytes + self.num_kv_heads * _NOTE_BYTES))
 
@@ -80,7 +80,7 @@ class Demand:
         held = sum(min(length, window) for window in self.windows)
         return int(self.num_slot_layers * self.layer_bytes(slots) + held * self.entry_bytes)
 
-    def decode_bytes(self, rows: int, slots: int) -> int:
+    def decode_bytes(self, rows: int, slots: float) -> int:
         """Temporaries of a step: keys in fp32, probabilities, the MLP, the logits in fp32."""
         keys = self.num_kv_heads * self.key_size * slots * (4 if self.element < 4 else 0)
         weights = 3 * self.num_heads * slots * 4

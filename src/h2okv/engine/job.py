@@ -13,6 +13,10 @@ from h2okv.engine.runner import Runner
 from h2okv.engine.sequence import Sequence
 
 
+class _RefusedError(Exception):
+    """A prompt cannot be served; says why."""
+
+
 @dataclass(frozen=True)
 class Wording:
     """How text becomes tokens and tokens become text.
@@ -40,7 +44,7 @@ class Job:
     Args:
         prompts: All prompts of the job.
         results: Results so far; mutated.
-        wording: How text becomes tokens and back.
+        wording: How text becomes tokens and back; may be replaced before the job runs.
 
     Raises:
         ValueError: If the results are of other prompts.
@@ -51,7 +55,7 @@ class Job:
         self.prompts = prompts
         self.results = results
         self.num_skipped = len(results.finished)
-        self._wording = wording
+        self.wording = wording
         self._refused: list[dict[str, Any]] = []
 
     @property
@@ -77,49 +81,59 @@ class Job:
             yield self.num_finished
         self._append([])
 
+    def lengths(self) -> Iterator[int]:
+        """Counts the tokens of each prompt that has no result and can be served."""
+        for line in self._unfinished():
+            try:
+                yield len(self._sequence(line, self.prompts.read(line)).prompt)
+            except _RefusedError:
+                continue
+
+    def _unfinished(self) -> Iterator[PromptLine]:
+        for line in self.prompts.lines:
+            if json.dumps(line.id) not in self.results.finished:
+                yield line
+
     def _append(self, records: list[dict[str, Any]]) -> None:
         records, self._refused = [*self._refused, *records], []
         if records:
             self.results.append(records)
 
     def _sequences(self) -> Iterator[Sequence]:
-        for line in self.prompts.lines:
-            if json.dumps(line.id) in self.results.finished:
-                continue
-            prompt = self.prompts.read(line)
+        for line in self._unfinished():
             try:
-                yield self._sequence(line, prompt)
-            except ValueError as error:
+                yield self._sequence(line, self.prompts.read(line))
+            except _RefusedError as error:
                 self._refused.append(
                     {"id": line.id, "error": str(error), "prompt_digest": line.digest}
                 )
 
     def _sequence(self, line: PromptLine, prompt: Any) -> Sequence:
         """Checks a prompt and turns it into tokens; raises what its record shall say."""
-        wording = self._wording
+        wording = self.wording
         if not isinstance(prompt, str):
-            raise ValueError('the prompt is no text; write {"id": 1, "prompt": "..."}')
+            raise _RefusedError('the prompt is no text; write {"id": 1, "prompt": "..."}')
         if not prompt.strip():
-            raise ValueError("the prompt is empty; give some text to go on from")
+            raise _RefusedError("the prompt is empty; give some text to go on from")
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise ValueError("the prompt is not UTF-8 text; convert it to UTF-8") from None
+            raise _RefusedError("the prompt is not UTF-8 text; convert it to UTF-8") from None
         tokens = wording.encode(prompt)
         if not tokens:
-            raise ValueError("the prompt has no tokens for this model; give some text")
+            raise _RefusedError("the prompt has no tokens for this model; give some text")
         if max(tokens) >= wording.vocabulary:
-            raise ValueError(
+            raise _RefusedError(
                 f"the tokenizer gives token {max(tokens)}, but the model knows only"
                 f" {wording.vocabulary}; get the model again, with its own tokenizer"
             )
         if wording.context is not None and len(tokens) >= wording.context:
-            raise ValueError(
+            raise _RefusedError(
                 f"the prompt has {len(tokens)} tokens, but the model's context is"
                 f" {wording.context}; shorten it to {wording.context - 1} or fewer"
             )
         if wording.most_prompt is not None and len(tokens) > wording.most_prompt:
-            raise ValueError(
+            raise _RefusedError(
                 f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
                 f" for {wording.most_prompt}; shorten it or give more --memory"
             )
@@ -132,7 +146,7 @@ class Job:
     def _record(self, sequence: Sequence) -> dict[str, Any]:
         return {
             "id": sequence.id,
-            "text": self._wording.decode(sequence),
+            "text": self.wording.decode(sequence),
             "finish_reason": sequence.finish_reason,
             "prompt_tokens": len(sequence.prompt),
             "new_tokens": len(sequence.new_tokens),

@@ -21,7 +21,12 @@ class MicroBatch:
         sequences: B of them, none of which has begun.
         cache: Empty; mutated by every forward.
         device: Where the model's input goes.
+
+    Attributes:
+        row_bytes: What the cache of the largest row took that ever was among them.
     """
+
+    row_bytes = 0
 
     def __init__(self, sequences: list[Sequence], cache: H2OCache, device: torch.device) -> None:
         self.sequences = sequences
@@ -118,6 +123,7 @@ class MicroBatch:
             torch.nn.functional.pad(part.mask, (columns - part.columns, 0))
             for part in (self, other)
         ]
+        self.row_bytes = max(self.row_bytes, other.row_bytes)
         self.sequences = self.sequences + other.sequences
         self.columns = columns
         self._mask = self._room_for(columns)

@@ -31,11 +31,18 @@ class Limits:
         prompt_tokens: Tokens, padding included, of the prompts that one micro-batch reads; at
             least one prompt is read whatever its length.
         decode_rows: Sequences that are decoded together.
+        pass_tokens: Tokens of the prompts that one pass reads; ``None`` for no limit. At least one
+            prompt is read.
+        cache_bytes: For all caches; ``None`` for no limit. At least one sequence is under way.
+        bytes_of: Of one sequence's cache, from the tokens of its prompt and its text.
     """
 
     rows: int
     prompt_tokens: int
     decode_rows: int
+    pass_tokens: int | None = None
+    cache_bytes: int | None = None
+    bytes_of: Callable[[int, int], int] = lambda prompt, new: 0
 
 
 class Runner:
@@ -67,6 +74,7 @@ class Runner:
         self._device = device
         self._batches: list[MicroBatch] = []
         self.num_passes = 0
+        self.num_prompt_tokens = 0
         self.num_tokens = 0
         """Tokens generated so far, of unfinished sequences too."""
 
@@ -90,18 +98,41 @@ class Runner:
         Yields:
             After every pass over the weights the sequences that it finished, often none.
         """
-        waiting = _sorted_ahead(iter(sequences), self._limits.rows * _AHEAD)
-        queue: list[Sequence] = []
-        is_over = False
+        waiting = _Queue(_sorted_ahead(iter(sequences), self._limits.rows * _AHEAD))
         while True:
             free = self._limits.rows - sum(batch.num_live for batch in self._batches)
-            if not is_over and (not self._batches or free * _REFILL >= self._limits.rows):
-                queue = list(islice(waiting, free))
-                is_over = len(queue) < free
-                self._batches.extend(self._begin(queue))
+            if not self._batches or free * _REFILL >= self._limits.rows:
+                self._batches.extend(self._begin(self._admit(waiting, free)))
             if not self._batches:
                 return
             yield self._step()
+
+    def _admit(self, waiting: _Queue, free: int) -> list[Sequence]:
+        """Takes prompts for which there are rows, cache and room for their states."""
+        limits = self._limits
+        if waiting.peek() is None:
+            return []
+        for batch in self._batches:
+            batch.drop_finished()
+        going = sum(len(batch) for batch in self._batches)
+        # Rows that are decoded together have as many slots each as the largest of them had.
+        largest = max((batch.row_bytes for batch in self._batches), default=0)
+        chosen: list[Sequence] = []
+        tokens = 0
+        while len(chosen) < free and (following := waiting.peek()) is not None:
+            largest = max(largest, self._bytes_of(following))
+            tokens += len(following.prompt)
+            count = going + len(chosen) + 1
+            full = limits.cache_bytes is not None and count * largest > limits.cache_bytes
+            long = limits.pass_tokens is not None and tokens > limits.pass_tokens
+            if (full and count > 1) or (long and chosen):
+                break
+            chosen.append(waiting.take())
+            self.num_prompt_tokens += len(following.prompt)
+        return chosen
+
+    def _bytes_of(self, sequence: Sequence) -> int:
+        return self._limits.bytes_of(len(sequence.prompt), sequence.room)
 
     def _begin(self, sequences: list[Sequence]) -> Iterator[MicroBatch]:
         """Cuts new sequences into micro-batches that are small enough to be read."""
@@ -110,11 +141,16 @@ class Runner:
             longest = max(len(other.prompt) for other in [*own, sequence])
             full = longest * (len(own) + 1) > self._limits.prompt_tokens
             if own and (full or len(own) == self._limits.decode_rows):
-                yield MicroBatch(own, self._make_cache(), self._device)
+                yield self._micro_batch(own)
                 own = []
             own.append(sequence)
         if own:
-            yield MicroBatch(own, self._make_cache(), self._device)
+            yield self._micro_batch(own)
+
+    def _micro_batch(self, sequences: list[Sequence]) -> MicroBatch:
+        batch = MicroBatch(sequences, self._make_cache(), self._device)
+        batch.row_bytes = max(self._bytes_of(own) for own in sequences)
+        return batch
 
     def _step(self) -> list[Sequence]:
         """One pass: every micro-batch reads its prompts or makes one token."""
@@ -150,6 +186,26 @@ class Runner:
         if len(first) + len(second) > self._limits.decode_rows:
             return False
         return can_join(first.cache) and can_join(second.cache)
+
+
+class _Queue:
+    """Sequences that can be looked at before they are taken."""
+
+    def __init__(self, sequences: Iterator[Sequence]) -> None:
+        self._sequences = sequences
+        self._next: Sequence | None = None
+
+    def peek(self) -> Sequence | None:
+        """The next one; ``None`` at the end."""
+        if self._next is None:
+            self._next = next(self._sequences, None)
+        return self._next
+
+    def take(self) -> Sequence:
+        """Takes the one that was looked at."""
+        assert self._next is not None
+        taken, self._next = self._next, None
+        return taken
 
 
 def _sorted_ahead(sequences: Iterator[Sequence], window: int) -> Iterator[Sequence]:

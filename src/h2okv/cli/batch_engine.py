@@ -1,0 +1,203 @@
+"""The engine of a job: the model in memory, or from its files within a promised memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import h2okv
+from h2okv.benchmarking.memory import available_bytes
+from h2okv.cli.batch_progress import StageProgress
+from h2okv.cli.batch_request import BatchRequest
+from h2okv.cli.loading import Described, load_weights
+from h2okv.cli.streamed_model import OpenModel, checkpoint_folder, make_planner, open_model
+from h2okv.engine.assembly import Assembled, assemble
+from h2okv.engine.demand import demand_of
+from h2okv.engine.job import Job
+from h2okv.engine.passing import OneByOne, Passing
+from h2okv.engine.planner import Plan, Workload
+from h2okv.engine.process_memory import give_memory_back
+from h2okv.engine.runner import Limits
+
+_ROWS = 32
+_PROMPT_TOKENS = 8192
+_LITTLE = 0.5
+"""A model whose weights take less of the free memory than this is loaded without more ado."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that can run, and how.
+
+    Attributes:
+        model: The model.
+        passing: Runs its forwards.
+        limits: What is in memory at once.
+        most_prompt: Tokens of the longest prompt that the memory allows; None for any.
+        plan: Why; None if there was nothing to plan.
+        assembled: Where weights come from; None if they are all in memory.
+    """
+
+    model: PreTrainedModel
+    passing: Passing
+    limits: Limits
+    most_prompt: int | None = None
+    plan: Plan | None = None
+    assembled: Assembled | None = None
+
+    def close(self) -> None:
+        """Ends reading."""
+        if self.assembled is not None:
+            self.assembled.close()
+
+    def describe(self) -> dict[str, Any] | None:
+        """The plan for machines."""
+        if self.plan is None:
+            return None
+        described = asdict(self.plan)
+        places = self.plan.placement.units
+        described["placement"] = {place: places.count(place) for place in sorted(set(places))}
+        return described
+
+
+def make_engine(
+    request: BatchRequest,
+    described: Described,
+    job: Job,
+    make_cache: Callable[[], h2okv.H2OCache],
+) -> Engine:
+    """Brings the model to where the user, or the planner, wants it.
+
+    Args:
+        request: What the user asked for.
+        described: The model.
+        job: Its prompts are measured for the plan.
+        make_cache: Makes an empty cache.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: If something about the weights or the memory is wrong.
+    """
+    if _is_plain(request, described):
+        model = load_weights(described, request.dtype, request.device)
+        demand = demand_of(model.config, make_cache(), model.dtype)
+        rows = request.rows or _ROWS
+        return Engine(
+            model,
+            OneByOne(),
+            Limits(
+                rows=rows,
+                prompt_tokens=_PROMPT_TOKENS,
+                decode_rows=rows,
+                cache_bytes=_cache_bytes(request.device),
+                bytes_of=_sizes(demand, make_cache()),
+            ),
+        )
+    if request.memory is not None:
+        give_memory_back()
+    opened = open_model(described, request.dtype, request.device, request.converted)
+    return _streamed(request, opened, job, make_cache)
+
+
+def _streamed(
+    request: BatchRequest,
+    opened: OpenModel,
+    job: Job,
+    make_cache: Callable[[], h2okv.H2OCache],
+) -> Engine:
+    lengths = measure_prompts(job)
+    cache = make_cache()
+    new = request.sampling.max_new_tokens
+    work = _workload(lengths, new)
+    planner = make_planner(opened, cache, work, request.memory)
+    most = planner.longest_that_fits(request.shares)
+    if most < work.longest:
+        fitting = [length for length in lengths if length <= most]
+        if fitting:
+            planner = make_planner(opened, cache, _workload(fitting, new), request.memory)
+        # Without any, the planner says what would be needed.
+    plan = planner.choose(request.rows, request.shares)
+    assembled = assemble(
+        opened.skeleton,
+        opened.files,
+        opened.found,
+        plan.placement,
+        request.device,
+        keep_pages=request.keep_pages,
+    )
+    limits = Limits(
+        rows=plan.rows,
+        prompt_tokens=plan.lane_tokens,
+        decode_rows=plan.rows,
+        pass_tokens=plan.pass_tokens,
+        cache_bytes=plan.cache_bytes,
+        bytes_of=_sizes(opened.demand(cache), cache),
+    )
+    return Engine(opened.skeleton.model, assembled.passing, limits, most, plan, assembled)
+
+
+def measure_prompts(job: Job) -> list[int]:
+    """Counts the tokens of all prompts that are left, for the plan.
+
+    Args:
+        job: The job.
+
+    Returns:
+        One number for each prompt that can be served, at least one.
+    """
+    total = len(job.prompts) - job.num_finished
+    lengths = []
+    with StageProgress("counting tokens") as progress:
+        for index, length in enumerate(job.lengths()):
+            lengths.append(length)
+            if index % 64 == 0:
+                progress.show(index, total)
+    return lengths or [1]
+
+
+def _workload(lengths: list[int], new: int) -> Workload:
+    typical = max(1, sum(lengths) // len(lengths))
+    return Workload(typical=typical, longest=max(lengths), new=new, prompts=len(lengths))
+
+
+def _is_plain(request: BatchRequest, described: Described) -> bool:
+    """Whether all weights simply go into memory."""
+    if request.shares is not None:
+        only_device = set(request.shares) <= {"device"}
+        return only_device and request.memory is None
+    if request.memory is not None:
+        return False
+    free = available_bytes(request.device)
+    return free is None or _weight_bytes(checkpoint_folder(described)) < _LITTLE * free
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Size of a checkpoint's files, in whatever format."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        paths = [folder / name for name in names]
+    except (OSError, ValueError, LookupError, AttributeError):
+        paths = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _sizes(demand: Any, cache: h2okv.H2OCache) -> Callable[[int, int], int]:
+    def bytes_of(prompt: int, new: int) -> int:
+        size: int = demand.sequence_bytes(demand.slots_of(cache, prompt, new), prompt + new)
+        return size
+
+    return bytes_of
+
+
+def _cache_bytes(device: torch.device) -> int | None:
+    free = available_bytes(device)
+    return None if free is None else free // 4

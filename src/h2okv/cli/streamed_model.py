@@ -1,0 +1,209 @@
+"""A model that runs from its files: opened, weighed, planned and put together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+import h2okv
+from h2okv.benchmarking.bandwidth import measure_bandwidth
+from h2okv.benchmarking.memory import available_bytes
+from h2okv.cli.batch_progress import StageProgress
+from h2okv.cli.loading import BUNDLED, Described
+from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
+from h2okv.engine.conversion import convert, converted_path
+from h2okv.engine.demand import Demand, demand_of
+from h2okv.engine.planner import Planner, Room, Workload
+from h2okv.engine.process_memory import data_bytes
+from h2okv.engine.skeleton import Skeleton, make_skeleton
+from h2okv.engine.speeds import Speeds, measure_disk, measure_link, measure_products
+from h2okv.engine.weight_map import NeedsConversion, lay_out, map_weights
+
+_SPARE = 0.9
+"""Of what is free, where nothing was promised."""
+_SAMPLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model whose weights are still in their files.
+
+    Attributes:
+        skeleton: The model and its parts.
+        files: The checkpoint, or what it was converted to.
+        found: Where each parameter lies.
+        device: Where it will compute.
+    """
+
+    skeleton: Skeleton
+    files: CheckpointFiles
+    found: dict[str, Stored]
+    device: torch.device
+
+    def demand(self, cache: h2okv.H2OCache) -> Demand:
+        """The sizes that memory depends on."""
+        model = self.skeleton.model
+        return demand_of(model.config, cache, self.skeleton.table.dtype)
+
+
+def open_model(
+    described: Described, dtype: torch.dtype | None, device: torch.device, converted: Path | None
+) -> OpenModel:
+    """Opens a checkpoint for streaming; writes it anew first if it must be.
+
+    Args:
+        described: From `describe`.
+        dtype: Of the weights; None for the checkpoint's own, and for the bundled model on a CPU
+            float32, as everywhere.
+        device: Where it will compute.
+        converted: Where converted checkpoints are kept; None for the user's cache folder.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the model has no layers to stream.
+    """
+    folder = checkpoint_folder(described)
+    files = CheckpointFiles.in_folder(folder)
+    if dtype is None:
+        dtype = torch.float32 if _is_small(described, device) else _own_dtype(described, files)
+    skeleton = make_skeleton(described.config, dtype, str(folder))
+    try:
+        found = map_weights(skeleton, files)
+        for unit in skeleton.units:
+            lay_out(unit, found)
+    except NeedsConversion:
+        path = converted_path(converted or _cache_folder(), files, skeleton)
+        if not path.exists():
+            with StageProgress("writing the weights in the order of the layers") as progress:
+                convert(skeleton, files, path, progress.show)
+        files.close()
+        files = CheckpointFiles([path])
+        found = map_weights(skeleton, files)
+    return OpenModel(skeleton, files, found, device)
+
+
+def checkpoint_folder(described: Described) -> Path:
+    """Where a model's files are; those of a Hub id are fetched if they are not here yet.
+
+    Args:
+        described: From `describe`.
+
+    Returns:
+        A folder.
+
+    Raises:
+        ValueError: If they cannot be fetched.
+    """
+    folder = Path(described.source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(described.source, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # its failures have as many types as a network has
+        raise ValueError(
+            f"the weights of --model {described.name!r} cannot be fetched"
+            f" ({type(error).__name__}); check the network, or give a folder"
+        ) from error
+
+
+def measure_speeds(opened: OpenModel, demand: Demand) -> Speeds:
+    """Measures the machine, in a second or two.
+
+    Args:
+        opened: The model; a part of it is read.
+        demand: Its sizes.
+
+    Returns:
+        The speeds.
+    """
+    device = opened.device
+    memory = measure_bandwidth(device, _SAMPLE_BYTES if device.type == "cpu" else None)
+    dtype = opened.skeleton.table.dtype
+    return Speeds(
+        disk=measure_disk(opened.files),
+        link=memory if device.type == "cpu" else measure_link(device),
+        memory=memory,
+        products=measure_products(demand.hidden, demand.width, dtype, device),
+    )
+
+
+def find_room(device: torch.device, memory: int | None) -> Room:
+    """Finds out how much memory may be taken.
+
+    Args:
+        device: Where the model will compute.
+        memory: What was promised, in bytes, all that the process has included; None for what is
+            free.
+
+    Returns:
+        The room.
+
+    Raises:
+        ValueError: If the process has more than was promised before the model is there.
+    """
+    if device.type == "cpu":
+        # The threads of a product come with the first one, and stay.
+        linear(torch.ones(64, 64), torch.ones(64, 64))
+        used = data_bytes() or 0
+        free = available_bytes(device)
+    else:
+        used = torch.cuda.memory_allocated(device)
+        free = available_bytes(device)
+    if memory is None:
+        room = int((free or 0) * _SPARE)
+    else:
+        room = memory - used
+        if room <= 0:
+            raise ValueError(
+                f"--memory {memory >> 20}MiB is too little: the process has {used >> 20}MiB before"
+                " the model is there; give more"
+            )
+    host = 0 if device.type == "cpu" else (available_bytes(torch.device("cpu")) or 0) // 2
+    return Room(room, host, used)
+
+
+def make_planner(
+    opened: OpenModel, cache: h2okv.H2OCache, work: Workload, memory: int | None
+) -> Planner:
+    """Measures what a plan depends on.
+
+    Args:
+        opened: The model.
+        cache: An empty cache of the kind that the job uses.
+        work: What the job asks for.
+        memory: What was promised, in bytes; None for what is free.
+
+    Returns:
+        The planner.
+    """
+    demand = opened.demand(cache)
+    speeds = measure_speeds(opened, demand)
+    room = find_room(opened.device, memory)
+    return Planner(opened.skeleton, demand, cache, speeds, room, work, opened.device)
+
+
+def _is_small(described: Described, device: torch.device) -> bool:
+    return described.name == BUNDLED and device.type == "cpu"
+
+
+def _own_dtype(described: Described, files: CheckpointFiles) -> torch.dtype:
+    """What the config says, or else what most of the weights are stored in."""
+    own: Any = getattr(described.config.get_text_config(), "dtype", None)
+    if isinstance(own, torch.dtype):
+        return own
+    largest = max(files.tensors.values(), key=lambda stored: stored.nbytes)
+    return largest.dtype if largest.dtype.is_floating_point else torch.float32
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "h2okv" / "weights"

@@ -1,0 +1,297 @@
+"""Which weights stay in memory and how many sequences go together, within a promised memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from h2okv.cache import H2OCache
+from h2okv.engine.demand import Demand
+from h2okv.engine.forecast import Forecast, Traffic, forecast
+from h2okv.engine.placement import Place, Placement, place_by_shares, spread
+from h2okv.engine.skeleton import Skeleton
+from h2okv.engine.speeds import Speeds
+from h2okv.engine.weight_stream import arena_bytes
+
+_MOST_ROWS = 1024
+_WORTH = 1.02
+"""A larger batch must be so much faster, or the smaller one is taken."""
+_LANE_TOKENS = 4096
+"""Prompts of a micro-batch; longer ones read alone do not compute faster."""
+_WAITING_SHARE = 0.1
+"""Of the free memory, for the states of prompts between two layers."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job asks for.
+
+    Attributes:
+        typical: Tokens of a prompt, on average.
+        longest: Tokens of the longest prompt.
+        new: The most new tokens.
+        prompts: How many; more are not under way.
+    """
+
+    typical: int
+    longest: int
+    new: int
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that may be taken.
+
+    Attributes:
+        device: Bytes for weights, caches and temporaries where the model computes.
+        host: Bytes in the CPU's memory beside that; 0 if the model computes there.
+        used: Bytes that the process has already, for messages about the promise.
+    """
+
+    device: int
+    host: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision, and what it takes.
+
+    Attributes:
+        placement: Where weights are.
+        rows: Sequences under way.
+        lane_tokens: Tokens of the prompts that a micro-batch reads.
+        pass_tokens: Tokens of the prompts that one pass reads.
+        cache_bytes: For all caches.
+        weight_bytes: Weights that stay in the device's memory.
+        buffer_bytes: The two buffers.
+        temporary_bytes: What a step or a prompt takes beside that.
+        forecast: Its speed.
+    """
+
+    placement: Placement
+    rows: int
+    lane_tokens: int
+    pass_tokens: int
+    cache_bytes: int
+    weight_bytes: int
+    buffer_bytes: int
+    temporary_bytes: int
+    forecast: Forecast
+
+    @property
+    def total_bytes(self) -> int:
+        """All that it takes in the memory of the device."""
+        return self.cache_bytes + self.weight_bytes + self.buffer_bytes + self.temporary_bytes
+
+
+class Planner:
+    """Weighs batches against resident weights.
+
+    Args:
+        skeleton: The model.
+        demand: Its sizes.
+        cache: An empty cache of the kind that the job uses.
+        speeds: Of the machine.
+        room: Memory that may be taken.
+        work: What the job asks for.
+        device: Where the model computes.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        demand: Demand,
+        cache: H2OCache,
+        speeds: Speeds,
+        room: Room,
+        work: Workload,
+        device: torch.device,
+    ) -> None:
+        self._skeleton = skeleton
+        self._demand = demand
+        self._cache = cache
+        self._speeds = speeds
+        self._room = room
+        self._work = work
+        self._device = device
+        self._slots = demand.slots_of(cache, work.typical, work.new)
+        self._row_bytes = demand.sequence_bytes(self._slots, work.typical + work.new)
+        self._most_slots = demand.slots_of(cache, work.longest, work.new)
+        self._largest_row = demand.sequence_bytes(self._most_slots, work.longest + work.new)
+        self._sizes = [unit.nbytes for unit in skeleton.units]
+
+    def choose(self, rows: int | None = None, shares: dict[str, float] | None = None) -> Plan:
+        """Chooses the fastest plan that fits.
+
+        Args:
+            rows: Sequences under way; ``None`` for as many as is best.
+            shares: Where weights go; ``None`` for what is best.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: If not even the least fits, or not what was asked for.
+        """
+        candidates = [rows] if rows is not None else self._candidates()
+        plans = [plan for own in candidates if (plan := self._fit(own, shares)) is not None]
+        if not plans:
+            raise self._too_little(candidates[0], shares)
+        best = plans[0]
+        for plan in plans[1:]:
+            if plan.forecast.tokens_per_second > _WORTH * best.forecast.tokens_per_second:
+                best = plan
+        return best
+
+    def longest_that_fits(self, shares: dict[str, float] | None = None) -> int:
+        """Finds the longest prompt that the memory allows, alone.
+
+        Args:
+            shares: Where weights go; ``None`` for the least memory.
+
+        Returns:
+            Tokens; 0 if there is none.
+        """
+        low, high = 0, self._work.longest
+        while low < high:
+            tokens = (low + high + 1) // 2
+            work = Workload(tokens, tokens, self._work.new, 1)
+            other = Planner(
+                self._skeleton, self._demand, self._cache, self._speeds, self._room, work,
+                self._device,
+            )  # fmt: skip
+            if other._fit(1, shares) is None:
+                high = tokens - 1
+            else:
+                low = tokens
+        return low
+
+    def _candidates(self) -> list[int]:
+        """Numbers of sequences, about a quarter apart."""
+        most = max(1, min(self._work.prompts, _MOST_ROWS))
+        found, rows = [], 1
+        while rows < most:
+            found.append(rows)
+            rows += max(1, rows // 4)
+        return [*found, most]
+
+    def _fit(self, rows: int, shares: dict[str, float] | None) -> Plan | None:
+        """A plan for a number of rows; ``None`` if it does not fit."""
+        count = len(self._sizes)
+        if shares is not None:
+            plan = self._plan(rows, place_by_shares(shares, count))
+            return plan if plan.total_bytes <= self._room.device else None
+        everything = place_by_shares({"device": 1.0}, count)
+        plan = self._plan(rows, everything)
+        if plan.total_bytes <= self._room.device:
+            return plan
+        # From as many layers in memory as fit without the two buffers, down.
+        low, high = 0, count
+        best = None
+        while low <= high:
+            kept = (low + high) // 2
+            plan = self._plan(rows, self._keep(kept))
+            if plan.total_bytes <= self._room.device:
+                best, low = plan, kept + 1
+            else:
+                high = kept - 1
+        return best
+
+    def _keep(self, kept: int) -> Placement:
+        """Keeps some units on the device, evenly spread; the next best place takes the rest."""
+        count = len(self._sizes)
+        if kept == 0:
+            order = ["away"] * count
+        else:
+            order = spread({"device": kept / count, "away": 1 - kept / count}, count)
+        left = self._room.host if self._device.type != "cpu" else 0
+        units: list[Place] = []
+        for own, size in zip(order, self._sizes, strict=True):
+            if own == "device":
+                units.append("device")
+            elif size <= left:
+                units.append("cpu")
+                left -= size
+            else:
+                units.append("disk")
+        return Placement(tuple(units), "disk")
+
+    def _plan(self, rows: int, placement: Placement) -> Plan:
+        demand, skeleton = self._demand, self._skeleton
+        resident = [self._sizes[index] for index in placement.indices("device")]
+        away = [i for i, own in enumerate(placement.units) if self._comes(own)]
+        weights = sum(resident) + sum(slot.nbytes for slot in skeleton.rest)
+        if placement.table != "disk" and not (skeleton.is_tied and placement.units[-1] == "device"):
+            weights += skeleton.table.nbytes
+        if self._device.type == "cpu":
+            weights += sum(self._sizes[index] for index in placement.indices("cpu"))
+        buffers = arena_bytes([self._sizes[index] for index in away])
+        # The longest prompt must find room; most are shorter.
+        caches = max(rows * self._row_bytes, self._largest_row)
+        free = self._room.device - weights - buffers - caches - demand.fixed_bytes
+        waiting = int(max(0, free) * _WAITING_SHARE) // max(1, demand.waiting_bytes(1))
+        wanted = rows * self._work.typical
+        lane = max(self._work.longest, min(_LANE_TOKENS, waiting, wanted))
+        tokens = max(lane, min(waiting, wanted))
+        slots = max(rows * self._slots, self._most_slots) / rows
+        temporary = demand.fixed_bytes + max(
+            # A tensor of a layer is there twice when rows are put together.
+            demand.decode_bytes(rows, slots) + rows * demand.layer_bytes(slots),
+            demand.prompt_bytes(lane) + demand.waiting_bytes(tokens),
+        )
+        return Plan(
+            placement=placement,
+            rows=rows,
+            lane_tokens=lane,
+            pass_tokens=tokens,
+            cache_bytes=caches,
+            weight_bytes=weights,
+            buffer_bytes=buffers,
+            temporary_bytes=temporary,
+            forecast=self._forecast(rows, placement, tokens),
+        )
+
+    def _comes(self, place: Place) -> bool:
+        """Whether a unit there comes through the buffers."""
+        return place == "disk" or place == "cpu" and self._device.type != "cpu"
+
+    def _forecast(self, rows: int, placement: Placement, tokens: int) -> Forecast:
+        on_disk = sum(self._sizes[index] for index in placement.indices("disk"))
+        on_host = 0
+        if self._device.type != "cpu":
+            on_host = sum(self._sizes[index] for index in placement.indices("cpu"))
+        traffic = Traffic(
+            disk_bytes=on_disk,
+            link_bytes=on_host,
+            memory_bytes=sum(self._sizes),
+            parameters=sum(self._sizes) // self._demand.element,
+            cache_bytes=self._row_bytes,
+        )
+        prompts = max(1, tokens // self._work.typical)
+        return forecast(traffic, self._speeds, rows, self._work.typical, self._work.new, prompts)
+
+    def _too_little(self, rows: int, shares: dict[str, float] | None) -> ValueError:
+        count = len(self._sizes)
+        least = place_by_shares(shares or {"disk": 1.0}, count)
+        plan = self._plan(rows, least)
+        needed = self._room.used + plan.total_bytes
+        given = self._room.used + self._room.device
+        what = "a batch of one needs"
+        if rows > 1:
+            what = f"a batch of {rows} needs"
+        elif shares is None:
+            what = "one layer of this model at a time and a batch of one need"
+        remedy = "a smaller --batch or more memory" if rows > 1 else "more"
+        if shares is not None and set(shares) != {"disk"}:
+            remedy += ", or --weights disk"
+        return ValueError(
+            f"--memory {_mebibytes(given)} is too little: {what} {_mebibytes(needed)} with prompts"
+            f" of {self._work.longest} tokens; give {remedy}"
+        )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 2**20)}MiB"

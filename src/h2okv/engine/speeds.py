@@ -1,0 +1,133 @@
+"""How fast this machine is at what a job's time depends on."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from h2okv.engine.checkpoint_files import CheckpointFiles
+
+_DISK_BYTES = 256 << 20
+_PIECE = 16 << 20
+_ROWS = (1, 8, 32, 256)
+_LEAST_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bandwidths in bytes in a second, and products.
+
+    Attributes:
+        disk: Reading the checkpoint, not from memory.
+        link: From the CPU's memory to the device; that of the memory if the device is the CPU.
+        memory: Reading the memory of the device.
+        products: For numbers of rows in ascending order, floating-point operations in a second of
+            a product with a matrix of the model.
+    """
+
+    disk: float
+    link: float
+    memory: float
+    products: tuple[tuple[int, float], ...]
+
+    def product_rate(self, rows: int) -> float:
+        """Floating-point operations in a second, for a number of rows between those measured."""
+        places = [own for own, _ in self.products]
+        index = bisect.bisect_left(places, rows)
+        if index == 0:
+            return self.products[0][1]
+        if index == len(places):
+            return self.products[-1][1]
+        (low, slow), (high, fast) = self.products[index - 1], self.products[index]
+        return slow + (fast - slow) * (rows - low) / (high - low)
+
+
+def measure_disk(files: CheckpointFiles, num_bytes: int = _DISK_BYTES) -> float:
+    """Reads a part of a checkpoint that the system does not hold in memory.
+
+    Args:
+        files: The checkpoint.
+        num_bytes: How much at most.
+
+    Returns:
+        Bytes in a second.
+    """
+    buffer = memoryview(bytearray(_PIECE))
+    largest = max(range(len(files.paths)), key=lambda index: files.identity[index][1])
+    size = min(files.identity[largest][1], num_bytes)
+    files.drop_pages(largest, 0, 0)
+    start, done = time.perf_counter(), 0
+    while done < size:
+        part = min(_PIECE, size - done)
+        files.read_into(largest, done, buffer[:part])
+        done += part
+    seconds = time.perf_counter() - start
+    files.drop_pages(largest, 0, 0)
+    return done / max(seconds, 1e-9)
+
+
+def measure_products(
+    hidden: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, float], ...]:
+    """Multiplies rows with a matrix of the model's size.
+
+    Args:
+        hidden: Columns of the matrix.
+        width: Its rows.
+        dtype: Of the numbers.
+        device: Where.
+
+    Returns:
+        See `Speeds.products`.
+    """
+    # Several matrices, as a model has, so that none of them is in a processor's cache already.
+    weights = [torch.randn(width, hidden, device=device).to(dtype) for _ in range(3)]
+    found = []
+    for rows in _ROWS:
+        states = torch.randn(rows, hidden, device=device).to(dtype)
+
+        def run(states: torch.Tensor = states) -> None:
+            for weight in weights:
+                linear(states, weight)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        found.append((rows, len(weights) * 2 * rows * hidden * width / _seconds(run)))
+    return tuple(found)
+
+
+def measure_link(device: torch.device, num_bytes: int = 64 << 20) -> float:
+    """Copies pinned memory to a device.
+
+    Args:
+        device: An accelerator.
+        num_bytes: How much.
+
+    Returns:
+        Bytes in a second.
+    """
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return num_bytes / _seconds(run)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """The best of some runs, after one that does not count."""
+    run()
+    best, spent = float("inf"), 0.0
+    while spent < _LEAST_SECONDS:
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        best, spent = min(best, seconds), spent + seconds
+    return best
