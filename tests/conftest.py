@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+# Before transformers is imported, which imports Triton, which looks once: without a GPU its kernels
+# run in Python.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 # Nobody's earlier runs may decide what a test runs through; tests of other ways say so themselves.
 os.environ["H2OKV_OPS"] = "plain"
-if not torch.cuda.is_available():
-    # Before anything imports Triton, which looks once: its kernels then run in Python.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -329,7 +329,7 @@ def load(spec: Spec) -> Any | None:
     return package if same else None
 
 
-_requested: set[Spec] = set()
+_requested: dict[Spec, subprocess.Popen[bytes] | None] = {}
 
 
 def request(spec: Spec) -> None:
@@ -340,7 +340,7 @@ def request(spec: Spec) -> None:
     """
     if spec in _requested or compiler() is None:
         return
-    _requested.add(spec)
+    _requested[spec] = None
     mark = package_path(spec).with_suffix(".compiling")
     try:
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -348,7 +348,7 @@ def request(spec: Spec) -> None:
             return
         mark.touch()
         with open(mark, "wb") as log:
-            subprocess.Popen(
+            _requested[spec] = subprocess.Popen(
                 [sys.executable, "-m", "h2okv.ops.compiled", json.dumps(spec)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -11,6 +11,9 @@ from h2okv.ops.rotary import Scratch, turn, turn_gathered
 _TURN_ELEMENTS = 5 << 17
 """Numbers of keys turned at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
 
+_FUSED_GROUPS = 8
+"""Query heads of a KV head up to which its keys are better read for each of them than once."""
+
 
 class Ranks(NamedTuple):
     """Where keys that are not turned yet belong.
@@ -70,10 +73,19 @@ def decode_with_scores(
     flat_keys, flat_values = keys.view(rows, num_slots, size), values.view(rows, num_slots, -1)
     # Logits in fp32 whatever the model's dtype: bf16 logits would move the scores by percents.
     scaled = grouped.float() * scale
-    if ranks is None:
-        logits = torch.bmm(scaled, flat_keys.float().transpose(1, 2))
-    else:
+    # Inductor makes one loop of conversion, product and sum, which a matrix product breaks up.
+    fuses = torch.compiler.is_compiling() and query.device.type == "cpu"
+    fuses = fuses and grouped.shape[1] <= _FUSED_GROUPS
+    if ranks is not None and not torch.compiler.is_compiling():
         logits = _logits_at_ranks(scaled, flat_keys, ranks)
+    else:
+        turned = flat_keys.float()
+        if ranks is not None:
+            turned = turn(flat_keys, ranks.factors[ranks.ranks.reshape(rows, num_slots)])
+        if fuses:
+            logits = (scaled.unsqueeze(2) * turned.unsqueeze(1)).sum(dim=-1)
+        else:
+            logits = torch.bmm(scaled, turned.transpose(1, 2))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
@@ -83,7 +95,11 @@ def decode_with_scores(
     if hidden is not None:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
         weights = weights.masked_fill(unseen, 0.0)
-    output = torch.bmm(weights.to(values.dtype), flat_values)
+    if fuses:
+        output = (weights.unsqueeze(-1) * flat_values.float().unsqueeze(1)).sum(dim=2)
+        output = output.to(values.dtype)
+    else:
+        output = torch.bmm(weights.to(values.dtype), flat_values)
     # A sum over one query head would be a copy.
     sums = weights if num_heads == num_kv_heads else weights.sum(dim=1)
     return (
@@ -93,12 +109,10 @@ def decode_with_scores(
 
 
 def _logits_at_ranks(query: torch.Tensor, keys: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` turned to their ranks, piece by piece."""
+    """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` at their ranks, piece by piece; eager."""
     count, num_slots, size = keys.shape
     table = ranks.factors
     index = ranks.ranks.reshape(count, num_slots)
-    if torch.compiler.is_compiling():
-        return torch.bmm(query, turn(keys, table[index]).transpose(1, 2))
     step = count
     if keys.device.type == "cpu":
         step = max(1, min(count, _TURN_ELEMENTS // (num_slots * size)))

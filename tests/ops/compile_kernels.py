@@ -1,0 +1,95 @@
+"""Compiles every kernel for a GPU that need not be here; prints what each takes, as JSON lines.
+
+Run as a script, without TRITON_INTERPRET: ``python tests/ops/compile_kernels.py 90``.
+"""
+
+import json
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from h2okv.ops import triton_compaction, triton_decode, triton_prefill
+from h2okv.ops.blockwise import Visibility
+from h2okv.ops.rotary import relative
+from h2okv.ops.step import Slots, StepRules, Turns
+
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8",
+    torch.int64: "*i64", torch.int32: "*i32",
+}  # fmt: skip
+
+
+class Compiler:
+    """Takes a kernel's launches, and compiles it for their arguments instead."""
+
+    def __init__(self, kernel, target):
+        self.kernel, self.target = kernel, target
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps=4, num_stages=3, **constants):
+        signature, attributes = {}, {}
+        for index, (name, arg) in enumerate(zip(self.kernel.arg_names, args, strict=False)):
+            is_tensor = isinstance(arg, torch.Tensor)
+            kind = "i32" if isinstance(arg, int) else "fp32"
+            signature[name] = POINTERS[arg.dtype] if is_tensor else kind
+            if is_tensor or (isinstance(arg, int) and arg % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        made = triton.compile(source, target=self.target, options=options)
+        name = self.kernel.__name__
+        print(json.dumps({"kernel": name, "shared": made.metadata.shared, "sizes": constants}))
+
+
+def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2):
+    def column(*shape):
+        return torch.zeros(*shape, dtype=torch.int64)
+
+    turns = None
+    ranks = torch.zeros(batch, heads, num_slots, dtype=torch.int32)
+    if width:
+        to_rank = torch.zeros(num_slots, width // 2, 2)
+        turns = Turns(to_rank, relative(to_rank))
+    slots = Slots(
+        torch.zeros(batch, heads, num_slots, size, dtype=dtype),
+        torch.zeros(batch, heads, num_slots, size, dtype=dtype),
+        torch.zeros(batch, heads, num_slots), ranks.clone(), column(batch, heads, 1),
+        column(batch), None, ranks if width else None,
+    )  # fmt: skip
+    token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
+    token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
+    rules = StepRules(0.1, column(batch, 1, 1), turns=turns, full=True)
+    triton_decode.decode_step(*token, slots, rules, num_cores=132)
+
+
+def block(dtype, size, groups=2, **visibility):
+    query = torch.zeros(1, 2 * groups, 64, size, dtype=dtype)
+    key = torch.zeros(1, 2, 64, size, dtype=dtype)
+    triton_prefill.attention_with_scores(query, key, key, Visibility(**visibility), 0.1)
+    triton_compaction.compact(key, torch.zeros(1, 2, 5, dtype=torch.int64), 8)
+
+
+def main():
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    for module in (triton_compaction, triton_decode, triton_prefill):
+        for name in ("_compact", "_attend", "_finish", "_forward", "_sums"):
+            if hasattr(module, name):
+                setattr(module, name, Compiler(getattr(module, name), target))
+    # What differs between GPUs is the product of half precision; fp32 is slow to compile.
+    some = (torch.bfloat16,) if target.arch < 90 else (torch.bfloat16, torch.float32)
+    for dtype in some:
+        for size, width in ((128, 0), (128, 128), (80, 32), (256, 0)):
+            step(dtype, size, 4, width)
+        for size in (64, 128, 256):
+            block(dtype, size)
+    block(torch.float16, 96, 1, window=100, queries=torch.ones(1, 64, dtype=torch.bool))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The fused decode step against the plain one: every tensor that it changes."""
+
+import pytest
+import torch
+
+from h2okv.cache.rolling import ranks_of
+from h2okv.ops import step, triton_decode
+from h2okv.ops.rotary import relative
+from h2okv.ops.step import Slots, StepRules, Turns
+
+pytestmark = pytest.mark.usefixtures("garbage")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+BATCH, HEADS = 2, 2
+
+
+def state(device, num_slots, held, size, value_size, dtype, rolls):
+    shape = BATCH, HEADS, num_slots
+    ages = torch.rand(shape, device=device).argsort(dim=-1)
+    positions = torch.where(ages < held, ages + 3, -1).to(torch.int32)
+    free = (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    # What an empty slot holds must not matter.
+    empty = (positions < 0).unsqueeze(-1)
+    keys = torch.randn(*shape, size, device=device).masked_fill(empty, torch.nan)
+    values = torch.randn(*shape, value_size, device=device).masked_fill(empty, 1e4)
+    scores = torch.rand(shape, device=device).mul(4).round()  # with ties
+    return Slots(
+        keys.to(dtype), values.to(dtype), scores, positions, free,
+        torch.full((BATCH,), held + 3, device=device), None,
+        ranks_of(positions) if rolls else None,
+    )  # fmt: skip
+
+
+def turns_of(device, num_slots, width):
+    angles = torch.arange(num_slots).unsqueeze(1) * torch.rand(width // 2)
+    to_rank = torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
+    return Turns(to_rank, relative(to_rank))
+
+
+def copy(slots):
+    return Slots(*(None if part is None else part.clone() for part in slots))
+
+
+def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32, value_size=None,
+        width=0, sink=None, recent=7, cores=1, real=None, enabled=None, **rules):  # fmt: skip
+    held = num_slots - 1 if held is None else held
+    value_size = value_size or size
+    slots = state(device, num_slots, held, size, value_size, dtype, width > 0)
+    slots = slots._replace(enabled=enabled)
+
+    def column(count):
+        return torch.full((BATCH, 1, 1), count, device=device)
+
+    how = StepRules(
+        size**-0.5, column(recent), None if sink is None else column(sink),
+        turns=turns_of(device, num_slots, width) if width else None,
+        full=held == num_slots - 1 and enabled is None, **rules,
+    )  # fmt: skip
+    twin = copy(slots)
+    for _ in range(4):
+        token = (
+            torch.randn(BATCH, HEADS * groups, 1, size).mul(2).to(device, dtype),
+            torch.randn(BATCH, HEADS, 1, size).mul(2).to(device, dtype),
+            torch.randn(BATCH, HEADS, 1, value_size).to(device, dtype),
+        )
+        output = triton_decode.decode_step(*token, slots, how, real, num_cores=cores)
+        expected = step.decode_step(*token, twin, how, real)
+        rows = slice(None) if real is None else real[:, 0]
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(output[rows], expected[rows], atol=tolerance, rtol=tolerance)
+        for name in ("positions", "free", "seen", "ranks"):
+            one, other = getattr(slots, name), getattr(twin, name)
+            assert one is None or torch.equal(one, other), name
+        taken = slots.positions >= 0
+        for name in ("keys", "values"):
+            assert torch.equal(getattr(slots, name)[taken], getattr(twin, name)[taken]), name
+        torch.testing.assert_close(slots.scores[taken], twin.scores[taken], atol=1e-4, rtol=1e-4)
+        # Only entries count: a difference in the last bits must not become another choice later.
+        slots.scores.copy_(twin.scores)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("cores", [1, 40])
+def test_all_slots_taken(device, dtype, groups, cores):
+    run(device, dtype, groups, 111, cores=cores)
+
+
+@pytest.mark.parametrize("size", [40, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_sizes(device, size, dtype):
+    run(device, dtype, size=size, value_size=16)
+    run(device, dtype, size=16, value_size=size)
+
+
+@pytest.mark.parametrize("num_slots", [2, 17, 63, 300])
+@pytest.mark.parametrize("sink", [None, 4])
+def test_slots_that_fill_up(device, num_slots, sink):
+    run(device, num_slots=num_slots, held=num_slots // 2, sink=sink, cores=9)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [16, 32])
+@pytest.mark.parametrize("held", [40, 62])
+def test_rolling_positions(device, dtype, width, held):
+    run(device, dtype, held=held, width=width, cores=3)
+
+
+def test_sequences_with_budgets_of_their_own(device):
+    enabled = torch.ones(BATCH, HEADS, 63, dtype=torch.bool, device=device)
+    enabled[1, :, 40:] = False
+    run(device, held=30, enabled=enabled)
+
+
+@pytest.mark.parametrize("width", [0, 32])
+def test_a_token_that_is_padding(device, width):
+    real = torch.tensor([[True], [False]], device=device)
+    run(device, held=30, real=real, width=width)
+
+
+def test_soft_caps(device):
+    run(device, softcap=5.0, cores=4)
+
+
+def test_nothing_protected_evicts_what_just_came(device):
+    run(device, recent=0)
+
+
+def test_everything_protected(device):
+    run(device, recent=500)
+
+
+def test_a_policy_that_ranks_by_its_own_code(device):
+    run(device, priority=lambda scores, positions, newest: positions.float())
+
+
+def test_the_slots_are_shared_out_without_gaps():
+    for rows in (1, 16, 4000):
+        for slots in (1, 2, 64, 65, 411, 8193):
+            parts = triton_decode.share_out(rows, slots, 64, 132)
+            size = triton_decode._part_size(slots, parts, 64)
+            assert (parts - 1) * size < slots <= parts * size

@@ -1,0 +1,147 @@
+"""The kernels of a block against attention in float64."""
+
+import pytest
+import torch
+
+from h2okv.ops import score_sums as plain_sums
+from h2okv.ops import triton_compaction, triton_prefill
+from h2okv.ops.blockwise import Visibility
+from h2okv.ops.compaction import compact
+from h2okv.ops.reference import attention_with_scores
+
+pytestmark = pytest.mark.usefixtures("garbage")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SUMS = {torch.float32: 1e-4, torch.bfloat16: 2e-3, torch.float16: 1e-3}
+
+
+def draw(device, batch, kv_heads, groups, past, length, size, value_size=None, dtype=None):
+    def states(heads, count, width):
+        made = torch.randn(batch, count, heads, width) * 1.5
+        return made.to(device, dtype or torch.float32).transpose(1, 2)
+
+    query = states(kv_heads * groups, length, size)
+    key = states(kv_heads, past + length, size)
+    return query, key, states(kv_heads, past + length, value_size or size)
+
+
+def visible_of(visibility, shape, length, device):
+    """The whole matrix of who sees what, bool ``[B, H, T, N]``."""
+    own = visibility.past + torch.arange(length, device=device).unsqueeze(1)
+    columns = torch.arange(shape[2], device=device)
+    seen = (columns <= own).expand(*shape[:2], -1, -1).clone()
+    if visibility.window is not None:
+        seen &= columns > own - visibility.window
+    if visibility.entries is not None:
+        seen &= visibility.entries.unsqueeze(2)
+    if visibility.queries is not None:
+        real = visibility.queries
+        seen &= real[:, None, :, None]
+        before = real.new_ones(real.shape[0], visibility.past)
+        seen &= torch.cat([before, real], dim=1)[:, None, None, :]
+    return seen
+
+
+def check(query, key, value, visibility, softcap=None, weights=None, dirty=None):
+    scale = query.shape[-1] ** -0.5
+    visible = visible_of(visibility, key.shape, query.shape[2], key.device)
+    wide = None if weights is None else weights.double()
+    expected, expected_sums = attention_with_scores(
+        query.double(), key.double(), value.double(), visible, scale, softcap, wide
+    )
+    query, key, value = dirty or (query, key, value)
+    output, sums = triton_prefill.attention_with_scores(
+        query, key, value, visibility, scale, softcap, weights
+    )
+    assert output.dtype == query.dtype and sums.dtype == torch.float32
+    tolerance, dtype = TOLERANCE[query.dtype], query.dtype
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(sums.double(), expected_sums, atol=SUMS[dtype], rtol=SUMS[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("length", [1, 63, 111, 160])
+def test_a_prompt(device, dtype, groups, length):
+    check(*draw(device, 1, 2, groups, 0, length, 64, dtype=dtype), Visibility())
+
+
+@pytest.mark.parametrize("size", [40, 80, 96, 128, 256])
+def test_head_sizes(device, size):
+    check(*draw(device, 1, 1, 2, 5, 63, size, 16), Visibility(past=5))
+    check(*draw(device, 1, 1, 2, 0, 63, 16, size, torch.bfloat16), Visibility())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("softcap", [None, 7.0])
+def test_a_turn_over_entries_with_holes(device, dtype, softcap):
+    query, key, value = draw(device, 2, 2, 2, 70, 63, 32, dtype=dtype)
+    entries = torch.rand(2, 2, 133, device=device) < 0.7
+    entries[:, :, 70:] = True
+    garbage = key.masked_fill(~entries.unsqueeze(-1), torch.nan)
+    dirty = query, garbage, value.masked_fill(~entries.unsqueeze(-1), torch.inf)
+    check(query, key, value, Visibility(70, entries), softcap, dirty=dirty)
+
+
+@pytest.mark.parametrize("past", [0, 40])
+def test_padding(device, past):
+    query, key, value = draw(device, 3, 1, 2, past, 70, 32)
+    real = torch.ones(3, 70, dtype=torch.bool, device=device)
+    real[0, :66] = False
+    real[1, 3:9] = False
+    gone = ~torch.cat([real.new_ones(3, past), real], dim=1)[:, None, :, None]
+    dirty = (
+        query.masked_fill(~real[:, None, :, None], torch.nan),
+        key.masked_fill(gone, torch.nan), value.masked_fill(gone, torch.nan),
+    )  # fmt: skip
+    check(query, key, value, Visibility(past, queries=real), dirty=dirty)
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 500])
+def test_a_sliding_window(device, window):
+    check(*draw(device, 1, 2, 2, 30, 111, 32), Visibility(30, window=window))
+
+
+def test_queries_of_unequal_weight(device):
+    weights = torch.rand(2, 111, device=device)
+    check(*draw(device, 2, 2, 2, 0, 111, 32), Visibility(), weights=weights)
+
+
+def test_nothing_to_see_gives_zeros(device):
+    query, key, value = draw(device, 1, 2, 1, 0, 20, 16)
+    entries = torch.zeros(1, 2, 20, dtype=torch.bool, device=device)
+    output, sums = triton_prefill.attention_with_scores(
+        query, key, value, Visibility(entries=entries), 0.25
+    )
+    assert (output == 0).all() and (sums == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 7.0])
+def test_sums_of_the_two_ways(device, softcap):
+    query, key, value = draw(device, 2, 2, 3, 20, 150, 32)
+    real = torch.rand(2, 150, device=device) < 0.8
+    visibility = Visibility(20, queries=real, window=90)
+    weights = torch.rand(2, 150, device=device)
+    _, limits = triton_prefill.forward(query, key, value, visibility, 0.2, softcap)
+    arguments = query, key, limits, visibility, 0.2, softcap, weights
+    torch.testing.assert_close(
+        triton_prefill.score_sums(*arguments), plain_sums.score_sums(*arguments),
+        atol=1e-4, rtol=1e-4,
+    )  # fmt: skip
+
+
+def test_two_runs_are_equal_to_the_last_bit(device):
+    query, key, value = draw(device, 1, 2, 4, 0, 200, 64, dtype=torch.bfloat16)
+    one, two = (
+        triton_prefill.attention_with_scores(query, key, value, Visibility(), 0.125)
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 40, 96, 128])
+def test_compaction(device, dtype, size):
+    entries = torch.randn(2, 63, 3, size).mul(9).to(device, dtype).transpose(1, 2)
+    indices = torch.rand(2, 3, 63, device=device).argsort(dim=-1)[..., :35]
+    made = triton_compaction.compact(entries, indices, 41)
+    assert made.is_contiguous() and torch.equal(made, compact(entries, indices, 41))
