@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from h2okv.assets import bundled_model_path
+from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.evaluation.stream_source import Piece, TextSource
+from h2okv.evaluation.subject import Subject
 
 VOCAB = 97
 TEMPLATE = (
@@ -67,3 +68,15 @@ def chat_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def subject(plain_tokenizer):
+    """The bundled model, to be evaluated."""
+    model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32)
+    return Subject(model.eval(), plain_tokenizer, "bundled", 2048)
+
+
+@pytest.fixture(scope="session")
+def novel():
+    return sample_prompt()

@@ -40,7 +40,7 @@ class Needle:
     """
 
     statement: str = "The city of {name} is {answer}."
-    question: str = "\nWhat is the city of {name}? The city of {name} is"
+    question: str = "\nThe city of {name} is"
     answer: str | None = None
     max_new_tokens: int = 16
 

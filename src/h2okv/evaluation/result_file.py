@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 _KIND = "h2okv evaluation"
 _VERSION = 1
@@ -31,7 +31,8 @@ class ResultFile:
         versions: The code that runs now, noted if it differs from what the file says last.
 
     Raises:
-        ValueError: If it holds something else, or cannot be read or written.
+        ValueError: If it holds something else, another run has it open, or it cannot be read or
+            written.
     """
 
     def __init__(self, path: Path, versions: Mapping[str, str]) -> None:
@@ -41,11 +42,18 @@ class ResultFile:
         self._versions: dict[str, list[Mapping[str, str]]] = {}
         self._current: Mapping[str, str] = {}
         try:
-            length = self._read()
             self._file = path.open("ab")
-            self._file.truncate(length)
         except OSError as error:
             raise self._unwritable(error) from error
+        try:
+            _lock(self._file, path)
+            length = self._read()
+            self._file.truncate(length)
+        except (OSError, ValueError) as error:
+            self._file.close()
+            if isinstance(error, OSError):
+                raise self._unwritable(error) from error
+            raise
         if not length:
             self._append([{"kind": _KIND, "version": _VERSION}])
         if dict(self._current) != dict(versions):
@@ -135,8 +143,6 @@ class ResultFile:
 
     def _read(self) -> int:
         """Reads what is there, and returns the length of what is complete."""
-        if not self.path.exists():
-            return 0
         data = self.path.read_bytes()
         complete = data[: data.rfind(b"\n") + 1]
         first = complete.split(b"\n", 1)[0]
@@ -191,6 +197,20 @@ class ResultFile:
             f"'{self.path}' cannot be written ({error.strerror}); what it holds stays, choose"
             " another place or make room"
         )
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Keeps a second run away from a file as long as it is open."""
+    try:
+        import fcntl
+    except ImportError:  # a system without it
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ValueError(
+            f"'{path}' is being written by another run; wait for it, or choose another file"
+        ) from error
 
 
 def _begins_first(data: bytes) -> bool:

@@ -93,11 +93,12 @@ def make_tasks(experiment: Experiment, around: Surroundings) -> list[Task]:
     tasks: list[Task] = []
     for number, entry in enumerate(experiment.tasks):
         where = f"experiment {experiment.name!r}: tasks[{number}]"
-        kind = next(iter(entry), None) if isinstance(entry, dict) else None
+        names = list(entry) if isinstance(entry, dict) else []
+        kind = next((name for name in names if name in _KINDS), next(iter(names), None))
         if kind not in _KINDS:
             raise ValueError(f"{where}: {unknown('kind of task', kind, _KINDS)}")
-        make, names = _KINDS[kind]
-        checked_fields(entry, (kind, "name", *names), where)
+        make, known = _KINDS[kind]
+        checked_fields(entry, (kind, "name", *known), where)
         try:
             tasks += make(entry, around)
         except TypeError as error:

@@ -75,6 +75,11 @@ def published_lines(published: Sequence[Published]) -> dict[str, list[Line]]:
 
 
 def budgets_of(lines: Sequence[Line]) -> list[str]:
-    """Lists the budgets of lines, the full one last."""
-    found = dict.fromkeys(budget for line in lines for budget in line.values)
-    return [*(budget for budget in found if budget != FULL), *([FULL] if FULL in found else [])]
+    """Lists the budgets of lines: tokens, then fractions, the smallest first, and the full one."""
+    return sorted({budget for line in lines for budget in line.values}, key=_size)
+
+
+def _size(budget: str) -> tuple[int, float]:
+    if budget == FULL:
+        return 2, 0.0
+    return int(budget.endswith("%")), float(budget.removesuffix("%"))

@@ -1,0 +1,186 @@
+"""The commands of `h2okv eval`, on the tiny random model of conftest.py."""
+
+import csv
+import json
+
+import pytest
+import yaml
+
+from h2okv.evaluation.evaluation import Evaluation
+
+
+@pytest.fixture
+def articles(tmp_path, prompt):
+    lines = [
+        {"article": prompt[n : n + 90], "summary_gt": "the cat", "stop": ["###"], "max_tokens": 5}
+        for n in range(6)
+    ]
+    path = tmp_path / "articles.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def novel_file(tmp_path, prompt):
+    path = tmp_path / "novel.txt"
+    path.write_text(prompt * 4)
+    return path
+
+
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def summarize(h2okv_command, model_folder, articles, out, *more):
+    return h2okv_command(
+        "eval", "summarize", "--model", model_folder, "--input", articles, "--csv", out,
+        "--budgets", "8,0.5,full", *more,
+    )  # fmt: skip
+
+
+def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articles, tmp_path):
+    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--limit", 4)
+    assert done.code == 0, done.err
+    assert done.out.startswith("| policy | budget | rouge1 | rouge2 | rougeL | samples |\n")
+    rows = table(tmp_path / "s.csv")
+    assert [(row["policy"], row["budget"], row["samples"]) for row in rows] == [
+        ("h2o", "8", "4"), ("h2o", "50%", "4"), ("full", "full", "4"),
+    ]  # fmt: skip
+    assert {row["model"] for row in rows} == {str(model_folder)}
+    assert all(row["revision"] and row["torch"] and row["transformers"] for row in rows)
+    # The longer run adds to it.
+    more = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv")
+    assert "12 of 18 samples were done before" in more.err
+    assert {row["samples"] for row in table(tmp_path / "s.csv")} == {"6"}
+
+
+def test_ctrl_c_keeps_what_there_is(h2okv_command, model_folder, articles, tmp_path, monkeypatch):
+    run = Evaluation.run
+    monkeypatch.setattr(Evaluation, "run", lambda self, tell: run(self, stopping(tell)))
+    out = tmp_path / "s.csv"
+    stopped = summarize(h2okv_command, model_folder, articles, out, "--batch-size", 4)
+    assert stopped.code == 130
+    assert "stopped; 10 of 18 samples" in stopped.err and "goes on from there" in stopped.err
+    assert [row["budget"] for row in table(out)] == ["8"]
+    monkeypatch.undo()
+    assert summarize(h2okv_command, model_folder, articles, out).code == 0
+    whole = summarize(h2okv_command, model_folder, articles, tmp_path / "whole.csv")
+    assert whole.code == 0
+    assert table(out) == table(tmp_path / "whole.csv")
+
+
+def stopping(tell):
+    calls = []
+
+    def on_results(cell, count):
+        tell(cell, count)
+        calls.append(cell)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    return on_results
+
+
+def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_file, tmp_path):
+    done = h2okv_command(
+        "eval", "perplexity", "--model", model_folder, "--text", novel_file, "--length", 64,
+        "--windows", 2, "--every", 24, "--budgets", "0.25,full", "--csv", tmp_path / "p.csv",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = table(tmp_path / "p.csv")
+    assert [(row["policy"], row["position"]) for row in rows] == [
+        (policy, position) for policy in ("h2o", "full") for position in ("24", "48", "63")
+    ]
+
+
+def test_needles_have_a_cell_for_each_place(h2okv_command, model_folder, novel_file, tmp_path):
+    done = h2okv_command(
+        "eval", "needle", "--model", model_folder, "--text", novel_file, "--lengths", "100,150",
+        "--depths", "0,1", "--tries", 1, "--budgets", "0.5,full", "--question-known", "both",
+        "--csv", tmp_path / "n.csv", "--plot", tmp_path / "n.png", "--max-new-tokens", 4,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert len(table(tmp_path / "n.csv")) == 2 * 2 * 4
+    assert (tmp_path / "n.png").is_file()
+
+
+def test_recall_is_asked_both_ways(h2okv_command, model_folder, prompt, tmp_path):
+    line = {"input": f"{prompt[:120]}\nwhere sat the dog? on", "outputs": ["the log"]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(line) + "\n")
+    done = h2okv_command(
+        "eval", "recall", "--model", model_folder, "--input", tmp_path / "r.jsonl", "--budgets",
+        "0.5,full", "--max-new-tokens", 4, "--csv", tmp_path / "r.csv",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [row["question"] for row in table(tmp_path / "r.csv")] == [
+        "known", "known", "unknown", "unknown",
+    ]  # fmt: skip
+
+
+def test_a_sweep_fills_its_folder(h2okv_command, model_folder, articles, tmp_path):
+    experiment = tmp_path / "mine.yaml"
+    content = {
+        "title": "Mine",
+        "budgets": [8, 0.5, "full"],
+        "caches": [{"policy": "h2o"}, {"policy": "recent"}],
+        "seeds": [0, 1],
+        "tasks": [{"summarize": articles.name, "name": "cats", "temperature": 1.0}],
+    }
+    experiment.write_text(yaml.safe_dump(content))
+    words = ("eval", "sweep", experiment, "--model", model_folder, "--data", tmp_path, "--out")
+    done = h2okv_command(*words, tmp_path / "out", "--limit", 3)
+    assert done.code == 0, done.err
+    rows = table(tmp_path / "out" / "results.csv")
+    assert [(row["policy"], row["budget"], row["seed"]) for row in rows] == [
+        (policy, budget, seed)
+        for policy, budget in (
+            ("h2o", "8"), ("h2o", "50%"), ("full", "full"), ("recent", "8"), ("recent", "50%"),
+        )
+        for seed in ("0", "1")
+    ]  # fmt: skip
+    assert done.out in (tmp_path / "out" / "results.md").read_text()
+    assert (tmp_path / "out" / "results.png").is_file()
+    again = h2okv_command(*words, tmp_path / "out", "--limit", 3)
+    assert "30 of 30 samples were done before" in again.err
+    assert again.out == done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--policy", "h20"), "did you mean 'h2o'?"),
+        (("--budgets", "most"), "is not an amount"),
+        (("--budgets", ","), "--budgets names nothing"),
+        (("--batch-size", "0"), "--batch-size 0 is too few"),
+        (("--too-long", "cut"), "--too-long 'cut' is not known"),
+        (("--temperature", "-1"), "temperature -1 is out of range"),
+        (("--csv", "none/x.csv"), "is in no folder that exists"),
+        (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
+        (("--max-new-tokens", "250"), "more than the model's window of 256"),
+    ],
+)
+def test_bad_input_is_one_sentence(h2okv_command, model_folder, articles, tmp_path, words, message):
+    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *words)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_other_settings_do_not_mix(h2okv_command, model_folder, articles, tmp_path):
+    assert summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv").code == 0
+    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--sink", 2)
+    assert done.code == 0  # another sink is another cache, beside the first
+    done = summarize(
+        h2okv_command, model_folder, articles, tmp_path / "s.csv", "--positions", "rolling"
+    )
+    assert done.code == 2
+    assert "with positions 'original', not 'rolling'" in done.err
+
+
+def test_a_sweep_names_what_is_missing(h2okv_command, tmp_path):
+    done = h2okv_command("eval", "sweep", "figure44", "--out", tmp_path / "o")
+    assert done.code == 2 and "did you mean figure4" in done.err
+    done = h2okv_command("eval", "sweep", "figure9", "--out", tmp_path / "o", "--data", tmp_path)
+    assert done.code == 2
+    assert f"'{tmp_path}/longbench_multi_news.jsonl' does not exist" in done.err

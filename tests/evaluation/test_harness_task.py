@@ -1,0 +1,49 @@
+import pytest
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.evaluation.harness.data_folder import DATA_VARIABLE
+from h2okv.evaluation.harness.launcher import TASKS
+from h2okv.evaluation.harness_task import HarnessTask
+
+
+def run(task, subject, setting):
+    task.prepare(subject, [setting])
+    (found,) = task.run(subject, setting, task.samples(), 0)
+    return task.scores(found), task.size(found)
+
+
+def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path, monkeypatch):
+    data = shared / "data" / "eval"
+    before = subject.config._attn_implementation
+    monkeypatch.setenv(DATA_VARIABLE, str(data))
+    theirs = simple_evaluate(
+        HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
+        tasks=["h2okv_openbookqa"],
+        num_fewshot=1,
+        limit=8,
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+    )["results"]["h2okv_openbookqa"]
+    for setting in (CacheSetting(), CacheSetting("h2o", 2000)):
+        task = HarnessTask("openbookqa", 1, data, tmp_path, limit=8)
+        scores, size = run(task, subject, setting)
+        assert size == 8
+        for name in ("acc", "acc_norm"):
+            assert scores[name].value == theirs[f"{name},none"]
+            assert scores[name].stderr == theirs[f"{name}_stderr,none"]
+    assert subject.config._attn_implementation == before
+
+
+def test_unknown_tasks_and_nonsense_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="did you mean winogrande"):
+        HarnessTask("winogrand", 0, tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="shots -1"):
+        HarnessTask("copa", -1, tmp_path, tmp_path)
+
+
+def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
+    task = HarnessTask("copa", 0, tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="'copa_balanced_dev.xml' is not in"):
+        task.prepare(subject, [CacheSetting()])

@@ -1,0 +1,59 @@
+import math
+
+import pytest
+import torch
+
+from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.evaluation.perplexity import Perplexity, Windows
+
+
+def run(subject, novel, setting, **windows):
+    task = Perplexity("novel", novel, Windows(**windows))
+    task.prepare(subject, [setting])
+    results = {}
+    for found in task.run(subject, setting, task.samples(), 0):
+        results |= found
+    return task, results
+
+
+def losses(subject, novel, length, count):
+    ids = torch.tensor(subject.encode(novel)[: length * count]).reshape(count, length)
+    with torch.no_grad():
+        logits = subject.model(ids).logits[:, :-1].double()
+    return -logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("setting", [CacheSetting(), CacheSetting("h2o", 96)])
+def test_a_full_cache_has_the_model_s_own_perplexity(subject, novel, setting):
+    task, results = run(subject, novel, setting, length=96, count=2, chunk=32, every=40)
+    wanted = losses(subject, novel, 96, 2)
+    assert task.scores(results)["perplexity"].value == pytest.approx(
+        math.exp(wanted.mean()), rel=1e-4
+    )
+    rows = task.details(results)
+    assert [row["position"] for row in rows] == [40, 80, 95]
+    for row, part in zip(rows, wanted.split([40, 40, 15], dim=1), strict=True):
+        assert row["nll"] == pytest.approx(part.mean().item(), abs=1e-4)
+
+
+def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):
+    _, small = run(subject, novel, CacheSetting("h2o", 0.125), length=64, count=1, chunk=1)
+    _, tokens = run(subject, novel, CacheSetting("h2o", 6), length=64, count=1, chunk=1)
+    # A window of 64 tokens is read but for its last one: a sixteenth of 63 are 3.
+    assert small[0]["positions"] == tokens[0]["positions"] == [63]
+    assert small[0]["nlls"][0] == pytest.approx(tokens[0]["nlls"][0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ({"length": 1}, "--length 1 is too few"),
+        ({"length": 64, "count": 0}, "--windows 0 is too few"),
+        ({"length": 5000, "count": 1}, "0 windows of 5000"),
+        ({"length": 2049, "count": 1}, "more than the model's window of 2048"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(subject, novel, windows, message):
+    text = novel if windows["length"] != 2049 else novel * 2
+    with pytest.raises(ValueError, match=message):
+        run(subject, text, CacheSetting("h2o", 64), **windows)
