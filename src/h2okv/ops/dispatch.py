@@ -6,14 +6,14 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from h2okv.ops import compiled, step
+from h2okv.ops import compiled, flash, step
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.compaction import compact
 from h2okv.ops.reference import attention_with_scores
@@ -211,7 +211,11 @@ def _kernels(
         if trouble is not None and name == "auto":
             warnings.warn(f"h2okv: Triton kernels are left out: {trouble}", stacklevel=2)
     if trouble is None:
-        return _load_kernels(device), "the kernels agreed with plain PyTorch here"
+        kernels = _load_kernels(device)
+        if _flash_agrees(device, dtype, size, value_size, groups):
+            attend = functools.partial(kernels.attend, uses_flash=True)
+            return kernels._replace(attend=attend), "the kernels, and flash, agreed with PyTorch"
+        return kernels, "the kernels agreed with plain PyTorch here"
     if name == "triton":
         raise ValueError(f"ops='triton': {trouble}; leave the choice to ops='auto'.")
     return None, trouble
@@ -237,6 +241,23 @@ def _load_kernels(device: torch.device) -> _Kernels:
 
 
 @functools.cache
+def _flash_agrees(
+    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
+) -> bool:
+    """Tries PyTorch's own fused attention, whose sums come from our kernel, likewise."""
+    query, key, value, _ = _example_block(device, dtype, size, value_size, groups)
+    past = key.shape[2] - query.shape[2]
+    if not flash.applies(query, value, Visibility(past), None):
+        return False
+    try:
+        attend = functools.partial(_load_kernels(device).attend, uses_flash=True)
+        made = attend(query, key, value, Visibility(past), size**-0.5)
+    except Exception:  # a failure of any kind leaves the kernel of our own
+        return False
+    return _same(made, attention_with_scores(query, key, value, _causal(query, key), size**-0.5))
+
+
+@functools.cache
 def _disagreement(
     device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
 ) -> str | None:
@@ -244,26 +265,17 @@ def _disagreement(
 
     No kernel decides a user's text before it has agreed with plain PyTorch on this very device.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    length, past, heads = 70, 20, 2
-    query = draw(1, heads * groups, length, size)
-    key = draw(1, heads, past + length, size)
-    value = draw(1, heads, past + length, value_size)
-    entries = torch.arange(past + length, device=device) % 7 > 0
-    entries = entries.expand(1, heads, -1)
-    own = torch.arange(past, past + length, device=device).unsqueeze(1)
-    visible = (torch.arange(past + length, device=device) <= own) & entries.unsqueeze(2)
+    query, key, value, entries = _example_block(device, dtype, size, value_size, groups)
+    length, heads = query.shape[2], key.shape[1]
+    past = key.shape[2] - length
+    visible = _causal(query, key) & entries.unsqueeze(2)
+    indices = torch.arange(past, past + length, device=device).expand(1, heads, -1).contiguous()
     scale = size**-0.5
     slots = _example_slots(key, value)
     twins = Slots(*(part.clone() for part in slots[:6]))
     column = torch.full((1, 1, 1), 30, device=device)
     rules = StepRules(scale, column, full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
-    indices = own.T.expand(1, heads, -1).contiguous()
     try:
         kernels = _load_kernels(device)
         made = (
@@ -280,11 +292,41 @@ def _disagreement(
         step.decode_step(*token, twins, rules),
         *twins[:6],
     )
-    same = all(
+    if _same(made, expected):
+        return None
+    return f"they differ from plain PyTorch for {dtype} and heads of {size}"
+
+
+def _same(made: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+    return all(
         torch.allclose(one.float(), other.float(), atol=3e-2, rtol=3e-2)
         for one, other in zip(made, expected, strict=True)
     )
-    return None if same else f"they differ from plain PyTorch for {dtype} and heads of {size}"
+
+
+def _example_block(
+    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of 70 tokens after 20, and which keys are entries, ``[1, H, N]``."""
+    generator = torch.Generator().manual_seed(0)
+    length, num_keys, heads = 70, 90, 2
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    entries = torch.arange(num_keys, device=device) % 7 > 0
+    return (
+        draw(1, heads * groups, length, size),
+        draw(1, heads, num_keys, size),
+        draw(1, heads, num_keys, value_size),
+        entries.expand(1, heads, -1),
+    )
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Which keys each query may see, bool ``[T, N]``; the last query sees the last key."""
+    columns = torch.arange(key.shape[2], device=key.device)
+    return columns <= columns[-query.shape[2] :].unsqueeze(1)
 
 
 def _example_slots(key: torch.Tensor, value: torch.Tensor) -> Slots:

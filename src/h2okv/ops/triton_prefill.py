@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from h2okv.ops import flash
 from h2okv.ops.blockwise import Visibility
 from h2okv.ops.score_sums import entries_of
 
@@ -246,6 +247,8 @@ def attention_with_scores(
     scale: float,
     softcap: float | None = None,
     weights: torch.Tensor | None = None,
+    *,
+    uses_flash: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends over kept entries and the block itself, and sums the columns.
 
@@ -257,11 +260,15 @@ def attention_with_scores(
         scale: likewise.
         softcap: likewise.
         weights: likewise.
+        uses_flash: whether PyTorch's own kernel may do the first part where it can.
 
     Returns:
         ``(output, sums)`` as there.
     """
-    output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
+    if uses_flash and flash.applies(query, value, visibility, softcap):
+        output, log_sum_exp = flash.forward(query, key, value, visibility, scale)
+    else:
+        output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
     return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap, weights)
 
 
