@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# HELM's synthetic reasoning and a custom multiple-choice file, with the full cache and with H2O at
+# 20 %: bash run.sh OUT [INSTANCES]. Needs the environment of docs/helm.md, and no network.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+instances=${2:-20}
+export HF_HUB_OFFLINE=1
+export MODEL OUT="$out"
+MODEL=$(python -c 'import h2okv.assets; print(h2okv.assets.bundled_model_path())')
+
+# HELM reads models and tokenizers from prod_env beside where it runs.
+mkdir -p "$out/prod_env"
+for file in model_deployments tokenizer_configs; do
+  python -c 'import os, sys; print(os.path.expandvars(sys.stdin.read()), end="")' \
+    < "$here/$file.yaml" > "$out/prod_env/$file.yaml"
+done
+
+cd "$out"
+entries=()
+for model in h2okv/full h2okv/h2o-20 h2okv/h2o-20-whole; do
+  entries+=("synthetic_reasoning:mode=pattern_match,model=$model")
+  entries+=("custom_mcqa:path=$here/questions.jsonl,model=$model")
+  entries+=("custom_mcqa:path=$here/questions.jsonl,method=multiple_choice_separate_original,model=$model")
+done
+helm-run --run-entries "${entries[@]}" --suite h2okv --local-path prod_env \
+  --max-eval-instances "$instances" --num-train-trials 1 --num-threads 1 --exit-on-error
+python "$here/table.py" benchmark_output/runs/h2okv

@@ -1,0 +1,1 @@
+"""The cache in HELM (crfm-helm), which an environment of its own has installed."""

@@ -1,0 +1,121 @@
+"""HELM's Hugging Face client on a cache that evicts; ``model_deployments.yaml`` names it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from helm.clients.huggingface_client import (
+    HuggingFaceClient,
+    HuggingFaceServer,
+    HuggingFaceServerFactory,
+)
+from helm.common.cache import CacheConfig
+from helm.common.request import Request, RequestResult
+from helm.tokenizers.tokenizer import Tokenizer
+from transformers import set_seed
+
+from h2okv.assets import bundled_model_path
+from h2okv.evaluation.harness.provenance import provenance
+from h2okv.evaluation.harness.settings import EvictionSettings, closest
+from h2okv.evaluation.helm.evicting_model import EvictingModel
+
+
+class H2OServer(HuggingFaceServer):
+    """A loaded model that answers HELM's requests on evicting caches.
+
+    Args:
+        path: what `from_pretrained` takes.
+        tokenizer: HELM's tokenizer.
+        settings: the cache.
+        **options: what HELM's server takes.
+    """
+
+    def __init__(
+        self, path: str, tokenizer: Any, settings: EvictionSettings, **options: Any
+    ) -> None:
+        super().__init__(path, tokenizer, **options)
+        loaded: Any = self.model
+        self.record = provenance(loaded, path, settings)
+        set_seed(settings.options["seed"])
+        self.model: Any = EvictingModel(loaded, settings)
+
+
+class H2OClient(HuggingFaceClient):
+    """A client for models of `transformers` with an `H2OCache`.
+
+    Generation has the budget of the prompt. Log-probabilities of a prompt (``echo_prompt`` without
+    new tokens, as HELM's language modelling and separate multiple choice ask for) come from a
+    scan of the whole text under eviction. The settings are part of the key of HELM's request
+    cache and of its loaded models, so that two budgets never share an answer.
+
+    Args:
+        cache_config: HELM's.
+        tokenizer: HELM's.
+        pretrained_model_name_or_path: a folder, a Hub id, or ``"bundled"``.
+        record: a file that gets model, budget, policy, seed, versions and commit as JSON.
+        **options: arguments of `H2OCache` (``heavy``, ``recent``, ``policy`` ...), and what HELM's
+            `HuggingFaceClient` takes.
+
+    Raises:
+        ValueError: if the settings make no sense.
+    """
+
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        tokenizer: Tokenizer,
+        pretrained_model_name_or_path: str | None = None,
+        record: str | None = None,
+        **options: Any,
+    ) -> None:
+        given = {name: options.pop(name) for name in EvictionSettings.names() if name in options}
+        self.settings = EvictionSettings(**given)
+        for name in options:
+            near = closest(name)
+            if near:
+                raise ValueError(f"client argument {name!r} is unknown; perhaps {near!r} is meant.")
+        if pretrained_model_name_or_path == "bundled":
+            pretrained_model_name_or_path = str(bundled_model_path())
+        self._record = record
+        super().__init__(
+            cache_config=cache_config,
+            tokenizer=tokenizer,
+            pretrained_model_name_or_path=pretrained_model_name_or_path,
+            **options,
+        )
+
+    def make_request(self, request: Request) -> RequestResult:
+        """Answers a request under eviction; see HELM's `HuggingFaceClient.make_request`.
+
+        Args:
+            request: HELM's.
+
+        Returns:
+            HELM's.
+        """
+        path = self._pretrained_model_name_or_path or request.model
+        asked = {"path": path, "cache": self.settings.describe(), "options": self._kwargs}
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
+        # HELM keeps loaded models and answers by this name alone.
+        known_as = f"{request.model}@{digest.hexdigest()[:16]}"
+        self._load(known_as, path)
+        return super().make_request(replace(request, model=known_as))
+
+    def _load(self, known_as: str, path: str) -> None:
+        """Loads the model where HELM looks for loaded models, once."""
+        factory = HuggingFaceServerFactory
+        with factory._servers_lock:
+            if known_as not in factory._servers:
+                factory._servers[known_as] = H2OServer(
+                    path, self._wrapped_tokenizer, self.settings, **self._kwargs
+                )
+            server = factory._servers[known_as]
+        if self._record is not None:
+            file = Path(self._record)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(server.record, indent=2) + "\n", encoding="utf-8")
+            self._record = None
