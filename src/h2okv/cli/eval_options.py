@@ -11,7 +11,6 @@ import h2okv
 from h2okv.cli.bench_options import split_list
 from h2okv.cli.options import DTYPES, parse_amount, parse_positions
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.long_samples import TOO_LONG, TooLong
 from h2okv.evaluation.recall import KNOWLEDGE, Knowledge
 
 Model = Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")]
@@ -82,24 +81,6 @@ def parse_settings(
             if not setting.is_full or not any(other.is_full for other in settings):
                 settings.append(setting)
     return settings
-
-
-def parse_too_long(text: str) -> TooLong:
-    """Reads what shall become of samples that are too long.
-
-    Args:
-        text: What the user wrote.
-
-    Returns:
-        One of `TOO_LONG`.
-
-    Raises:
-        ValueError: If it is not one of them.
-    """
-    for name in TOO_LONG:
-        if name == text:
-            return name
-    raise ValueError(f"--too-long {text!r} is not known; choose from {', '.join(TOO_LONG)}")
 
 
 def parse_question(text: str) -> tuple[Knowledge, ...]:

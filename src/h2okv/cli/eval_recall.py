@@ -24,10 +24,11 @@ from h2okv.cli.eval_options import (
     TooLongOption,
     parse_question,
     parse_settings,
-    parse_too_long,
 )
 from h2okv.cli.eval_run import check_csv, load_subject, run_tasks
 from h2okv.cli.loading import BUNDLED
+from h2okv.cli.options import parse_choice
+from h2okv.evaluation.long_samples import TOO_LONG
 from h2okv.evaluation.recall import MOST_TOKENS, Recall, read_ruler
 
 HELP = """Ask for one of many values that a long text holds, as RULER does.
@@ -66,7 +67,7 @@ def recall(
     """Asks, as `HELP` tells the user."""
     check_csv(csv)
     settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk)
-    how = parse_too_long(too_long)
+    how = parse_choice("too-long", too_long, TOO_LONG)
     questions = read_ruler(input)
     tasks = [
         Recall(input.stem, questions, knowledge, limit, how, max_new_tokens)

@@ -22,13 +22,14 @@ from h2okv.cli.eval_options import (
     Sink,
     TooLongOption,
     parse_settings,
-    parse_too_long,
 )
 from h2okv.cli.eval_run import check_csv, load_subject, run_tasks
 from h2okv.cli.loading import BUNDLED
+from h2okv.cli.options import parse_choice
 from h2okv.evaluation.articles import read_articles
 from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generation_task import BatchOptions
+from h2okv.evaluation.long_samples import TOO_LONG
 from h2okv.evaluation.summarization import Summarization
 
 HELP = """Summarize articles with several cache sizes, and score the summaries by ROUGE-1, 2 and L.
@@ -84,7 +85,9 @@ def summarize(
     """Summarizes, as `HELP` tells the user."""
     check_csv(csv)
     settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk)
-    options = BatchOptions(batch_size, limit, parse_too_long(too_long), max_new_tokens)
+    options = BatchOptions(
+        batch_size, limit, parse_choice("too-long", too_long, TOO_LONG), max_new_tokens
+    )
     decoding = Decoding(temperature, top_p)
     articles = read_articles(input, references, template)
     task = Summarization(input.stem, articles, options, decoding, stemmer)

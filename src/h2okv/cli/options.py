@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from h2okv.policy.scoring import DEFAULT_DECAY, SCORINGS
 POLICY_HELP = f"{', '.join(h2okv.policy_names(dropping=True))}."
 SCORING_HELP = f"What attention counts for: {', '.join(SCORINGS)}."
 DECAY_HELP = f"With --scoring decay: the factor per later token, {DEFAULT_DECAY} if left out."
+Choice = TypeVar("Choice", bound=str)
 COMPILE_HELP = "Compile the steps of one token: slow to start, then faster (torch.compile)."
 DTYPES = {
     "auto": None,
@@ -101,10 +103,27 @@ def parse_positions(text: str) -> Positions:
     Raises:
         ValueError: If it is not one of them.
     """
-    for name in POSITIONS:
-        if name == text:
-            return name
-    raise ValueError(f"--positions {text!r} is not known; choose from {', '.join(POSITIONS)}")
+    return parse_choice("positions", text, POSITIONS)
+
+
+def parse_choice(option: str, text: str, choices: tuple[Choice, ...]) -> Choice:
+    """Reads an option that has a few words to choose from.
+
+    Args:
+        option: Its name.
+        text: What the user wrote.
+        choices: The words.
+
+    Returns:
+        The word.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    for word in choices:
+        if word == text:
+            return word
+    raise ValueError(f"--{option} {text!r} is not known; choose from {', '.join(choices)}")
 
 
 def parse_dtype(text: str) -> torch.dtype | None:

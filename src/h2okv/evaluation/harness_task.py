@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ class HarnessTask(Task):
         own: Whether it is one of this package's.
 
     Raises:
-        ValueError: If the task is unknown or a number makes no sense.
+        ValueError: If the harness is missing, the task unknown, or a number makes no sense.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("acc", "acc_norm")
@@ -62,6 +63,11 @@ class HarnessTask(Task):
         limit: int | None = None,
         own: bool = True,
     ) -> None:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ValueError(
+                f"the task {name!r} is run by lm-evaluation-harness, which is not installed; pip"
+                " install 'h2okv[eval]'"
+            )
         own_names = [path.stem.removeprefix(PREFIX) for path in sorted(TASKS.glob("*.yaml"))]
         if own and name not in own_names:
             raise unknown("task of the harness", name, own_names)
