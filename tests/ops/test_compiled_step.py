@@ -1,5 +1,6 @@
 """The decode step as machine code: made in the background, kept, and equal to the plain one."""
 
+import os
 import subprocess
 import sys
 import time
@@ -146,6 +147,16 @@ def test_a_damaged_package_is_left_alone(packages, tmp_path, monkeypatch, make_l
     cache, _ = run(make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 40)), "auto")
     step = cache.layers[0].step
     assert (step.name, step.why) == ("plain", "the compiled code disagrees")
+
+
+def test_old_packages_are_dropped(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "_MOST_PACKAGES", 2)
+    for age, name in enumerate("cab"):
+        path = tmp_path / f"step-{name}.pt2"
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    compiled._drop_oldest(tmp_path)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["step-a", "step-c"]
 
 
 def test_many_plain_steps_ask_for_machine_code_once(monkeypatch, tmp_path, make_llama):

@@ -69,6 +69,11 @@ class SlotLayer(ScoredLayer):
         self.has_sinks = True
         self.last_growth = 0
 
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
+        return self.policy.is_bounded and not self.rule.rewrites
+
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""
         return (*super().row_tensors(), "free", "enabled", "ranks")
@@ -277,6 +282,15 @@ class SlotLayer(ScoredLayer):
         if self.policy.is_bounded:
             self.enabled = self._slots_within_budget()
             self._look_ahead()
+            self._stay_in_place()
+
+    def _stay_in_place(self) -> None:
+        """Tells CUDA graphs that steps write where they read; mutates marks on the tensors."""
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            for name in (*self.row_tensors(), "cumulative_length"):
+                held = getattr(self, name, None)
+                if held is not None:
+                    torch._dynamo.mark_static_address(held)
 
     def count_down(self) -> None:
         """Looks again when enough steps have passed to fill the cache; mutates the layer."""

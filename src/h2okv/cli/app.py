@@ -22,6 +22,8 @@ from h2okv.cli.bench import bench
 from h2okv.cli.chat import HELP as CHAT_HELP
 from h2okv.cli.chat import chat
 from h2okv.cli.demo import demo
+from h2okv.cli.env import HELP as ENV_HELP
+from h2okv.cli.env import env
 from h2okv.cli.eval import eval_app
 from h2okv.cli.exit_codes import BAD_INPUT
 from h2okv.cli.generate import HELP, generate
@@ -66,6 +68,7 @@ _app.command("view", help=VIEW_HELP)(view)
 _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
 _app.command("bench", help=BENCH_HELP)(bench)
+_app.command("env", help=ENV_HELP)(env)
 _app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
 _app.add_typer(eval_app)
 _app.command("batch", help=BATCH_HELP)(batch)

@@ -48,6 +48,8 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # on a GPU ``generate`` does so by itself
+            return plain(*args, **kwargs)
         cache = kwargs.get("past_key_values")
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if tokens is None or tokens.shape[1] > 1 or not isinstance(cache, H2OCache):

@@ -99,7 +99,7 @@ def check_padded_batch(
 
     Args:
         input_ids: ``[B, T]``.
-        attention_mask: ``[B, tokens seen + T]`` or ``None``.
+        attention_mask: ``[B, tokens seen + T]``, or as `h2o_mask` makes it, or ``None``.
         pad_token_id: the padding token, or ``None`` if the model has none.
 
     Raises:
@@ -109,6 +109,8 @@ def check_padded_batch(
         return
     real = torch.ones_like(input_ids, dtype=torch.bool)
     if attention_mask is not None:
+        if attention_mask.dim() == 4:  # ``generate`` has made a mask of what concerns this forward
+            attention_mask = attention_mask[:, 0, -1]
         real = attention_mask[:, -input_ids.shape[1] :].to(torch.bool).to(input_ids.device)
     padding = (input_ids == pad_token_id) & real
     for side, column in (("left", 0), ("right", -1)):

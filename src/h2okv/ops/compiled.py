@@ -26,6 +26,7 @@ from h2okv.ops.step import Slots, StepRules, Turns
 
 _STALE = 600.0
 """Seconds after which a compilation that left its mark counts as dead."""
+_MOST_PACKAGES = 64
 _MAX_ROWS, _MAX_SLOTS = 1 << 20, 1 << 24
 
 
@@ -289,7 +290,15 @@ def compile_package(spec: Spec) -> Path:
         program = torch.export.export(_Step(spec), args, dynamic_shapes=(tuple(shapes),))
         torch._inductor.aoti_compile_and_package(program, package_path=str(draft))
     draft.replace(path)
+    _drop_oldest(path.parent)
     return path
+
+
+def _drop_oldest(packages: Path) -> None:
+    """Keeps the newest packages: each update of torch or h2okv leaves old ones behind."""
+    by_age = sorted(packages.glob("*.pt2"), key=lambda path: path.stat().st_mtime)
+    for path in by_age[:-_MOST_PACKAGES]:
+        path.unlink(missing_ok=True)
 
 
 @functools.cache

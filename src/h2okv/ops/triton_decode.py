@@ -279,7 +279,8 @@ def decode_step(
         )
         width = 2 * factors.shape[-2]
     batch, num_heads, _, size = query.shape
-    num_kv_heads, num_slots = slots.keys.shape[1], slots.keys.shape[2]
+    # Whole numbers also while a graph is recorded: they decide about the shape of the launch.
+    num_kv_heads, num_slots = int(slots.keys.shape[1]), int(slots.keys.shape[2])
     value_size = slots.values.shape[-1]
     groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
     query, key, value = (states.contiguous() for states in (query, key, value))

@@ -1,0 +1,118 @@
+"""`h2okv env`: what is installed, and what would run on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig
+
+from h2okv.benchmarking.environment import environment
+from h2okv.cli.loading import BUNDLED, describe
+from h2okv.cli.options import parse_device
+from h2okv.cli.output import write_text
+from h2okv.cli.report import format_bytes
+from h2okv.ops import compiled, dispatch
+from h2okv.ops.survey import Finding, survey
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDTH = 110
+
+HELP = """Show what is installed, and what would run attention and why.
+
+A block is a prompt or a later turn, a step a single token of a cache whose slots are all taken.
+H2OKV_OPS=plain, compiled or triton overrides the choice.
+
+    h2okv env
+    h2okv env --model meta-llama/Llama-3.2-1B
+    H2OKV_OPS=plain h2okv env --json
+"""
+
+
+def env(
+    model: Annotated[
+        str, typer.Option(help="A folder, a Hub id, or the bundled model: for its heads.")
+    ] = BUNDLED,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ... or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> int:
+    """Prints the environment and the choice of implementations."""
+    where = parse_device(device)
+    config = describe(model).config
+    size, groups = _heads(config)
+    dispatch.wanted()  # a wrong name is told before anything else
+    findings = [finding for dtype in _DTYPES for finding in survey(where, dtype, size, groups)]
+    facts = _facts(where)
+    if as_json:
+        shown = [
+            {**finding._asdict(), "device": str(where), "dtype": str(finding.dtype)[6:]}
+            for finding in findings
+        ]
+        write_text(json.dumps({**facts, "head_size": size, "groups": groups, "used": shown}) + "\n")
+        return 0
+    write_text(_lines(facts) + f"\nHeads of {size}, {groups} for each KV head, on {where}:\n\n")
+    write_text(_table(findings))
+    return 0
+
+
+def _heads(config: PreTrainedConfig) -> tuple[int, int]:
+    """Head size, and query heads of a KV head."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return size, heads // (getattr(text, "num_key_value_heads", None) or heads)
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    known = environment(device)
+    packages = list(compiled.folder().glob("*.pt2")) if compiled.folder().is_dir() else []
+    return {
+        "h2okv": known["version"],
+        "python": known["python"],
+        "torch": known["torch"],
+        "transformers": known["transformers"],
+        "triton": _version("triton"),
+        "machine": known["machine"],
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": known["device"] if device.type == "cuda" else None,
+        "c++ compiler": compiled.compiler(),
+        dispatch.VARIABLE: dispatch.wanted(),
+        "machine code": str(compiled.folder()),
+        "machine code, files": len(packages),
+        "machine code, bytes": sum(path.stat().st_size for path in packages),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(facts: dict[str, Any]) -> str:
+    shown = dict(facts)
+    files, size = shown.pop("machine code, files"), shown.pop("machine code, bytes")
+    shown["machine code"] += f" ({files} files, {format_bytes(size)})"
+    return "".join(
+        f"{name + ':':<15} {'none' if value is None else value}\n" for name, value in shown.items()
+    )
+
+
+def _table(findings: list[Finding]) -> str:
+    table = Table(box=box.SIMPLE)
+    for heading in ("dtype", "operation", "used", "why"):
+        table.add_column(heading)
+    for finding in findings:
+        table.add_row(str(finding.dtype)[6:], finding.operation, finding.used, finding.why)
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
