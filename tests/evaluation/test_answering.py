@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import h2okv
 import h2okv.evaluation.answering as answering
 from h2okv.evaluation.answering import Prompt, answer_batch, answer_question
 from h2okv.evaluation.cache_setting import CacheSetting
@@ -88,3 +89,13 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
         answer_question(subject, setting, ids[:90], Prompt(ids[90:100], 4), known)
     # The budget is of text and question, whichever is read first: 20 of 100.
     assert read == [(0, 99, 20), (0, 90, 20), (90, 99, 20)]
+
+
+@pytest.mark.parametrize("policy", [name for name in h2okv.policy_names() if name != "full"])
+def test_every_policy_answers_padded_batches_and_questions(subject, ids, policy):
+    setting = CacheSetting(policy, 24)
+    together = answer_batch(subject, setting, prompts(ids, most=4), Decoding())
+    alone = [answer_batch(subject, setting, [p], Decoding())[0] for p in prompts(ids, most=4)]
+    assert together == alone
+    answer = answer_question(subject, setting, ids[:60], Prompt(ids[60:70], 4), known=False)
+    assert 0 < answer.tokens <= 4

@@ -98,7 +98,8 @@ def answer_question(
     Known: the question is read in one block with the context (but for its last token, so that the
     whole answer comes from the compressed cache). Not known: the context is read and evicted from
     first, as where one context serves many questions. With blocks of ``prefill_chunk`` tokens the
-    question is known to the last block only.
+    question is known to the last block only. A budget in fractions is of context and question, but
+    of what is read first for a policy that evicts once, after the prompt.
 
     Args:
         subject: The model.
@@ -117,7 +118,8 @@ def answer_question(
     ids = torch.tensor([[*context, *prompt.ids]])
     length = ids.shape[1]
     cache = setting.make(subject.config, seed)
-    cache.expect(length)
+    if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
+        cache.expect(length)
     first = length - 1 if known else len(context)
     with h2okv.enable(subject.model):
         for start, end in ((0, first), (first, length - 1)):
