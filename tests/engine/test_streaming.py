@@ -118,8 +118,8 @@ def test_each_byte_is_read_once_in_a_pass(llama_folder, make_sequences, run_engi
     run_engine(assembled.skeleton.model, make_sequences((9, 8), 20), passing=assembled.passing)
     assembled.close()
     assert assembled.resident_bytes < min(sizes)
-    # 20 passes, and the two units that were read ahead of one that did not come.
-    assert assembled.stream.bytes_read == 20 * sum(sizes) + sum(sizes[:2])
+    # 20 passes, and up to two units that were read ahead of one that did not come.
+    assert 0 <= assembled.stream.bytes_read - 20 * sum(sizes) <= sum(sizes[:2])
 
 
 def test_weights_are_used_in_turn_only(llama_folder):

@@ -24,6 +24,7 @@ from h2okv.cli.options import (
 )
 from h2okv.cli.output import write_remark, write_text
 from h2okv.engine.placement import PLACES, parse_shares
+from h2okv.engine.tiers import CACHE_PLACES
 
 HELP = """Generate for a file of prompts, as many at a time as there is room for.
 
@@ -39,6 +40,7 @@ Examples:
 """
 
 WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
+CACHE_HELP = "Where keys and values are: auto, device, cpu, file, or percentages of the layers."
 MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
 
@@ -49,6 +51,11 @@ def batch(
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens for a prompt.")] = 128,
     batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
     weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
+    cache: Annotated[str, typer.Option(help=CACHE_HELP)] = "auto",
+    cache_folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the cache's file is made.", show_default="beside the output"),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
     ] = None,
@@ -104,6 +111,8 @@ def batch(
         device=parse_device(device),
         rows=parse_rows(batch),
         shares=parse_shares("weights", weights, PLACES),
+        cache_shares=parse_shares("cache", cache, CACHE_PLACES),
+        cache_folder=cache_folder,
         memory=None if memory is None else parse_memory(memory),
         converted=converted,
         keep_pages=keep_pages,

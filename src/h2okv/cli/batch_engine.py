@@ -18,12 +18,14 @@ from h2okv.cli.batch_request import BatchRequest
 from h2okv.cli.loading import Described, load_weights
 from h2okv.cli.streamed_model import OpenModel, checkpoint_folder, make_planner, open_model
 from h2okv.engine.assembly import Assembled, assemble
-from h2okv.engine.demand import demand_of
+from h2okv.engine.demand import Demand, demand_of
 from h2okv.engine.job import Job
 from h2okv.engine.passing import OneByOne, Passing
+from h2okv.engine.placement import spread
 from h2okv.engine.planner import Plan, Workload
 from h2okv.engine.process_memory import give_memory_back
 from h2okv.engine.runner import Limits
+from h2okv.engine.tiers import TieredStore
 
 _ROWS = 32
 _PROMPT_TOKENS = 8192
@@ -42,6 +44,7 @@ class Engine:
         most_prompt: Tokens of the longest prompt that the memory allows; None for any.
         plan: Why; None if there was nothing to plan.
         assembled: Where weights come from; None if they are all in memory.
+        store: Where caches are between two layers; None if they stay.
     """
 
     model: PreTrainedModel
@@ -50,6 +53,7 @@ class Engine:
     most_prompt: int | None = None
     plan: Plan | None = None
     assembled: Assembled | None = None
+    store: TieredStore | None = None
 
     def close(self) -> None:
         """Ends reading."""
@@ -118,19 +122,22 @@ def _streamed(
     new = request.sampling.max_new_tokens
     work = _workload(lengths, new)
     planner = make_planner(opened, cache, work, request.memory)
-    most = planner.longest_that_fits(request.shares)
+    caches = request.cache_shares
+    most = planner.longest_that_fits(request.shares, caches)
     if most < work.longest:
         fitting = [length for length in lengths if length <= most]
         if fitting:
             planner = make_planner(opened, cache, _workload(fitting, new), request.memory)
         # Without any, the planner says what would be needed.
-    plan = planner.choose(request.rows, request.shares)
+    plan = planner.choose(request.rows, request.shares, caches)
+    store = _store(request, plan, cache)
     assembled = assemble(
         opened.skeleton,
         opened.files,
         opened.found,
         plan.placement,
         request.device,
+        store,
         keep_pages=request.keep_pages,
     )
     limits = Limits(
@@ -139,9 +146,20 @@ def _streamed(
         decode_rows=plan.rows,
         pass_tokens=plan.pass_tokens,
         cache_bytes=plan.cache_bytes,
-        bytes_of=_sizes(opened.demand(cache), cache),
+        bytes_of=_sizes(opened.demand(cache), cache, 1 - plan.cache_shares.get("device", 0.0)),
     )
-    return Engine(opened.skeleton.model, assembled.passing, limits, most, plan, assembled)
+    return Engine(opened.skeleton.model, assembled.passing, limits, most, plan, assembled, store)
+
+
+def _store(request: BatchRequest, plan: Plan, cache: h2okv.H2OCache) -> TieredStore | None:
+    """Where keys and values are; None if they stay where the model computes."""
+    places = spread(plan.cache_shares, len(cache.layers))
+    if request.device.type == "cpu":
+        places = ["device" if place == "cpu" else place for place in places]
+    if set(places) == {"device"}:
+        return None
+    folder = request.cache_folder or request.output.resolve().parent
+    return TieredStore(places, folder, request.device)
 
 
 def measure_prompts(job: Job) -> list[int]:
@@ -164,12 +182,14 @@ def measure_prompts(job: Job) -> list[int]:
 
 
 def _workload(lengths: list[int], new: int) -> Workload:
-    typical = max(1, sum(lengths) // len(lengths))
+    typical = -(-sum(lengths) // len(lengths))
     return Workload(typical=typical, longest=max(lengths), new=new, prompts=len(lengths))
 
 
 def _is_plain(request: BatchRequest, described: Described) -> bool:
     """Whether all weights simply go into memory."""
+    if request.cache_shares not in (None, {"device": 1.0}):
+        return False
     if request.shares is not None:
         only_device = set(request.shares) <= {"device"}
         return only_device and request.memory is None
@@ -190,10 +210,10 @@ def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.exists())
 
 
-def _sizes(demand: Any, cache: h2okv.H2OCache) -> Callable[[int, int], int]:
+def _sizes(demand: Demand, cache: h2okv.H2OCache, away: float = 0.0) -> Callable[[int, int], int]:
     def bytes_of(prompt: int, new: int) -> int:
-        size: int = demand.sequence_bytes(demand.slots_of(cache, prompt, new), prompt + new)
-        return size
+        slots = demand.slots_of(cache, prompt, new)
+        return demand.sequence_bytes(slots, prompt + new, away)
 
     return bytes_of
 

@@ -90,6 +90,7 @@ def _go_through(job: Job, runner: Runner, engine: Engine, max_new_tokens: int) -
         seconds=time.perf_counter() - start,
         predicted=None if engine.plan is None else engine.plan.forecast.tokens_per_second,
         bytes_read=0 if assembled is None else assembled.bytes_read,
+        cache_bytes_read=0 if engine.store is None else engine.store.bytes_read,
         wait_seconds=0.0 if stream is None else stream.wait_seconds,
         plan=engine.describe(),
         peak_bytes=peak_resident_bytes(),

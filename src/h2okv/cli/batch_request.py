@@ -32,6 +32,8 @@ class BatchRequest:
         device: Where the model runs.
         rows: Prompts under way; None for as many as is best.
         shares: Where weights are, by place; None for what is best.
+        cache_shares: Where keys and values are, by place; None for what is best.
+        cache_folder: Where the cache's file is made; None for the output's folder.
         memory: Bytes that are not to be exceeded; None for what is free.
         converted: Where converted checkpoints are kept; None for the user's cache folder.
         keep_pages: Whether the system may keep streamed weights in memory that is free.
@@ -46,6 +48,8 @@ class BatchRequest:
     device: torch.device
     rows: int | None
     shares: dict[str, float] | None = None
+    cache_shares: dict[str, float] | None = None
+    cache_folder: Path | None = None
     memory: int | None = None
     converted: Path | None = None
     keep_pages: bool = False
@@ -65,6 +69,7 @@ class Summary:
         seconds: From the first pass to the last.
         predicted: New tokens in a second by the planner; None without a plan.
         bytes_read: Weights read from the disk while it ran.
+        cache_bytes_read: Keys and values read from the file.
         wait_seconds: Time that computing waited for weights.
         plan: What was planned, for machines; None without a plan.
         peak_bytes: The largest resident memory; None where nobody tells.
@@ -80,6 +85,7 @@ class Summary:
     seconds: float = 0.0
     predicted: float | None = None
     bytes_read: int = 0
+    cache_bytes_read: int = 0
     wait_seconds: float = 0.0
     plan: dict[str, Any] | None = None
     peak_bytes: int | None = None

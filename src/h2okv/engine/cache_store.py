@@ -11,17 +11,41 @@ class CacheStore(Protocol):
     """Keeps layers of caches somewhere else than the memory that the model computes in."""
 
     def bring(self, cache: H2OCache, layer_idx: int) -> None:
-        """Makes a layer's entries ready for its attention; mutates the cache."""
+        """Makes a layer's entries ready; mutates the cache.
+
+        Args:
+            cache: Whose.
+            layer_idx: The layer.
+        """
         ...
 
     def expect(self, cache: H2OCache, layer_idx: int) -> None:
-        """Says which layer is brought next, so that it can be read meanwhile."""
+        """Says which layer is brought next, so that it can be read meanwhile.
+
+        Args:
+            cache: Whose.
+            layer_idx: The layer; one that does not exist is ignored.
+        """
         ...
 
-    def put_back(self, cache: H2OCache, layer_idx: int) -> None:
-        """Takes a layer's entries away again, what is new in them kept; mutates the cache."""
+    def put_back(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
+        """Takes a layer's entries away again; mutates the cache.
+
+        Args:
+            cache: Whose.
+            layer_idx: The layer.
+            is_new: Whether rows have changed places, so that all of it is written.
+        """
         ...
 
     def forget(self, cache: H2OCache) -> None:
-        """Gives back what is held for a cache."""
+        """Gives back what is held for a cache.
+
+        Args:
+            cache: Whose.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
         ...

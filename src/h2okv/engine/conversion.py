@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -96,7 +97,8 @@ def convert(
             f" failed ({reason}); give another --converted folder with room, or --weights device"
         ) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 class _LazyTensor:

@@ -67,18 +67,24 @@ class Demand:
         """Bytes of one sequence in one layer of slots."""
         return int(slots * (self.entry_bytes + self.num_kv_heads * _NOTE_BYTES))
 
-    def sequence_bytes(self, slots: int, length: int) -> int:
-        """Bytes of one sequence in all layers.
+    def sequence_bytes(self, slots: int, length: int, away: float = 0.0) -> int:
+        """Bytes of one sequence in the memory of the device, in all layers.
 
         Args:
             slots: From `slots_of`.
             length: Tokens seen in the end, for layers that are not full attention.
+            away: Share of the slot layers whose keys and values are in another tier.
 
         Returns:
             Bytes.
         """
         held = sum(min(length, window) for window in self.windows)
-        return int(self.num_slot_layers * self.layer_bytes(slots) + held * self.entry_bytes)
+        own = self.num_slot_layers * self.layer_bytes(slots) + held * self.entry_bytes
+        return int(own - away * self.moved_bytes(slots))
+
+    def moved_bytes(self, slots: float) -> float:
+        """Keys and values of one sequence in all slot layers."""
+        return self.num_slot_layers * slots * self.entry_bytes
 
     def decode_bytes(self, rows: int, slots: float) -> int:
         """Temporaries of a step: keys in fp32, probabilities, the MLP, the logits in fp32."""

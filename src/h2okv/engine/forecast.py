@@ -91,9 +91,11 @@ def forecast(
     """
     brought = max(traffic.disk_bytes / speeds.disk, traffic.link_bytes / speeds.link)
     cache = rows * traffic.cache_bytes / speeds.memory
-    moved = rows * (traffic.far_bytes / speeds.link + traffic.file_bytes / speeds.disk)
-    # What comes from the disk or over the link is then read in memory all the same.
-    cache = max(cache, moved)
+    # One disk, and one link, does one thing at a time: the caches come after the weights.
+    if traffic.file_bytes:
+        cache = max(cache, (traffic.disk_bytes + rows * traffic.file_bytes) / speeds.disk)
+    if traffic.far_bytes:
+        cache = max(cache, (traffic.link_bytes + rows * traffic.far_bytes) / speeds.link)
     work = 2 * traffic.parameters
     products = rows * work / speeds.product_rate(rows)
     compute = max(products, traffic.memory_bytes / speeds.memory)

@@ -8,6 +8,7 @@ import torch
 
 from h2okv.cache import H2OCache
 from h2okv.cache.slots import SlotLayer
+from h2okv.engine.cache_store import CacheStore
 
 _EMPTY: dict[str, Any] = {"positions": -1, "enabled": False}
 """What stands in a slot that is added to a row; 0 where nothing is said."""
@@ -26,21 +27,36 @@ def can_join(cache: H2OCache) -> bool:
     return all(type(layer) is SlotLayer for layer in cache.layers)
 
 
-def join(first: H2OCache, second: H2OCache) -> H2OCache:
+def join(first: H2OCache, second: H2OCache, store: CacheStore | None = None) -> H2OCache:
     """Puts one cache's rows below another's, layer by layer.
 
     Args:
         first: Of one model and the same settings; emptied.
         second: Likewise.
+        store: Where both are between two layers.
 
     Returns:
         ``first`` with the rows of both. A row behaves as before: it keeps its own budget.
     """
     layers: Any = zip(first.layers, second.layers, strict=True)
-    for upper, lower in layers:
+    for index, (upper, lower) in enumerate(layers):
+        if store is not None:
+            store.bring(first, index)
+            _own(upper)
+            store.bring(second, index)
         _join_layer(upper, lower)
         lower.reset()
+        if store is not None:
+            store.put_back(first, index, is_new=True)
     return first
+
+
+def _own(layer: Any) -> None:
+    """Copies what lies in a workspace that the next layer needs."""
+    for name in layer.row_tensors():
+        tensor = getattr(layer, name, None)
+        if tensor is not None and tensor.dim() == 4:
+            setattr(layer, name, tensor.clone())
 
 
 def _join_layer(upper: Any, lower: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
+from h2okv.engine.cache_store import CacheStore
 from h2okv.engine.sequence import Sequence
 
 _MASK_STEPS = 64
@@ -100,14 +101,23 @@ class MicroBatch:
         self.columns += 1
         self._lengths += 1
 
-    def drop_finished(self) -> None:
-        """Takes the finished rows out, of the cache too; at least one row must be left."""
+    def drop_finished(self, store: CacheStore | None = None) -> None:
+        """Takes the finished rows out, of the cache too; at least one row must be left.
+
+        Args:
+            store: Where the cache is between two layers.
+        """
         rows = [row for row, own in enumerate(self.sequences) if not own.is_finished]
         if len(rows) == len(self):
             return
         indices: Any = torch.tensor(rows, device=self.device)
-        # Unlike batch_select_indices, every kind of layer has it.
-        self.cache.reorder_cache(indices)
+        for index, layer in enumerate(self.cache.layers):
+            if store is not None:
+                store.bring(self.cache, index)
+            # Unlike batch_select_indices, every kind of layer has it.
+            layer.reorder_cache(indices)
+            if store is not None:
+                store.put_back(self.cache, index, is_new=True)
         self.sequences = [self.sequences[row] for row in rows]
         self._mask, self._lengths = self._mask[indices], self._lengths[indices]
 

@@ -8,11 +8,18 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from h2okv.engine.cache_store import CacheStore
 from h2okv.engine.micro_batch import MicroBatch
 
 
 class Passing(Protocol):
-    """How the forwards of several micro-batches share the weights."""
+    """How the forwards of several micro-batches share the weights.
+
+    Attributes:
+        store: Where their caches are between two layers; ``None`` if they stay.
+    """
+
+    store: CacheStore | None
 
     def run(
         self, model: PreTrainedModel, batches: list[MicroBatch]
@@ -39,6 +46,8 @@ class Passing(Protocol):
 
 class OneByOne:
     """All weights are in memory: one forward after the other."""
+
+    store: CacheStore | None = None
 
     def run(
         self, model: PreTrainedModel, batches: list[MicroBatch]

@@ -19,6 +19,8 @@ _WORTH = 1.02
 """A larger batch must be so much faster, or the smaller one is taken."""
 _LANE_TOKENS = 4096
 """Prompts of a micro-batch; longer ones read alone do not compute faster."""
+_FILE_WORTH = 1.1
+"""Entries go to the file only where that is so much faster; it wears the disk."""
 _WAITING_SHARE = 0.1
 """Of the free memory, for the states of prompts between two layers."""
 
@@ -61,6 +63,7 @@ class Plan:
 
     Attributes:
         placement: Where weights are.
+        cache_shares: Where keys and values are, as shares of the layers by place.
         rows: Sequences under way.
         lane_tokens: Tokens of the prompts that a micro-batch reads.
         pass_tokens: Tokens of the prompts that one pass reads.
@@ -72,6 +75,7 @@ class Plan:
     """
 
     placement: Placement
+    cache_shares: dict[str, float]
     rows: int
     lane_tokens: int
     pass_tokens: int
@@ -85,6 +89,9 @@ class Plan:
     def total_bytes(self) -> int:
         """All that it takes in the memory of the device."""
         return self.cache_bytes + self.weight_bytes + self.buffer_bytes + self.temporary_bytes
+
+
+_IN_MEMORY = {"device": 1.0}
 
 
 class Planner:
@@ -118,17 +125,21 @@ class Planner:
         self._work = work
         self._device = device
         self._slots = demand.slots_of(cache, work.typical, work.new)
-        self._row_bytes = demand.sequence_bytes(self._slots, work.typical + work.new)
         self._most_slots = demand.slots_of(cache, work.longest, work.new)
-        self._largest_row = demand.sequence_bytes(self._most_slots, work.longest + work.new)
         self._sizes = [unit.nbytes for unit in skeleton.units]
 
-    def choose(self, rows: int | None = None, shares: dict[str, float] | None = None) -> Plan:
+    def choose(
+        self,
+        rows: int | None = None,
+        shares: dict[str, float] | None = None,
+        cache_shares: dict[str, float] | None = None,
+    ) -> Plan:
         """Chooses the fastest plan that fits.
 
         Args:
             rows: Sequences under way; ``None`` for as many as is best.
             shares: Where weights go; ``None`` for what is best.
+            cache_shares: Where keys and values go; ``None`` for what is best.
 
         Returns:
             The plan.
@@ -137,20 +148,42 @@ class Planner:
             ValueError: If not even the least fits, or not what was asked for.
         """
         candidates = [rows] if rows is not None else self._candidates()
-        plans = [plan for own in candidates if (plan := self._fit(own, shares)) is not None]
-        if not plans:
-            raise self._too_little(candidates[0], shares)
-        best = plans[0]
-        for plan in plans[1:]:
-            if plan.forecast.tokens_per_second > _WORTH * best.forecast.tokens_per_second:
+        best = self._best(candidates, shares, cache_shares or _IN_MEMORY)
+        if cache_shares is None:
+            other = self._best(candidates, shares, {"file": 1.0})
+            if other is not None and (
+                best is None
+                or other.forecast.tokens_per_second > _FILE_WORTH * best.forecast.tokens_per_second
+            ):
+                best = other
+        if best is None:
+            raise self._too_little(candidates[0], shares, cache_shares)
+        return best
+
+    def _best(
+        self, candidates: list[int], shares: dict[str, float] | None, caches: dict[str, float]
+    ) -> Plan | None:
+        best = None
+        for rows in candidates:
+            plan = self._fit(rows, shares, caches)
+            if plan is None:
+                continue
+            if best is None or (
+                plan.forecast.tokens_per_second > _WORTH * best.forecast.tokens_per_second
+            ):
                 best = plan
         return best
 
-    def longest_that_fits(self, shares: dict[str, float] | None = None) -> int:
+    def longest_that_fits(
+        self,
+        shares: dict[str, float] | None = None,
+        cache_shares: dict[str, float] | None = None,
+    ) -> int:
         """Finds the longest prompt that the memory allows, alone.
 
         Args:
             shares: Where weights go; ``None`` for the least memory.
+            cache_shares: Where keys and values go; ``None`` for the least memory.
 
         Returns:
             Tokens; 0 if there is none.
@@ -163,7 +196,7 @@ class Planner:
                 self._skeleton, self._demand, self._cache, self._speeds, self._room, work,
                 self._device,
             )  # fmt: skip
-            if other._fit(1, shares) is None:
+            if other._fit(1, shares, cache_shares or {"file": 1.0}) is None:
                 high = tokens - 1
             else:
                 low = tokens
@@ -178,14 +211,16 @@ class Planner:
             rows += max(1, rows // 4)
         return [*found, most]
 
-    def _fit(self, rows: int, shares: dict[str, float] | None) -> Plan | None:
+    def _fit(
+        self, rows: int, shares: dict[str, float] | None, caches: dict[str, float]
+    ) -> Plan | None:
         """A plan for a number of rows; ``None`` if it does not fit."""
         count = len(self._sizes)
         if shares is not None:
-            plan = self._plan(rows, place_by_shares(shares, count))
+            plan = self._plan(rows, place_by_shares(shares, count), caches)
             return plan if plan.total_bytes <= self._room.device else None
         everything = place_by_shares({"device": 1.0}, count)
-        plan = self._plan(rows, everything)
+        plan = self._plan(rows, everything, caches)
         if plan.total_bytes <= self._room.device:
             return plan
         # From as many layers in memory as fit without the two buffers, down.
@@ -193,7 +228,7 @@ class Planner:
         best = None
         while low <= high:
             kept = (low + high) // 2
-            plan = self._plan(rows, self._keep(kept))
+            plan = self._plan(rows, self._keep(kept), caches)
             if plan.total_bytes <= self._room.device:
                 best, low = plan, kept + 1
             else:
@@ -219,31 +254,43 @@ class Planner:
                 units.append("disk")
         return Placement(tuple(units), "disk")
 
-    def _plan(self, rows: int, placement: Placement) -> Plan:
+    def _plan(self, rows: int, placement: Placement, shares: dict[str, float]) -> Plan:
         demand, skeleton = self._demand, self._skeleton
         resident = [self._sizes[index] for index in placement.indices("device")]
-        away = [i for i, own in enumerate(placement.units) if self._comes(own)]
+        coming = [i for i, own in enumerate(placement.units) if self._comes(own)]
         weights = sum(resident) + sum(slot.nbytes for slot in skeleton.rest)
         if placement.table != "disk" and not (skeleton.is_tied and placement.units[-1] == "device"):
             weights += skeleton.table.nbytes
         if self._device.type == "cpu":
             weights += sum(self._sizes[index] for index in placement.indices("cpu"))
-        buffers = arena_bytes([self._sizes[index] for index in away])
+        buffers = arena_bytes([self._sizes[index] for index in coming])
+        away = 1 - shares.get("device", 0.0)
+        work, slots, most = self._work, self._slots, self._most_slots
         # The longest prompt must find room; most are shorter.
-        caches = max(rows * self._row_bytes, self._largest_row)
-        free = self._room.device - weights - buffers - caches - demand.fixed_bytes
+        caches = max(
+            rows * demand.sequence_bytes(slots, work.typical + work.new, away),
+            demand.sequence_bytes(most, work.longest + work.new, away),
+        )
+        mean = max(rows * slots, most) / rows
+        # What lies elsewhere is brought into one of two workspaces.
+        workspaces = int(2 * rows * mean * demand.entry_bytes) if away else 0
+        free = self._room.device - weights - buffers - caches - workspaces - demand.fixed_bytes
         waiting = int(max(0, free) * _WAITING_SHARE) // max(1, demand.waiting_bytes(1))
         wanted = rows * self._work.typical
         lane = max(self._work.longest, min(_LANE_TOKENS, waiting, wanted))
         tokens = max(lane, min(waiting, wanted))
-        slots = max(rows * self._slots, self._most_slots) / rows
-        temporary = demand.fixed_bytes + max(
-            # A tensor of a layer is there twice when rows are put together.
-            demand.decode_bytes(rows, slots) + rows * demand.layer_bytes(slots),
-            demand.prompt_bytes(lane) + demand.waiting_bytes(tokens),
+        temporary = (
+            demand.fixed_bytes
+            + workspaces
+            + max(
+                # A tensor of a layer is there twice when rows are put together.
+                demand.decode_bytes(rows, mean) + rows * demand.layer_bytes(mean),
+                demand.prompt_bytes(lane) + demand.waiting_bytes(tokens),
+            )
         )
         return Plan(
             placement=placement,
+            cache_shares=shares,
             rows=rows,
             lane_tokens=lane,
             pass_tokens=tokens,
@@ -251,14 +298,16 @@ class Planner:
             weight_bytes=weights,
             buffer_bytes=buffers,
             temporary_bytes=temporary,
-            forecast=self._forecast(rows, placement, tokens),
+            forecast=self._forecast(rows, placement, shares, tokens),
         )
 
     def _comes(self, place: Place) -> bool:
         """Whether a unit there comes through the buffers."""
         return place == "disk" or place == "cpu" and self._device.type != "cpu"
 
-    def _forecast(self, rows: int, placement: Placement, tokens: int) -> Forecast:
+    def _forecast(
+        self, rows: int, placement: Placement, shares: dict[str, float], tokens: int
+    ) -> Forecast:
         on_disk = sum(self._sizes[index] for index in placement.indices("disk"))
         on_host = 0
         if self._device.type != "cpu":
@@ -268,15 +317,21 @@ class Planner:
             link_bytes=on_host,
             memory_bytes=sum(self._sizes),
             parameters=sum(self._sizes) // self._demand.element,
-            cache_bytes=self._row_bytes,
+            cache_bytes=self._demand.sequence_bytes(
+                self._slots, self._work.typical + self._work.new
+            ),
+            far_bytes=int(shares.get("cpu", 0.0) * self._demand.moved_bytes(self._slots)),
+            file_bytes=int(shares.get("file", 0.0) * self._demand.moved_bytes(self._slots)),
         )
         prompts = max(1, tokens // self._work.typical)
         return forecast(traffic, self._speeds, rows, self._work.typical, self._work.new, prompts)
 
-    def _too_little(self, rows: int, shares: dict[str, float] | None) -> ValueError:
+    def _too_little(
+        self, rows: int, shares: dict[str, float] | None, cache_shares: dict[str, float] | None
+    ) -> ValueError:
         count = len(self._sizes)
         least = place_by_shares(shares or {"disk": 1.0}, count)
-        plan = self._plan(rows, least)
+        plan = self._plan(rows, least, cache_shares or {"file": 1.0})
         needed = self._room.used + plan.total_bytes
         given = self._room.used + self._room.device
         what = "a batch of one needs"

@@ -73,6 +73,8 @@ class Runner:
         self._limits = limits
         self._device = device
         self._batches: list[MicroBatch] = []
+        self._is_filling = False
+        """Whether there is room for prompts that the last pass could not take too."""
         self.num_passes = 0
         self.num_prompt_tokens = 0
         self.num_tokens = 0
@@ -101,7 +103,7 @@ class Runner:
         waiting = _Queue(_sorted_ahead(iter(sequences), self._limits.rows * _AHEAD))
         while True:
             free = self._limits.rows - sum(batch.num_live for batch in self._batches)
-            if not self._batches or free * _REFILL >= self._limits.rows:
+            if self._is_filling or not self._batches or free * _REFILL >= self._limits.rows:
                 self._batches.extend(self._begin(self._admit(waiting, free)))
             if not self._batches:
                 return
@@ -110,10 +112,11 @@ class Runner:
     def _admit(self, waiting: _Queue, free: int) -> list[Sequence]:
         """Takes prompts for which there are rows, cache and room for their states."""
         limits = self._limits
+        self._is_filling = False
         if waiting.peek() is None:
             return []
         for batch in self._batches:
-            batch.drop_finished()
+            batch.drop_finished(self._passing.store)
         going = sum(len(batch) for batch in self._batches)
         # Rows that are decoded together have as many slots each as the largest of them had.
         largest = max((batch.row_bytes for batch in self._batches), default=0)
@@ -126,6 +129,7 @@ class Runner:
             full = limits.cache_bytes is not None and count * largest > limits.cache_bytes
             long = limits.pass_tokens is not None and tokens > limits.pass_tokens
             if (full and count > 1) or (long and chosen):
+                self._is_filling = not full
                 break
             chosen.append(waiting.take())
             self.num_prompt_tokens += len(following.prompt)
@@ -173,10 +177,10 @@ class Runner:
                 continue
             # Rows that are copied for nothing cost more than rows computed for nothing.
             if (len(batch) - batch.num_live) * _REFILL >= len(batch):
-                batch.drop_finished()
+                batch.drop_finished(self._passing.store)
             last = kept[-1] if kept else None
             if last is not None and self._fits(last, batch):
-                last.append(batch, join(last.cache, batch.cache))
+                last.append(batch, join(last.cache, batch.cache, self._passing.store))
                 self._passing.forget(batch)
             else:
                 kept.append(batch)

@@ -41,7 +41,7 @@ class ZigZag:
         self._units = units
         self._streamed = frozenset(streamed)
         self._stream = stream
-        self._store = store
+        self.store = store
         self._greenlets = load_greenlet()
         for index, unit in enumerate(units):
             unit.module.register_forward_pre_hook(self._stop_before(index), with_kwargs=True)
@@ -70,26 +70,29 @@ class ZigZag:
 
     def forget(self, batch: MicroBatch) -> None:
         """See `Passing.forget`."""
-        if self._store is not None:
-            self._store.forget(batch.cache)
+        if self.store is not None:
+            self.store.forget(batch.cache)
 
     def close(self) -> None:
         """Ends reading."""
         if self._stream is not None:
             self._stream.close()
+        if self.store is not None:
+            self.store.close()
 
     def _pass_unit(self, index: int, lanes: list[_Lane]) -> None:
         layer = self._units[index].layer_idx
-        if self._store is None or layer is None:
+        if self.store is None or layer is None:
             for lane in lanes:
                 lane.go_on()
             return
-        for lane, following in zip(lanes, [*lanes[1:], None], strict=True):
-            self._store.bring(lane.batch.cache, layer)
-            if following is not None:
-                self._store.expect(following.batch.cache, layer)
+        following = [(lane, layer) for lane in lanes[1:]] + [(lanes[0], layer + 1)]
+        for lane, (other, later) in zip(lanes, following, strict=True):
+            self.store.bring(lane.batch.cache, layer)
+            if later < len(lane.batch.cache.layers):
+                self.store.expect(other.batch.cache, later)
             lane.go_on()
-            self._store.put_back(lane.batch.cache, layer)
+            self.store.put_back(lane.batch.cache, layer)
 
     def _stop_before(self, index: int) -> Callable[..., Any]:
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,200 @@
+"""`h2okv batch` with weights on the disk, and the memory that it promises."""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from h2okv.cli.app import run
+from h2okv.engine.process_memory import data_bytes
+
+STEPS = 5
+PROMPTS = ["the cat sat", "the dog sat on the log, " * 6, "on", "the mat and the dog " * 3, "", "a"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"id": n, "prompt": text}) for n, text in enumerate(PROMPTS)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def job(h2okv_command, tmp_path, prompts):
+    def call(model, *args, output="out.jsonl", code=0):
+        path = tmp_path / output
+        options = ("--input", prompts, "--output", path, "--max-new-tokens", STEPS)
+        outcome = h2okv_command("batch", "--model", model, *options, "--json", *args)
+        assert outcome.code == code, outcome
+        if code:
+            assert outcome.err.startswith("h2okv: ")
+            assert outcome.err.count("\n") == 1
+            return outcome.err, None
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return json.loads(outcome.out), {record["id"]: record for record in records}
+
+    return call
+
+
+WEIGHTS = ("disk", "cpu", "device=50,disk=50", "device=67,disk=33", "disk=100")
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_where_weights_are_changes_nothing(job, model_folder, weights):
+    _, expected = job(model_folder, output="memory.jsonl")
+    summary, records = job(model_folder, "--weights", weights, "--batch", 3)
+    assert records == expected
+    assert (summary["bytes_read"] > 0) == ("disk" in weights)
+    assert summary["predicted"] > 0
+
+
+@pytest.mark.parametrize("cache", ["file", "device=50,file=50"])
+@pytest.mark.parametrize("weights", ["device", "disk"])
+def test_where_caches_are_changes_nothing(job, model_folder, cache, weights):
+    _, expected = job(model_folder, output="memory.jsonl")
+    places = ("--weights", weights, "--cache", cache)
+    summary, records = job(model_folder, *places, "--batch", 3)
+    assert records == expected
+    assert summary["cache_bytes_read"] > 0
+
+
+def test_sampling_from_the_disk(job, model_folder):
+    sampling = ("--temperature", "0.9", "--seed", 4)
+    _, expected = job(model_folder, *sampling, output="memory.jsonl")
+    _, records = job(model_folder, *sampling, "--weights", "disk", "--batch", 2)
+    assert records == expected
+
+
+def test_another_dtype_is_converted_once(job, model_folder, tmp_path):
+    folder = tmp_path / "converted"
+    options = ("--dtype", "bfloat16", "--batch", 6)
+    _, expected = job(model_folder, *options, output="memory.jsonl")
+    for name in ("a.jsonl", "b.jsonl"):
+        options_there = (*options, "--weights", "disk", "--converted", folder)
+        _, records = job(model_folder, *options_there, output=name)
+        assert records == expected
+        assert len(list(folder.iterdir())) == 1
+
+
+def test_no_room_for_the_conversion(job, model_folder, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
+    error, _ = job(model_folder, *options, code=2)
+    assert "must be written anew" in error
+    assert "--converted" in error
+
+
+BAD = {
+    "no place": (("--weights", "moon"), ("--weights 'moon'", "auto, device, cpu, disk")),
+    "too much": (("--weights", "disk=70,cpu=70"), ("adds up to 140 percent",)),
+    "twice": (("--weights", "disk=50,disk=50"), ("--weights 'disk=50,disk=50'",)),
+    "no amount": (("--memory", "lots"), ("--memory 'lots'", "8GiB")),
+    "no place for the cache": (("--cache", "disk"), ("--cache 'disk'", "device, cpu, file")),
+    "no folder for the cache": (
+        ("--cache", "file", "--cache-folder", "/nowhere"),
+        ("no file for the cache can be made in '/nowhere'", "--cache-folder"),
+    ),
+    "next to nothing": (("--memory", "1MiB"), ("--memory 1MiB is too little", "give more")),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input(job, model_folder, args, words):
+    error, _ = job(model_folder, *args, code=2)
+    for word in words:
+        assert word in error
+
+
+def test_too_little_memory_says_how_much_is_enough(job, model_folder):
+    used = data_bytes()
+    error, _ = job(model_folder, "--memory", used + (8 << 20), code=2)
+    assert "is too little: one layer of this model at a time and a batch of one need" in error
+    needed = error.split(" need ")[1].split(" ")[0]
+    summary, _ = job(model_folder, "--memory", int(needed.removesuffix("MiB")) + 64 << 20)
+    assert summary["plan"]["rows"] >= 1
+
+
+def damaged(model_folder, tmp_path, change):
+    folder = tmp_path / "damaged"
+    shutil.copytree(model_folder, folder)
+    change(folder / "model.safetensors")
+    return folder
+
+
+def test_a_truncated_shard(job, model_folder, tmp_path):
+    folder = damaged(model_folder, tmp_path, lambda p: os.truncate(p, p.stat().st_size - 9))
+    error, _ = job(folder, "--weights", "disk", code=2)
+    assert "is cut off: it has" in error
+
+
+def test_weights_that_are_not_numbers(job, model_folder, tmp_path):
+    def spoil(path):
+        weights = load_file(path)
+        weights["model.layers.1.self_attn.q_proj.weight"][:] = torch.nan
+        save_file(weights, path, metadata={"format": "pt"})
+
+    folder = damaged(model_folder, tmp_path, spoil)
+    error, _ = job(folder, "--weights", "disk", code=2)
+    assert "not finite" in error
+
+
+def large_model(folder, model_folder):
+    """A model of 300 MB with the tiny one's tokenizer."""
+    shutil.copytree(model_folder, folder)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=300, max_position_embeddings=256, bos_token_id=0,
+        eos_token_id=None, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in LlamaForCausalLM(config).named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1 << 20, generator=generator).to(torch.bfloat16) / 50
+    weights = {}
+    for name, shape in shapes.items():
+        repeats = -(-shape.numel() // len(noise))
+        weights[name] = noise.repeat(repeats)[: shape.numel()].view(shape).clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    return sum(weight.nbytes for weight in weights.values())
+
+
+def run_within(promise_beside, args, pipe):
+    """In a process of its own: the command, with a limit on the data of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(1)
+    promise = data_bytes() + promise_beside
+    resource.setrlimit(resource.RLIMIT_DATA, (promise, promise))
+    code = run([*(str(arg) for arg in args), "--memory", str(promise)])
+    pipe.send((code, data_bytes(), promise))
+
+
+def test_the_promise_is_kept(model_folder, tmp_path, prompts, h2okv_command):
+    folder = tmp_path / "large"
+    size = large_model(folder, model_folder)
+    beside = 196 << 20
+    assert size > 1.5 * beside
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["h2okv.cli.app"])
+    receiver, sender = context.Pipe(duplex=False)
+    output = tmp_path / "limited.jsonl"
+    args = ["batch", "--model", folder, "--input", prompts, "--max-new-tokens", 2]
+    child = context.Process(
+        target=run_within, args=(beside, [*args, "--output", output, "--json"], sender)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    code, data, promise = receiver.recv()
+    assert code == 0
+    assert data <= promise
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len(records) == len(PROMPTS)
+    assert sum("error" in record for record in records) == 1

@@ -1,0 +1,156 @@
+"""Caches outside the memory give what caches in memory give; each fault of the fork has a test."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.engine.micro_batch import MicroBatch
+from h2okv.engine.passing import OneByOne
+from h2okv.engine.runner import Limits
+from h2okv.engine.skeleton import split_model
+from h2okv.engine.slot_file import SlotFile
+from h2okv.engine.tiers import TieredStore
+from h2okv.engine.zigzag import ZigZag
+
+CPU = torch.device("cpu")
+LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18)
+LAYERS = 4
+PLACES = {
+    "file": ["file"] * LAYERS,
+    "cpu": ["cpu"] * LAYERS,
+    "mixed": ["device", "file", "cpu", "file"],
+}
+
+
+@pytest.fixture
+def model(make_llama):
+    # Its own: hooks stay on a model.
+    return make_llama(layers=LAYERS)
+
+
+def tiered(model, places, folder):
+    store = TieredStore(places, Path(folder), CPU)
+    return ZigZag(split_model(model).units, [], None, store)
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"heavy": 3, "recent": 2}, {"heavy": 0, "recent": 1}, {"policy": "full"},
+     {"positions": "rolling", "heavy": 6, "recent": 4}],
+    ids=["fractions", "tokens", "budget of one", "full", "rolling"],
+)  # fmt: skip
+def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, options):
+    rooms = [3, 9, 1, 9, 30, 9, 5, 40]
+    for limits in (Limits(8, 60, 8), Limits(5, 40, 2)):
+        expected = run_engine(model, make_sequences(LENGTHS, rooms), limits, **options)
+        passing = tiered(model, places, tmp_path)
+        made = run_engine(model, make_sequences(LENGTHS, rooms), limits, passing, **options)
+        passing.close()
+        assert made == expected
+
+
+def test_growing_past_the_first_slots(model, make_sequences, run_engine, tmp_path):
+    sequences = [make_sequences((30, 20), [280, 300]) for _ in range(2)]
+    expected = run_engine(model, sequences[0], policy="full")
+    passing = tiered(model, PLACES["mixed"], tmp_path)
+    assert run_engine(model, sequences[1], None, passing, policy="full") == expected
+    passing.close()
+
+
+def states(passing, model, batches, steps):
+    """What each layer of each cache holds after some steps, keys and values too."""
+    with h2okv.enable(model), torch.inference_mode():
+        for _ in range(steps):
+            for batch, logits in passing.run(model, batches):
+                batch.take(logits.argmax(dim=-1).tolist(), frozenset())
+    found = []
+    for batch in batches:
+        for index, layer in enumerate(batch.cache.layers):
+            if passing.store is not None:
+                passing.store.bring(batch.cache, index)
+            entries = (layer.keys, layer.values, layer.scores, layer.positions)
+            found.append([tensor.clone() for tensor in entries])
+            if passing.store is not None:
+                passing.store.put_back(batch.cache, index, is_new=True)
+    return found
+
+
+def micro_batches(model, sequences):
+    """Two with distinct prompts, a padded one among them."""
+    return [
+        MicroBatch(group, h2okv.H2OCache(model.config, heavy=4, recent=3), CPU)
+        for group in (sequences[:3], sequences[3:5])
+    ]
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
+def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, places):
+    # The fork lets micro-batches share a workspace, and layers a score buffer: then one would hold
+    # what is another's. Generation goes on for longer than the prompts are.
+    steps = 45
+    expected = states(OneByOne(), model, micro_batches(model, make_sequences(LENGTHS, 99)), steps)
+    passing = tiered(model, places, tmp_path)
+    made = states(passing, model, micro_batches(model, make_sequences(LENGTHS, 99)), steps)
+    passing.close()
+    assert len(made) == 2 * LAYERS
+    for own, other in zip(made, expected, strict=True):
+        for tensor, same in zip(own, other, strict=True):
+            assert torch.equal(tensor, same)
+    scores = [layer[2] for layer in made[:LAYERS]]
+    assert not any(torch.equal(scores[0], other) for other in scores[1:])
+    for batch in (made[:LAYERS], made[LAYERS:]):
+        # Padding was never an entry, and is none after 45 steps.
+        assert all(int((layer[3] >= 0).sum(dim=-1).min()) == 7 for layer in batch)
+
+
+def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path):
+    store = TieredStore(["file"] * LAYERS, tmp_path, CPU)
+    passing = ZigZag(split_model(model).units, [], None, store)
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    batch = MicroBatch(make_sequences((30, 30), 9), cache, CPU)
+    written = []
+    with h2okv.enable(model), torch.inference_mode():
+        for _ in range(4):
+            before = store.bytes_written
+            for _, logits in passing.run(model, [batch]):
+                batch.take(logits.argmax(dim=-1).tolist(), frozenset())
+            written.append(store.bytes_written - before)
+    passing.close()
+    entry = 2 * 16 * 4  # a key and a value of 16 numbers
+    heads = 2 * LAYERS * 2  # rows, layers, KV heads
+    assert written[0] == heads * 9 * entry
+    assert written[1:] == [heads * entry] * 3
+
+
+def test_regions_are_used_again(tmp_path):
+    file = SlotFile(tmp_path)
+    starts = [file.take(size) for size in (10, 20, 30)]
+    assert starts == [0, 10, 30]
+    file.give_back(10, 20)
+    file.give_back(0, 10)
+    assert file.take(25) == 0
+    assert file.take(5) == 25
+    assert file.take(1) == 60
+    assert not list(tmp_path.iterdir())  # it has no name that could be left behind
+    file.close()
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    file = SlotFile(tmp_path)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(ValueError, match="cannot grow .No space left.*--cache-folder"):
+        file.write(0, memoryview(b"12"))
+    file.close()
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="no file for the cache can be made"):
+        SlotFile(tmp_path / "nowhere")
