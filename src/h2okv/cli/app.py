@@ -31,6 +31,8 @@ from h2okv.cli.lm_eval import CONTEXT as LM_EVAL_CONTEXT
 from h2okv.cli.lm_eval import HELP as LM_EVAL_HELP
 from h2okv.cli.lm_eval import lm_eval
 from h2okv.cli.output import OutputClosedError, write_text
+from h2okv.cli.plan import HELP as PLAN_HELP
+from h2okv.cli.plan import plan
 from h2okv.cli.stream import HELP as STREAM_HELP
 from h2okv.cli.stream import stream
 from h2okv.cli.view import HELP as VIEW_HELP
@@ -72,6 +74,7 @@ _app.command("env", help=ENV_HELP)(env)
 _app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
 _app.add_typer(eval_app)
 _app.command("batch", help=BATCH_HELP)(batch)
+_app.command("plan", help=PLAN_HELP)(plan)
 
 
 def run(args: Sequence[str]) -> int:

@@ -122,7 +122,7 @@ def _streamed(
     new = request.sampling.max_new_tokens
     work = _workload(lengths, new)
     planner = make_planner(opened, cache, work, request.memory)
-    caches = request.cache_shares
+    caches = own_memory(request.cache_shares, request.device)
     most = planner.longest_that_fits(request.shares, caches)
     if most < work.longest:
         fitting = [length for length in lengths if length <= most]
@@ -154,12 +154,26 @@ def _streamed(
 def _store(request: BatchRequest, plan: Plan, cache: h2okv.H2OCache) -> TieredStore | None:
     """Where keys and values are; None if they stay where the model computes."""
     places = spread(plan.cache_shares, len(cache.layers))
-    if request.device.type == "cpu":
-        places = ["device" if place == "cpu" else place for place in places]
     if set(places) == {"device"}:
         return None
     folder = request.cache_folder or request.output.resolve().parent
     return TieredStore(places, folder, request.device)
+
+
+def own_memory(shares: dict[str, float] | None, device: torch.device) -> dict[str, float] | None:
+    """Knows that a model on the CPU computes in the CPU's memory.
+
+    Args:
+        shares: By place; None for what is best.
+        device: Where the model computes.
+
+    Returns:
+        The same for a CPU, with ``"cpu"`` counted as ``"device"``.
+    """
+    if shares is None or device.type != "cpu" or "cpu" not in shares:
+        return shares
+    rest = {place: share for place, share in shares.items() if place not in ("cpu", "device")}
+    return {"device": shares["cpu"] + shares.get("device", 0.0), **rest}
 
 
 def measure_prompts(job: Job) -> list[int]:

@@ -1,0 +1,144 @@
+"""`h2okv plan`: what `h2okv batch` would do with a model in so much memory, and how fast."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import h2okv
+from h2okv.benchmarking.memory import parse_memory
+from h2okv.cli.batch import CACHE_HELP, MEMORY_HELP, WEIGHTS_HELP, parse_rows
+from h2okv.cli.batch_engine import own_memory
+from h2okv.cli.cache_choice import CacheChoice
+from h2okv.cli.loading import BUNDLED, describe
+from h2okv.cli.options import DTYPES, parse_amount, parse_device, parse_dtype
+from h2okv.cli.output import write_text
+from h2okv.cli.report import format_bytes
+from h2okv.cli.streamed_model import find_room, measure_speeds, open_model
+from h2okv.engine.placement import PLACES, parse_shares
+from h2okv.engine.planner import Plan, Planner, Workload
+from h2okv.engine.process_memory import give_memory_back
+from h2okv.engine.speeds import Speeds
+from h2okv.engine.tiers import CACHE_PLACES
+
+HELP = """Plan a job: where the weights go, how many prompts together, and the speed to expect.
+
+Bandwidths and products are measured here, in a few seconds; the step takes the longest of bringing
+the weights, reading the caches and computing.
+
+Examples:
+
+    h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256
+
+    h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256 --policy full
+"""
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A folder, a Hub id, or the bundled model.")] = (
+        BUNDLED
+    ),
+    memory: Annotated[
+        str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    gen: Annotated[int, typer.Option(help="New tokens for a prompt.")] = 128,
+    prompts: Annotated[int, typer.Option(help="Prompts of the job.")] = 1000,
+    batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
+    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
+    cache: Annotated[str, typer.Option(help=CACHE_HELP)] = "auto",
+    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
+    heavy: Annotated[str, typer.Option(help="Heavy hitters: tokens or a share.")] = "0.1",
+    recent: Annotated[str, typer.Option(help="Newest tokens: tokens or a share.")] = "0.1",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> int:
+    """Plans a job, as `HELP` tells the user."""
+    for name, value in (("prompt", prompt), ("gen", gen), ("prompts", prompts)):
+        if value < 1:
+            raise ValueError(f"--{name} {value} is too few; give 1 or more")
+    choice = CacheChoice(policy, parse_amount("heavy", heavy), parse_amount("recent", recent), 0)
+    promised = None if memory is None else parse_memory(memory)
+    shares = parse_shares("weights", weights, PLACES)
+    cache_shares = parse_shares("cache", cache, CACHE_PLACES)
+    wanted_device = parse_device(device)
+    described = describe(model)
+    empty = choice.make(described.config, 0)
+    if promised is not None:
+        give_memory_back()
+    opened = open_model(described, parse_dtype(dtype), wanted_device, None)
+    demand = opened.demand(empty)
+    speeds = measure_speeds(opened, demand)
+    room = find_room(wanted_device, promised)
+    work = Workload(typical=prompt, longest=prompt, new=gen, prompts=prompts)
+    planner = Planner(opened.skeleton, demand, empty, speeds, room, work, wanted_device)
+    chosen = planner.choose(parse_rows(batch), shares, own_memory(cache_shares, wanted_device))
+    if json:
+        write_text(json_format.dumps(_as_json(chosen, speeds, room.used)) + "\n")
+    else:
+        _show(chosen, speeds, room.used)
+    return 0
+
+
+def _as_json(chosen: Plan, speeds: Speeds, used: int) -> dict[str, Any]:
+    places = chosen.placement.units
+    return {
+        **asdict(chosen),
+        "placement": {place: places.count(place) for place in sorted(set(places))},
+        "process_bytes": used,
+        "total_bytes": chosen.total_bytes,
+        "limit": chosen.forecast.step.limit,
+        "speeds": asdict(speeds),
+    }
+
+
+def _show(chosen: Plan, speeds: Speeds, used: int) -> None:
+    table = Table(show_header=False, box=None)
+    step = chosen.forecast.step
+    places = chosen.placement.units
+    layers = ", ".join(f"{places.count(p)} {_where(p)}" for p in PLACES if p in places)
+    caches = ", ".join(f"{100 * s:.0f} % {_where(p)}" for p, s in chosen.cache_shares.items() if s)
+    rows = [
+        ("layers and head", layers),
+        ("keys and values", caches),
+        (
+            "prompts under way",
+            f"{chosen.rows}, {chosen.lane_tokens} tokens of prompts read at once",
+        ),
+        ("", ""),
+        ("process before", format_bytes(used)),
+        ("weights that stay", format_bytes(chosen.weight_bytes)),
+        ("two buffers", format_bytes(chosen.buffer_bytes)),
+        ("caches", format_bytes(chosen.cache_bytes)),
+        ("temporaries", format_bytes(chosen.temporary_bytes)),
+        ("together", format_bytes(used + chosen.total_bytes)),
+        ("", ""),
+        ("measured: disk", f"{speeds.disk / 1e9:.2f} GB/s"),
+        ("memory", f"{speeds.memory / 1e9:.2f} GB/s"),
+        ("products", ", ".join(f"{r / 1e9:.0f} GFLOP/s at {n} rows" for n, r in speeds.products)),
+        ("", ""),
+        ("a step: weights", f"{step.weights:.3f} s"),
+        ("caches", f"{step.cache:.3f} s"),
+        ("computing", f"{step.compute:.3f} s"),
+        ("the longest counts", f"{step.seconds:.3f} s ({step.limit})"),
+        ("reading the prompts", f"{chosen.forecast.prompt_seconds:.1f} s for each batch"),
+        ("while decoding", f"{chosen.forecast.decode_tokens_per_second:,.1f} tokens/s"),
+        ("prompts included", f"{chosen.forecast.tokens_per_second:,.1f} new tokens/s"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, width=100)
+    with console.capture() as captured:
+        console.print(table)
+    write_text(captured.get())
+
+
+def _where(place: str) -> str:
+    names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
+    return names.get(place, "in a file")

@@ -1,0 +1,69 @@
+"""`h2okv plan`: a decision that fits, from measured speeds."""
+
+import json
+
+import pytest
+
+from h2okv.engine.process_memory import data_bytes
+
+
+@pytest.fixture
+def plan(h2okv_command, model_folder):
+    def call(*args, code=0):
+        outcome = h2okv_command("plan", model_folder, "--prompt", 200, "--gen", 50, *args)
+        assert outcome.code == code, outcome
+        if code:
+            assert outcome.err.startswith("h2okv: ")
+            assert outcome.err.count("\n") == 1
+            return outcome.err
+        return json.loads(outcome.out) if "--json" in args else outcome.out
+
+    return call
+
+
+def test_what_is_shown(plan):
+    text = plan()
+    for words in ("layers and head", "prompts under way", "GB/s", "the longest counts", "tokens/s"):
+        assert words in text
+
+
+def test_the_plan_fits_and_its_parts_agree(plan):
+    promise = data_bytes() + (160 << 20)
+    made = plan("--json", "--memory", promise)
+    assert made["process_bytes"] + made["total_bytes"] <= promise
+    parts = ("cache_bytes", "weight_bytes", "buffer_bytes", "temporary_bytes")
+    assert made["total_bytes"] == sum(made[part] for part in parts)
+    step = made["forecast"]["step"]
+    assert made["limit"] == max(step, key=step.get)
+    decode = made["forecast"]["decode_tokens_per_second"]
+    assert decode == pytest.approx(made["rows"] / max(step.values()))
+
+
+def test_a_smaller_cache_makes_room_for_more_prompts(plan):
+    promise = data_bytes() + (130 << 20)
+    ample = ("--json", "--memory", promise, "--cache", "device", "--weights", "disk")
+    h2o = plan(*ample)
+    full = plan(*ample, "--policy", "full")
+    assert h2o["cache_bytes"] / h2o["rows"] < 0.25 * full["cache_bytes"] / full["rows"]
+
+
+def test_on_the_disk_if_told(plan):
+    made = plan("--json", "--weights", "disk", "--cache", "file", "--batch", 3)
+    assert made["placement"] == {"disk": 3}
+    assert made["rows"] == 3
+    assert made["forecast"]["step"]["weights"] > 0
+
+
+BAD = {
+    "no prompt": (("--prompt", "0"), ("--prompt 0", "1 or more")),
+    "too little": (("--memory", "2MiB"), ("--memory 2MiB is too little",)),
+    "no amount": (("--memory", "much"), ("--memory 'much'",)),
+    "no place": (("--weights", "attic"), ("--weights 'attic'",)),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input(plan, args, words):
+    error = plan(*args, code=2)
+    for word in words:
+        assert word in error
