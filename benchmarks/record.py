@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+
+from h2okv.benchmarking.environment import environment as describe
+from h2okv.ops.dispatch import wanted
 
 FIELDS = (
-    "date", "commit", "machine", "python", "torch", "transformers", "threads",
+    "date", "commit", "machine", "python", "torch", "transformers", "threads", "ops",
     "model", "dtype", "kv_heads", "batch", "prompt", "budget",
     "measure", "implementation", "unit", "median", "lower_quartile", "upper_quartile", "rounds",
     "against", "ratio", "ratio_lower", "ratio_upper", "target", "met",
@@ -146,45 +146,21 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds rows to a CSV file, with a header if it is new."""
+    """Adds rows to a CSV file; one from before a column was added gets that column, empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    before: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            before = list(csv.DictReader(file))
+    draft = path.with_suffix(".draft")
+    with draft.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*before, *rows])
+    draft.replace(path)
 
 
 def environment() -> dict[str, Any]:
     """Returns the columns that say where a benchmark ran, and on which code."""
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _commit(),
-        "machine": _processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _commit() -> str:
-    folder = Path(__file__).parent
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", folder, *args], capture_output=True, text=True)
-        return done.stdout.strip()
-
-    # A change of the code that was measured makes the commit a half-truth; the suffix says so.
-    changed = git("status", "--porcelain", "--", "../src/h2okv/*.py", "*.py")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.machine()
+    told = describe(torch.device("cpu"))
+    return {name: told[name] for name in FIELDS if name in told} | {"ops": wanted()}
