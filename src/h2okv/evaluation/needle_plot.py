@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from h2okv.evaluation.stream_plot import new_figure, save_figure
 
 _COLOURS = "viridis"
+_COLUMNS = 3
 _PANEL = 3.2
 _DARK = 0.6
 
@@ -28,17 +30,22 @@ def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> N
     for row in rows:
         panel = panels.setdefault(_name(row), {})
         panel[row["length"], row["depth"]] = row["string_match"]
-    figure = new_figure(max(_PANEL * len(panels), 5), _PANEL + 0.8)
+    columns = min(_COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = new_figure(max(_PANEL * columns, 5), _PANEL * lines + 0.8)
     figure.suptitle(title)
-    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, cells) in zip(all_axes, panels.items(), strict=True):
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    all_axes = grid.flatten().tolist()
+    for axes, (name, cells) in zip(all_axes, panels.items(), strict=False):
         lengths = sorted({length for length, _ in cells})
         depths = sorted({depth for _, depth in cells})
         image = _draw(axes, cells, lengths, depths)
         axes.set_title(name, fontsize="medium")
-        axes.set_xlabel("length, tokens")
-    all_axes[0].set_ylabel("depth of the needle, %")
-    figure.colorbar(image, ax=list(all_axes), label="share found")
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel("length, tokens")
+    figure.supylabel("depth of the needle, %")
+    figure.colorbar(image, ax=all_axes, label="share found")
     save_figure(figure, path)
 
 

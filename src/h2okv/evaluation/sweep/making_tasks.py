@@ -146,7 +146,7 @@ def _perplexity(entry: Entry, around: Surroundings) -> list[Task]:
     name, text = _text(entry, "perplexity", around)
     windows = Windows(
         entry.get("length", 1024),
-        around.limit or entry.get("windows"),
+        _least(around.limit, entry.get("windows")),
         entry.get("chunk", 64),
         entry.get("every", 128),
     )
@@ -158,7 +158,7 @@ def _needle(entry: Entry, around: Surroundings) -> list[Task]:
     grid = Grid(
         tuple(entry.get("lengths", (512, 1024, 1536))),
         tuple(float(depth) for depth in entry.get("depths", (0, 0.25, 0.5, 0.75, 1))),
-        around.limit or entry.get("tries", 4),
+        _least(around.limit, entry.get("tries", 4)) or 1,
     )
     names = {"statement": "statement", "asking": "question", "answer": "answer"}
     names["max_new_tokens"] = "max_new_tokens"
@@ -196,6 +196,10 @@ def _text(entry: Entry, kind: str, around: Surroundings) -> tuple[str, str]:
     file = entry[kind]
     name = str(entry.get("name", kind if file is None else f"{kind}, {Path(str(file)).stem}"))
     return name, sample_prompt() if file is None else read_text_file(around.file(str(file), name))
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _several(value: Any) -> Sequence[Any]:
