@@ -4,6 +4,7 @@ from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.support import check_model
 from h2okv.integration import enable, prefill, recipe_path, register
+from h2okv.ops.dispatch import use as use_ops
 from h2okv.policy import Policy, policy_names, register_policy
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "prefill",
     "recipe_path",
     "register_policy",
+    "use_ops",
 ]
 
 register()
