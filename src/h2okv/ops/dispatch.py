@@ -234,10 +234,25 @@ def _load_kernels(device: torch.device) -> _Kernels:
     if device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
     return _Kernels(
-        triton_prefill.attention_with_scores,
-        triton_compaction.compact,
-        functools.partial(triton_decode.decode_step, num_cores=cores),
+        _there(triton_prefill.attention_with_scores),
+        _there(triton_compaction.compact),
+        _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
     )
+
+
+def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Launches on the device of the first tensor: Triton takes the current one, which is another
+    where a model is spread over several.
+    """
+
+    def run(first: torch.Tensor, *args: Any, **options: Any) -> Any:
+        # A compiler sees to that itself.
+        if not first.is_cuda or torch.compiler.is_compiling():
+            return launch(first, *args, **options)
+        with torch.cuda.device(first.device):
+            return launch(first, *args, **options)
+
+    return run
 
 
 @functools.cache

@@ -278,8 +278,8 @@ def decode_step(
             query, slots.positions, slots.free, slots.ranks, rules.turns, full
         )
         width = 2 * factors.shape[-2]
-    batch, num_heads, _, size = query.shape
     # Whole numbers also while a graph is recorded: they decide about the shape of the launch.
+    batch, num_heads, size = int(query.shape[0]), int(query.shape[1]), int(query.shape[3])
     num_kv_heads, num_slots = int(slots.keys.shape[1]), int(slots.keys.shape[2])
     value_size = slots.values.shape[-1]
     groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
