@@ -241,9 +241,7 @@ def _load_kernels(device: torch.device) -> _Kernels:
 
 
 def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Launches on the device of the first tensor: Triton takes the current one, which is another
-    where a model is spread over several.
-    """
+    """Launches on the first tensor's device: Triton takes the current one, whatever it is."""
 
     def run(first: torch.Tensor, *args: Any, **options: Any) -> Any:
         # A compiler sees to that itself.
