@@ -14,9 +14,9 @@ _NOTE_BYTES = 4 + 4 + 4
 """Of one slot: score, position and, when positions roll, rank."""
 _GROWTH = 256
 """Slots that are added at once where nothing is evicted."""
-_MARGIN = 1.5
+_MARGIN = 1.25
 """What temporaries take beyond those that are counted (measured; see docs/throughput.md)."""
-_FIXED_BYTES = 96 << 20
+_FIXED_BYTES = 64 << 20
 """Scratch memory of the libraries, which comes with the first forward and stays."""
 
 
