@@ -291,7 +291,8 @@ class ScoredLayer(WeighingLayer):
         with torch.inference_mode(False):
             self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
             self.chosen = None
-            if any(tokens.chosen for tokens in self.row_budgets):
+            # All caches of a policy have it or none, whatever their prompts, so that rows can join.
+            if self.policy.apportion(TokenBudget(0, 2, 2)).chosen:
                 self.chosen = column("chosen")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -62,11 +63,11 @@ def _own(layer: Any) -> None:
 def _join_layer(upper: Any, lower: Any) -> None:
     # Both are a SlotLayer that holds something, so that no tensor of it is None.
     widths = [layer.positions.shape[2] for layer in (upper, lower)]
-    budgets = [[own.sink, own.heavy, own.recent] for own in upper.row_budgets + lower.row_budgets]
+    budgets = [list(astuple(own)) for own in upper.row_budgets + lower.row_budgets]
     grown = max(int(layer.cumulative_length) - layer.last_growth for layer in (upper, lower))
     # Rows whose slots are not all theirs to fill say which are; where nothing is evicted, all are.
     own_slots = upper.enabled is not None or lower.enabled is not None or widths[0] != widths[1]
-    if own_slots and upper.policy.evicts:
+    if own_slots and upper.policy.is_bounded:
         for layer in (upper, lower):
             layer.enabled = _enabled(layer)
     joined: dict[str, torch.Tensor] = {}
