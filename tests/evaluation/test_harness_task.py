@@ -4,7 +4,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.harness.data_folder import DATA_VARIABLE
 from h2okv.evaluation.harness.launcher import TASKS
 from h2okv.evaluation.harness_task import HarnessTask
 
@@ -15,19 +14,19 @@ def run(task, subject, setting):
     return task.scores(found), task.size(found)
 
 
-def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path, monkeypatch):
+def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path):
     data = shared / "data" / "eval"
     before = subject.config._attn_implementation
-    monkeypatch.setenv(DATA_VARIABLE, str(data))
-    theirs = simple_evaluate(
-        HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
-        tasks=["h2okv_openbookqa"],
-        num_fewshot=1,
-        limit=8,
-        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
-    )["results"]["h2okv_openbookqa"]
+    task = HarnessTask("openbookqa", 1, data, tmp_path, limit=8)
+    with task._quietly():
+        theirs = simple_evaluate(
+            HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
+            tasks=["h2okv_openbookqa"],
+            num_fewshot=1,
+            limit=8,
+            task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+        )["results"]["h2okv_openbookqa"]
     for setting in (CacheSetting(), CacheSetting("h2o", 2000)):
-        task = HarnessTask("openbookqa", 1, data, tmp_path, limit=8)
         scores, size = run(task, subject, setting)
         assert size == 8
         for name in ("acc", "acc_norm"):

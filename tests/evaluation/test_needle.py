@@ -39,12 +39,12 @@ def test_tries_are_other_needles_in_other_text(subject, novel):
 
 
 def test_a_full_cache_finds_what_the_model_can_recall(subject, novel, tmp_path):
-    grid = Grid((128, 160), (0.0, 1.0), tries=3)
+    grid = Grid((128, 160), (0.0, 1.0), tries=2)
     rows = []
     for knowledge in ("known", "unknown"):
         task = prepared(subject, novel, knowledge, grid=grid)
         results = {n: r for f in task.run(subject, FULL, task.samples(), 0) for n, r in f.items()}
-        assert task.scores(results)["string_match"].value > 0.7
+        assert task.scores(results)["string_match"].value >= 0.75
         details = task.details(results)
         assert [(row["length"], row["depth"]) for row in details] == [
             (128, 0.0), (128, 1.0), (160, 0.0), (160, 1.0),

@@ -1,1 +1,1 @@
-"""What a cache does to a model's text: streams far beyond the trained window, scored as they go."""
+"""What a cache does to a model's text: endless streams, and scores on tasks by cache size."""

@@ -19,6 +19,8 @@ def draw(length, seed):
 
 def scorer(model, **options):
     options = {"heavy": 4, "recent": 3} | options
+    # These choose anew for every query, which only masking can do.
+    options["simulate"] = options.get("policy") in ("topk", "topk_heavy")
     return Scorer(model, EvictionSettings(**options))
 
 
@@ -49,7 +51,7 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
-@pytest.mark.parametrize("policy", ["h2o", "random", "sink_recent"])
+@pytest.mark.parametrize("policy", [p for p in h2okv.policy_names() if p != "snapkv"])
 def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     options = {"heavy": 0.2, "recent": 0.2, "sink": 1, "policy": policy, "prefill_chunk": chunk}
     scoring = scorer(make_llama(), protocol="whole", **options)
@@ -58,6 +60,21 @@ def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     for text, count, together in zip(texts, counts, scoring.whole(texts, counts), strict=True):
         assert_equal(together, scoring.whole([text], [count])[0])
         assert len(together.log_probs) == count
+
+
+def test_a_policy_for_prompts_alone_scores_no_whole_text(make_llama):
+    with pytest.raises(ValueError, match="snapkv"):
+        scorer(make_llama(), policy="snapkv", prefill_chunk=1)
+
+
+@pytest.mark.parametrize("policy", h2okv.policy_names())
+def test_any_policy_serves_continuations_as_alone(make_llama, policy):
+    scoring = scorer(make_llama(), policy=policy)
+    contexts, continuations = [draw(21, 1), draw(30, 2)], [[draw(3, 3), draw(5, 4)], [draw(4, 5)]]
+    results = scoring.after_prompts(contexts, continuations)
+    for context, own, together in zip(contexts, continuations, results, strict=True):
+        for continuation, scores in zip(own, together, strict=True):
+            assert_equal(scores, scoring.after_prompt(context, [continuation])[0])
 
 
 @pytest.mark.parametrize("rows", [64, 2])
