@@ -59,7 +59,7 @@ class Demand:
         Returns:
             A number of slots.
         """
-        if cache.policy.evicts:
+        if cache.policy.is_bounded:
             return cache.budget.resolve(prompt).total + 1
         return prompt + -(-new // _GROWTH) * _GROWTH + _GROWTH
 
