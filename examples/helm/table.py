@@ -1,21 +1,32 @@
-"""Prints the main figures of a HELM suite: python table.py benchmark_output/runs/SUITE."""
+"""Prints a HELM suite's accuracy, and which completions a cache changed: python table.py SUITE."""
 
 import json
 import sys
 from pathlib import Path
 
-METRICS = ("exact_match", "quasi_exact_match", "logprob", "num_prompt_tokens")
+FULL = "h2okv_full"
 
-print("| run | instances | " + " | ".join(METRICS) + " |")
-print("|---" * (2 + len(METRICS)) + "|")
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    if not (folder / "stats.json").is_file():
-        continue
-    found = {}
-    for stat in json.loads((folder / "stats.json").read_text()):
-        name = stat["name"]
-        if name["split"] == "test" and "perturbation" not in name:
-            found[name["name"]] = f"{stat.get('mean', float('nan')):.3f}"
-    count = len(json.loads((folder / "scenario_state.json").read_text())["request_states"])
-    label = folder.name.split("examples_helm_")[-1]
-    print(f"| {label} | {count} | " + " | ".join(found.get(m, "") for m in METRICS) + " |")
+print("| scenario | cache | requests | exact match | completions as with the full cache |")
+print("|---|---|---|---|---|")
+full = {}
+runs = [folder for folder in Path(sys.argv[1]).iterdir() if (folder / "stats.json").is_file()]
+# The full cache first: the others are compared with it.
+for folder in sorted(runs, key=lambda run: (run.name.split("model=")[0], FULL not in run.name)):
+    scenario, model = folder.name.split("model=")
+    [match] = [
+        stat["mean"]
+        for stat in json.loads((folder / "stats.json").read_text())
+        if stat["name"]["name"] == "exact_match"
+        and stat["name"]["split"] == "test"
+        and "perturbation" not in stat["name"]
+    ]
+    states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
+    said = [state["result"]["completions"][0] for state in states]
+    said = [(one["text"], round(one["logprob"], 2)) for one in said]
+    same = sum(
+        one == other for one, other in zip(said, full.setdefault(scenario, said), strict=True)
+    )
+    method = "" if "method=" not in scenario else ", " + scenario.split("method=")[1].rstrip(":,")
+    name = scenario.replace(",", ":").split(":")[0] + method
+    cache = model.removeprefix("h2okv_")
+    print(f"| {name} | {cache} | {len(states)} | {match:.3f} | {same} of {len(states)} |")

@@ -65,6 +65,17 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
     assert refused.code == 2 and "give another path" in refused.err
 
 
+def test_ctrl_c_says_how_to_go_on(run, data, monkeypatch):
+    from h2okv.evaluation.harness.scoring import Scorer
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scorer, "after_prompts", interrupt)
+    outcome = run("--data", data)
+    assert outcome.code == 130 and "--use_cache" in outcome.err
+
+
 def test_the_harness_own_model_runs_the_tasks_too(h2okv_command, model_folder, data, monkeypatch):
     monkeypatch.setenv("LMEVAL_LOG_LEVEL", "ERROR")
     args = ("--model", "hf", "--model_args", f"pretrained={model_folder}", "--tasks", "h2okv_rte")

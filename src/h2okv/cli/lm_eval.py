@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from h2okv.cli.exit_codes import INTERRUPTED
+from h2okv.cli.output import write_remark
 from h2okv.evaluation.harness.launcher import run_harness
 
 HELP = """Run lm-evaluation-harness with the model type h2okv and six offline tasks.
@@ -38,4 +40,10 @@ def lm_eval(
     ] = None,
 ) -> int:
     """Hands over to the harness, as `HELP` tells the user."""
-    return run_harness(context.args, data)
+    try:
+        return run_harness(context.args, data)
+    except KeyboardInterrupt:
+        write_remark(
+            "stopped; answers that --use_cache stored stay, and the same command goes on from them."
+        )
+        return INTERRUPTED

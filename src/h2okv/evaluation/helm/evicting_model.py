@@ -35,11 +35,7 @@ class EvictingModel:
             model.generation_config.cache_implementation = None
         self.model: Any = model
         self.settings = settings
-        # A forward over a whole text would not be evicted before its scores are made: it is read
-        # in blocks, by one token at a time unless the user has larger ones.
-        chunk = settings.options["prefill_chunk"] or 1
-        whole = settings.options | {"prefill_chunk": chunk}
-        self._scorer = Scorer(model, EvictionSettings(protocol="whole", **whole))
+        self._scorer: Scorer | None = None
 
     def generate(self, **inputs: Any) -> Any:
         """Generates on a new cache; see `transformers.GenerationMixin.generate`.
@@ -62,5 +58,14 @@ class EvictingModel:
 
         Returns:
             ``logits`` ``[B, T, V]``.
+
+        Raises:
+            ValueError: if the policy only serves prompts, as ``snapkv`` does.
         """
+        if self._scorer is None:
+            # A text in one block would not be evicted before its scores are made: it is read by
+            # one token at a time, unless the user has larger blocks.
+            chunk = self.settings.options["prefill_chunk"] or 1
+            whole = self.settings.options | {"prefill_chunk": chunk}
+            self._scorer = Scorer(self.model, EvictionSettings(protocol="whole", **whole))
         return SimpleNamespace(logits=self._scorer.logits(input_ids))
