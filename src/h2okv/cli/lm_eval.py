@@ -11,19 +11,20 @@ from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.output import write_remark
 from h2okv.evaluation.harness.launcher import run_harness
 
-HELP = """Run lm-evaluation-harness with the model type h2okv and six offline tasks.
+HELP = """Run lm-evaluation-harness with the model type h2okv and six tasks.
 
-Everything but --data is lm_eval's own (`lm_eval run --help` lists it); --model is h2okv unless you
-say otherwise. The tasks are h2okv_copa, h2okv_rte, h2okv_piqa, h2okv_openbookqa, h2okv_winogrande,
+All options but --data are lm_eval's own; `lm_eval run --help` lists them.
+--model is h2okv unless you say otherwise. The tasks read local files:
+h2okv_copa, h2okv_rte, h2okv_piqa, h2okv_openbookqa, h2okv_winogrande,
 h2okv_mathqa, and h2okv_tasks for all six.
 
 Examples:
 
-    h2okv lm-eval --data DIR --tasks h2okv_copa --num_fewshot 5 --batch_size 32
+    h2okv lm-eval --data DIR --tasks h2okv_copa --num_fewshot 5
     --model_args pretrained=bundled,heavy=0.1,recent=0.1
 
-    h2okv lm-eval --data DIR --tasks h2okv_tasks --batch_size 32 --output_path out
-    --model_args pretrained=./my-model,heavy=0.1,recent=0.1,prefill_chunk=1
+    h2okv lm-eval --data DIR --tasks h2okv_tasks --output_path OUT
+    --model_args pretrained=./my-model,heavy=64,recent=64,prefill_chunk=1
 
     h2okv lm-eval ls tasks
 """
