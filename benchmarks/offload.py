@@ -1,0 +1,211 @@
+"""Weights from the disk: h2okv's engine beside accelerate's disk offload, and under a memory cap.
+
+A Llama with random bf16 weights of about 0.75 B parameters (26 layers, hidden 1536, 12 heads of
+128, 4 KV heads, MLP 4096, vocabulary 32000) is written to a scratch folder and deleted again.
+Every run is a process of its own, contestants take turns, the page cache is dropped before every
+pass of accelerate and behind every read of h2okv, and medians count. In this order:
+
+- equal: batch 32, prompt 128, budget 20 %. A decode step of h2okv (under the data limit) against
+  one of accelerate (which does not load under it), of reading alone and of computing alone; the
+  bytes that a pass reads. With the full cache's policy both must make nearly the same tokens (bf16
+  products of two libraries are not the same to the last bit), or there is no figure.
+- best: prompt 1024, 256 new tokens, everything under the data limit: the whole job with h2o's best
+  batch, with the full cache's best batch, and with accelerate at that batch, which has no limit and
+  makes fewer tokens (its time for all of them is the prompt's and that of so many median steps).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import Target, append_csv, environment, progress, rows_for, show
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from h2okv.assets import bundled_model_path
+
+CHILD = Path(__file__).with_name("offload_contestant.py")
+RESULTS = Path(__file__).parent / "results" / "offload.csv"
+AGREEMENT = 0.9
+SHARE = 0.2
+ACCELERATE_STEPS = 16
+
+
+def make_checkpoint(args: argparse.Namespace, folder: str) -> int:
+    """Writes the model; returns its parameters."""
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        vocab_size=args.vocabulary,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bundled_model_path()).save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Runs:
+    """Starts contestants with what all of them share."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self._common = {
+            "folder": folder, "vocabulary": args.vocabulary, "layers": args.layers,
+            "threads": args.threads, "policy": "h2o", "rows": None, "limit": 0,
+        }  # fmt: skip
+
+    def __call__(self, kind: str, label: str, **setting: Any) -> dict[str, Any]:
+        """Runs one in a process of its own."""
+        progress(label)
+        done = subprocess.run(
+            [sys.executable, str(CHILD)],
+            input=json.dumps({**self._common, "kind": kind, **setting}),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            progress("")
+            raise SystemExit(f"{label} failed:\n{done.stderr[-2000:]}")
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+
+def step_seconds(run: dict[str, Any]) -> float:
+    """The median of the decode steps: all passes but those that read prompts."""
+    passes = [seconds for seconds, _ in run["passes"]]
+    return statistics.median(passes[1:])
+
+
+def agreement(first: list[list[int]], second: list[list[int]]) -> float:
+    """Share of sequences whose first tokens are the same."""
+    return statistics.mean(a[0] == b[0] for a, b in zip(first, second, strict=True))
+
+
+def equal(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
+    """A step at equal batch, and what it is made of."""
+    setting = {"batch": args.batch, "prompt": args.prompt, "new": args.steps, "rows": args.batch}
+    reference = run("accelerate", "checking", **{**setting, "new": 1})
+    own = run("h2okv", "checking", **{**setting, "new": 1}, policy="full", disk=True)
+    share = agreement(own["tokens"], reference["tokens"])
+    if share < AGREEMENT:
+        raise SystemExit(f"only {share:.0%} of the first tokens agree with accelerate's: no figure")
+    steps: dict[str, list[float]] = {"h2o": [], "accelerate": []}
+    parts: dict[str, list[float]] = {"h2o": [], "the longer part": []}
+    reads: dict[str, list[float]] = {"h2o": [], "streamed": []}
+    for number in range(args.rounds):
+        label = f"equal batch, round {number + 1} of {args.rounds}: "
+        streamed = run("h2okv", label + "h2okv", **setting, limit=args.limit, disk=True)
+        other = run("accelerate", label + "accelerate", **setting)
+        reading = run("reading", label + "reading alone", **setting)
+        computing = run("h2okv", label + "computing alone", **setting)
+        steps["h2o"].append(step_seconds(streamed))
+        steps["accelerate"].append(step_seconds(other))
+        parts["h2o"].append(step_seconds(streamed))
+        parts["the longer part"].append(max(step_seconds(reading), step_seconds(computing)))
+        reads["h2o"].append(statistics.median(read for _, read in streamed["passes"][1:]))
+        reads["streamed"].append(streamed["streamed_bytes"])
+    told = told_of(args, args.batch, args.prompt)
+    return [
+        *rows_for("offload: step", "s", steps, [Target("accelerate", 1.8, True)], told),
+        *rows_for("offload: step, parts", "s", parts, [Target("the longer part", 1.25)], told),
+        *rows_for("offload: bytes of a pass", "B", reads, [Target("streamed", 1.02)], told),
+    ]
+
+
+def best(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
+    """The whole job under the cap; seconds for each new token."""
+    long = {"prompt": args.long_prompt, "new": args.new, "limit": args.limit}
+    h2o = run("h2okv", "best batch: h2o", **long, batch=args.jobs)
+    # A job that the full cache, too, fills its rows with; its own rows are known after one run.
+    full = run("h2okv", "best batch: full", **long, batch=1, policy="full")
+    few = {**long, "limit": 0, "new": min(args.new, ACCELERATE_STEPS + 1)}
+    other = run("accelerate", "best batch: accelerate", **few, batch=full["rows"])
+    passes = [seconds for seconds, _ in other["passes"]]
+    other_seconds = passes[0] + (args.new - 1) * statistics.median(passes[1:])
+    tokens = {"h2o": sum(map(len, h2o["tokens"])), "full": sum(map(len, full["tokens"]))}
+    samples = {
+        "h2o": [h2o["seconds"] / tokens["h2o"]],
+        "full": [full["seconds"] / tokens["full"]],
+        "accelerate": [other_seconds / (other["rows"] * args.new)],
+    }
+    decode = {
+        "h2o": [step_seconds(h2o) / h2o["rows"]],
+        "full": [step_seconds(full) / full["rows"]],
+        "accelerate": [statistics.median(passes[1:]) / other["rows"]],
+    }
+    print(
+        f"rows under way: h2o {h2o['rows']}, full {full['rows']}; predicted tokens/s:"
+        f" h2o {h2o['predicted']:.2f} (real {1 / samples['h2o'][0]:.2f}),"
+        f" full {full['predicted']:.2f} (real {1 / samples['full'][0]:.2f}); data of the process:"
+        f" {h2o['data_bytes'] / 1e6:.0f} and {full['data_bytes'] / 1e6:.0f} MB of"
+        f" {args.limit / 1e6:.0f}"
+    )
+    told = told_of(args, h2o["rows"], args.long_prompt)
+    targets = [Target("full", 3.0, True), Target("accelerate", 10.0, True)]
+    return [
+        *rows_for("offload: job, s per token", "s", samples, targets, told),
+        *rows_for("offload: step, s per token", "s", decode, targets[:1], told),
+    ]
+
+
+def told_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]:
+    """The columns that say what ran."""
+    return {
+        **environment(),
+        "threads": args.threads,
+        "model": f"llama {args.layers} x {args.hidden}, {args.limit // 10**6} MB",
+        "dtype": "bf16", "kv_heads": args.kv_heads, "batch": batch, "prompt": prompt,
+        "budget": SHARE,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Runs the parts and adds their rows to the CSV file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="equal,best")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--limit", type=int, default=900_000_000, help="bytes of data")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--long-prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--jobs", type=int, default=8, help="prompts of the job for h2o")
+    for name, size in (
+        ("hidden", 1536), ("layers", 26), ("heads", 12), ("kv-heads", 4), ("intermediate", 4096),
+        ("vocabulary", 32_000),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--scratch", help="where the model is written (1.6 GB)")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    known = {"equal": equal, "best": best}
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        print(f"{make_checkpoint(args, folder) / 1e9:.3f} B parameters", flush=True)
+        run = Runs(args, folder)
+        for part in args.parts.split(","):
+            rows = known[part](args, run)
+            progress("")
+            show(rows)
+            append_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

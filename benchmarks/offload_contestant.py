@@ -1,0 +1,188 @@
+"""One run of the offloading benchmark, in a process of its own: a setting on stdin, JSON out.
+
+Started by offload.py, which gives each run a fresh process so that a limit on its data holds for it
+alone and nothing of an earlier run lies in its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def prompts_of(setting: dict[str, Any], vocabulary: int) -> torch.Tensor:
+    """Random tokens, int64 ``[B, T]``, the same for all."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (setting["batch"], setting["prompt"])
+    return torch.randint(3, vocabulary, shape, generator=generator)
+
+
+def drop_pages(folder: str) -> None:
+    """Makes the system forget what it holds of the checkpoint."""
+    for path in Path(folder).glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
+    """The engine of `h2okv batch`, with a time for every pass."""
+    import h2okv
+    from h2okv.cli.batch_engine import make_engine
+    from h2okv.cli.batch_request import BatchRequest
+    from h2okv.cli.cache_choice import CacheChoice
+    from h2okv.cli.loading import describe
+    from h2okv.cli.options import Sampling
+    from h2okv.engine.chooser import Chooser
+    from h2okv.engine.process_memory import data_bytes, peak_resident_bytes
+    from h2okv.engine.runner import Runner
+    from h2okv.engine.sequence import Sequence
+
+    described = describe(setting["folder"])
+    request = BatchRequest(
+        model=setting["folder"],
+        input=Path("none"),
+        output=Path(tempfile.gettempdir()) / "none",
+        choice=CacheChoice(setting["policy"], 0.1, 0.1, 0),
+        sampling=Sampling(setting["new"]),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        rows=setting["rows"],
+        shares={"disk": 1.0} if setting.get("disk") else None,
+        cache_shares={"device": 1.0},
+        memory=setting["limit"] or None,
+    )
+
+    def make_cache() -> h2okv.H2OCache:
+        return request.choice.make(described.config, 0)
+
+    class Lengths:
+        """What the planner asks a job."""
+
+        prompts = range(setting["batch"])
+        num_finished = 0
+
+        def lengths(self) -> list[int]:
+            return [setting["prompt"]] * setting["batch"]
+
+    engine = make_engine(request, described, Lengths(), make_cache)  # type: ignore[arg-type]
+    tokens = prompts_of(setting, setting["vocabulary"]).tolist()
+    sequences = [Sequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
+    runner = Runner(
+        engine.model, engine.passing, Chooser(engine.model), make_cache, engine.limits,
+        request.device,
+    )  # fmt: skip
+    passes: list[tuple[float, int]] = []
+    done: list[Sequence] = []
+    stream = engine.assembled.stream if engine.assembled else None
+    start = last = time.perf_counter()
+    read = 0
+    with h2okv.enable(engine.model):
+        for finished in runner.run(sequences):
+            now = time.perf_counter()
+            total = stream.bytes_read if stream else 0
+            passes.append((now - last, total - read))
+            last, read = now, total
+            done.extend(finished)
+    seconds = time.perf_counter() - start
+    engine.close()
+    units = engine.assembled.skeleton.units if engine.assembled else ()
+    places = engine.plan.placement.units if engine.plan else ()
+    streamed = sum(u.nbytes for u, p in zip(units, places, strict=True) if p == "disk")
+    done.sort(key=lambda own: int(own.id))
+    return {
+        "seconds": seconds,
+        "passes": passes,
+        "streamed_bytes": streamed,
+        "bytes_read": stream.bytes_read if stream else 0,
+        "wait_seconds": stream.wait_seconds if stream else 0.0,
+        "rows": engine.limits.rows,
+        "predicted": engine.plan.forecast.tokens_per_second if engine.plan else None,
+        "tokens": [own.new_tokens for own in done],
+        "data_bytes": data_bytes(),
+        "peak_bytes": peak_resident_bytes(),
+    }
+
+
+def run_accelerate(setting: dict[str, Any]) -> dict[str, Any]:
+    """Accelerate's disk offload, as `from_pretrained` sets it up, with transformers' own cache."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    layers = {f"model.layers.{n}": "disk" for n in range(setting["layers"])}
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = AutoModelForCausalLM.from_pretrained(
+            setting["folder"], dtype=torch.bfloat16, offload_folder=scratch,
+            device_map={**places, **layers, "lm_head": "disk"},
+        ).eval()  # fmt: skip
+        block = prompts_of(setting, setting["vocabulary"])
+        cache = DynamicCache(config=model.config)
+        passes, made = [], []
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for _ in range(setting["new"]):
+                drop_pages(setting["folder"])
+                before = time.perf_counter()
+                logits = model(block, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                block = logits.argmax(dim=-1, keepdim=True)
+                made.append(block)
+                passes.append((time.perf_counter() - before, 0))
+        seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "passes": passes,
+        "tokens": torch.cat(made, dim=1).tolist(),
+        "rows": setting["batch"],
+    }
+
+
+def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
+    """The weights' stream alone: what a pass takes if nothing is computed."""
+    from transformers import AutoConfig
+
+    from h2okv.engine.assembly import assemble
+    from h2okv.engine.checkpoint_files import CheckpointFiles
+    from h2okv.engine.placement import place_by_shares
+    from h2okv.engine.skeleton import make_skeleton
+    from h2okv.engine.weight_map import map_weights
+
+    folder = setting["folder"]
+    skeleton = make_skeleton(AutoConfig.from_pretrained(folder), torch.bfloat16, folder)
+    files = CheckpointFiles.in_folder(Path(folder))
+    placement = place_by_shares({"disk": 1.0}, len(skeleton.units))
+    found = map_weights(skeleton, files)
+    assembled = assemble(skeleton, files, found, placement, torch.device("cpu"))
+    assert assembled.stream is not None
+    passes = []
+    for _ in range(setting["new"]):
+        before = time.perf_counter()
+        for unit in skeleton.units:
+            assembled.stream.bring(unit)
+        assembled.stream.release()
+        passes.append((time.perf_counter() - before, 0))
+    assembled.close()
+    return {"passes": passes, "seconds": sum(own for own, _ in passes)}
+
+
+KINDS = {"h2okv": run_engine, "accelerate": run_accelerate, "reading": run_reading}
+
+
+def main() -> None:
+    """Runs one setting."""
+    setting = json.load(sys.stdin)
+    torch.set_num_threads(setting["threads"])
+    if setting["limit"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (setting["limit"], setting["limit"]))
+    print(json.dumps(KINDS[setting["kind"]](setting)))
+
+
+if __name__ == "__main__":
+    main()
