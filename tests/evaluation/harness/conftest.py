@@ -112,7 +112,7 @@ def harness_model(bundled):
 
 
 @pytest.fixture
-def evaluate():
+def evaluate(monkeypatch):
     """Runs tasks through the harness; gives its results and each sample's log-probabilities."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     from lm_eval.tasks import TaskManager
@@ -120,6 +120,8 @@ def evaluate():
     from h2okv.evaluation.harness.launcher import TASKS
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # Asking pip and the system what is installed takes longer than the rest.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
 
     def run(model, tasks=("h2okv_tasks",), shots=0, limit=4):
