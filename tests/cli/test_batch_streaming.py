@@ -83,6 +83,26 @@ def test_another_dtype_is_converted_once(job, model_folder, tmp_path):
         assert len(list(folder.iterdir())) == 1
 
 
+def test_int8_weights(job, model_folder, tmp_path):
+    pytest.importorskip("torchao")
+    folder = tmp_path / "converted"
+    options = ("--weight-bits", 8, "--converted", folder, "--batch", 6)
+    _, exact = job(model_folder, output="exact.jsonl")
+    stored, in_memory = job(model_folder, *options, "--weights", "device", output="a.jsonl")
+    summary, streamed = job(model_folder, *options, "--weights", "disk", output="b.jsonl")
+    assert streamed == in_memory
+    assert set(streamed) == set(exact)
+    assert summary["bytes_read"] > 0
+    # The layers' matrices take a quarter of their fp32 bytes, the head and the table all of them.
+    before = (model_folder / "model.safetensors").stat().st_size
+    (converted,) = folder.iterdir()
+    rest = 2 * 300 * 64 * 4
+    assert (converted.stat().st_size - rest) < 0.4 * (before - rest)
+    # Another result: a job of its own.
+    error, _ = job(model_folder, output="b.jsonl", code=2)
+    assert "begun with weight_bits 8, not None" in error
+
+
 def test_no_room_for_the_conversion(job, model_folder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
@@ -96,6 +116,7 @@ BAD = {
     "too much": (("--weights", "disk=70,cpu=70"), ("adds up to 140 percent",)),
     "twice": (("--weights", "disk=50,disk=50"), ("--weights 'disk=50,disk=50'",)),
     "no amount": (("--memory", "lots"), ("--memory 'lots'", "8GiB")),
+    "no such bits": (("--weight-bits", "3"), ("--weight-bits 3", "give 8")),
     "no place for the cache": (("--cache", "disk"), ("--cache 'disk'", "device, cpu, file")),
     "no folder for the cache": (
         ("--cache", "file", "--cache-folder", "/nowhere"),

@@ -16,6 +16,7 @@ from h2okv.cli.exit_codes import INTERRUPTED
 from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import (
     DTYPES,
+    KV_BITS_HELP,
     Sampling,
     parse_amount,
     parse_device,
@@ -23,6 +24,7 @@ from h2okv.cli.options import (
     parse_positions,
 )
 from h2okv.cli.output import write_remark, write_text
+from h2okv.engine.packed_slot import WEIGHT_BITS
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.tiers import CACHE_PLACES
 
@@ -74,11 +76,16 @@ def batch(
         int | None,
         typer.Option(help="The most tokens that are attended to at once.", show_default="all"),
     ] = None,
+    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this share.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random numbers; each prompt has its own.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    weight_bits: Annotated[
+        int | None,
+        typer.Option(help="8: int8 weights in the layers.", show_default="the checkpoint's own"),
+    ] = None,
     converted: Annotated[
         Path | None,
         typer.Option(
@@ -100,6 +107,7 @@ def batch(
         sink,
         parse_positions(positions),
         prefill_chunk,
+        kv_bits=kv_bits,
     )
     request = BatchRequest(
         model=model,
@@ -115,6 +123,7 @@ def batch(
         cache_folder=cache_folder,
         memory=None if memory is None else parse_memory(memory),
         converted=converted,
+        weight_bits=check_weight_bits(weight_bits),
         keep_pages=keep_pages,
     )
     try:
@@ -127,6 +136,13 @@ def batch(
     else:
         write_remark(summary.to_text())
     return 0
+
+
+def check_weight_bits(bits: int | None) -> int | None:
+    """Refuses a number of bits that there is no format for."""
+    if bits is not None and bits not in WEIGHT_BITS:
+        raise ValueError(f"--weight-bits {bits} is not known; give 8, or leave it out")
+    return bits
 
 
 def parse_rows(text: str) -> int | None:

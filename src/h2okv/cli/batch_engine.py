@@ -107,7 +107,9 @@ def make_engine(
         )
     if request.memory is not None:
         give_memory_back()
-    opened = open_model(described, request.dtype, request.device, request.converted)
+    opened = open_model(
+        described, request.dtype, request.device, request.converted, request.weight_bits
+    )
     return _streamed(request, opened, job, make_cache)
 
 
@@ -202,7 +204,7 @@ def _workload(lengths: list[int], new: int) -> Workload:
 
 def _is_plain(request: BatchRequest, described: Described) -> bool:
     """Whether all weights simply go into memory."""
-    if request.cache_shares not in (None, {"device": 1.0}):
+    if request.weight_bits is not None or request.cache_shares not in (None, {"device": 1.0}):
         return False
     if request.shares is not None:
         only_device = set(request.shares) <= {"device"}

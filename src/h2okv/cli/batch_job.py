@@ -138,4 +138,5 @@ def _settings(request: BatchRequest, config: PreTrainedConfig) -> dict[str, Sett
         **asdict(request.choice),
         **asdict(request.sampling),
         "dtype": dtype,
+        "weight_bits": request.weight_bits,
     }

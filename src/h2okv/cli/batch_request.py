@@ -36,6 +36,7 @@ class BatchRequest:
         cache_folder: Where the cache's file is made; None for the output's folder.
         memory: Bytes that are not to be exceeded; None for what is free.
         converted: Where converted checkpoints are kept; None for the user's cache folder.
+        weight_bits: 8 for int8 weights in the layers; None leaves them.
         keep_pages: Whether the system may keep streamed weights in memory that is free.
     """
 
@@ -52,6 +53,7 @@ class BatchRequest:
     cache_folder: Path | None = None
     memory: int | None = None
     converted: Path | None = None
+    weight_bits: int | None = None
     keep_pages: bool = False
 
 

@@ -18,6 +18,7 @@ from h2okv.cli.loading import BUNDLED, Described
 from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
 from h2okv.engine.conversion import convert, converted_path
 from h2okv.engine.demand import Demand, demand_of
+from h2okv.engine.packed_slot import pack_layers
 from h2okv.engine.planner import Planner, Room, Workload
 from h2okv.engine.process_memory import data_bytes
 from h2okv.engine.skeleton import Skeleton, make_skeleton
@@ -52,7 +53,11 @@ class OpenModel:
 
 
 def open_model(
-    described: Described, dtype: torch.dtype | None, device: torch.device, converted: Path | None
+    described: Described,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    converted: Path | None,
+    weight_bits: int | None = None,
 ) -> OpenModel:
     """Opens a checkpoint for streaming; writes it anew first if it must be.
 
@@ -62,6 +67,7 @@ def open_model(
             float32, as everywhere.
         device: Where it will compute.
         converted: Where converted checkpoints are kept; None for the user's cache folder.
+        weight_bits: 8 for int8 weights in the layers; None leaves them.
 
     Returns:
         The model.
@@ -74,6 +80,8 @@ def open_model(
     if dtype is None:
         dtype = torch.float32 if _is_small(described, device) else _own_dtype(described, files)
     skeleton = make_skeleton(described.config, dtype, str(folder))
+    if weight_bits is not None:
+        skeleton = pack_layers(skeleton)
     try:
         found = map_weights(skeleton, files)
         for unit in skeleton.units:

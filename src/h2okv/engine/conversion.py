@@ -45,7 +45,8 @@ def converted_path(folder: Path, files: CheckpointFiles, skeleton: Skeleton) -> 
     Returns:
         A path that no other checkpoint, dtype or model has.
     """
-    dtypes = sorted({str(slot.dtype) for unit in skeleton.units for slot in unit.slots})
+    kinds = {f"{type(slot).__name__} {slot.dtype}" for u in skeleton.units for slot in u.slots}
+    dtypes = sorted(kinds)
     source = [str(files.paths[0].resolve()), files.identity, dtypes, type(skeleton.model).__name__]
     digest = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:16]
     return folder / f"{files.paths[0].resolve().parent.name}-{digest}.safetensors"
@@ -153,7 +154,7 @@ def _loaded(slot: Slot) -> torch.Tensor:
             f"the weights lack {slot.name}, or have it in another shape than the config asks for;"
             " get the model again"
         )
-    return parameter.detach().to(slot.dtype).contiguous()
+    return slot.to_bytes(parameter.detach())
 
 
 def _is_new(slot: Slot, seen: set[str]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
+from h2okv.ops.packing import packed_bytes
 
 _NOTE_BYTES = 4 + 4 + 4
 """Of one slot: score, position and, when positions roll, rank."""
@@ -35,6 +36,7 @@ class Demand:
         num_slot_layers: Layers that hold H2O's slots.
         windows: Of the other layers, the most tokens that each holds.
         entry_bytes: Of a slot's key and value, in one layer and for all KV heads.
+        token_bytes: Of a token's key and value in the other layers, likewise.
     """
 
     hidden: int
@@ -47,6 +49,7 @@ class Demand:
     num_slot_layers: int
     windows: tuple[int, ...]
     entry_bytes: float
+    token_bytes: float
 
     def slots_of(self, cache: H2OCache, prompt: int, new: int) -> int:
         """Slots that a sequence needs in each layer.
@@ -79,7 +82,7 @@ class Demand:
             Bytes.
         """
         held = sum(min(length, window) for window in self.windows)
-        own = self.num_slot_layers * self.layer_bytes(slots) + held * self.entry_bytes
+        own = self.num_slot_layers * self.layer_bytes(slots) + held * self.token_bytes
         return int(own - away * self.moved_bytes(slots))
 
     def moved_bytes(self, slots: float) -> float:
@@ -138,6 +141,10 @@ def demand_of(config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> 
     others = [layer for layer in cache.layers if not hasattr(layer, "row_tensors")]
     # A recurrent layer's state is about as large as a window of its own width.
     windows = tuple(getattr(layer, "sliding_window", None) or size for layer in others)
+    token_bytes = 2 * kv_heads * size * dtype.itemsize
+    entry_bytes = token_bytes
+    if cache.kv_bits is not None:
+        entry_bytes = 2 * kv_heads * packed_bytes(size, cache.kv_bits)
     return Demand(
         hidden=text.hidden_size,
         width=_width(text),
@@ -148,7 +155,8 @@ def demand_of(config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> 
         element=dtype.itemsize,
         num_slot_layers=len(slot_layers),
         windows=windows,
-        entry_bytes=2 * kv_heads * size * dtype.itemsize,
+        entry_bytes=entry_bytes,
+        token_bytes=token_bytes,
     )
 
 

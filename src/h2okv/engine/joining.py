@@ -25,7 +25,7 @@ def can_join(cache: H2OCache) -> bool:
         True if all layers hold slots. Layers that keep transformers' own cache count columns, which
         differ between prompts of different length.
     """
-    return all(type(layer) is SlotLayer for layer in cache.layers)
+    return all(isinstance(layer, SlotLayer) for layer in cache.layers)
 
 
 def join(first: H2OCache, second: H2OCache, store: CacheStore | None = None) -> H2OCache:

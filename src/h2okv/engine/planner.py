@@ -23,6 +23,8 @@ _FILE_WORTH = 1.1
 """Entries go to the file only where that is so much faster; it wears the disk."""
 _WAITING_SHARE = 0.1
 """Of the free memory, for the states of prompts between two layers."""
+_LANE_SHARE = 0.3
+"""Of the free memory, for what a micro-batch of prompts computes with."""
 
 
 @dataclass(frozen=True)
@@ -276,8 +278,9 @@ class Planner:
         workspaces = int(2 * rows * mean * demand.entry_bytes) if away else 0
         free = self._room.device - weights - buffers - caches - workspaces - demand.fixed_bytes
         waiting = int(max(0, free) * _WAITING_SHARE) // max(1, demand.waiting_bytes(1))
-        wanted = rows * self._work.typical
-        lane = max(self._work.longest, min(_LANE_TOKENS, waiting, wanted))
+        at_once = int(max(0, free) * _LANE_SHARE) // max(1, demand.prompt_bytes(1))
+        wanted = rows * work.typical
+        lane = max(work.longest, min(_LANE_TOKENS, at_once, wanted))
         tokens = max(lane, min(waiting, wanted))
         temporary = (
             demand.fixed_bytes
@@ -316,7 +319,7 @@ class Planner:
             disk_bytes=on_disk,
             link_bytes=on_host,
             memory_bytes=sum(self._sizes),
-            parameters=sum(self._sizes) // self._demand.element,
+            parameters=sum(s.count for unit in self._skeleton.units for s in unit.slots),
             cache_bytes=self._demand.sequence_bytes(
                 self._slots, self._work.typical + self._work.new
             ),

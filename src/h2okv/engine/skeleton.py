@@ -35,6 +35,15 @@ class Slot:
         """Its size."""
         return self.shape.numel() * self.dtype.itemsize
 
+    @property
+    def count(self) -> int:
+        """How many numbers it stands for."""
+        return self.shape.numel()
+
+    def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Makes of a loaded parameter what is stored for it: dtype and shape of the slot."""
+        return parameter.to(self.dtype).contiguous()
+
     def fill(self, tensor: torch.Tensor) -> None:
         """Puts a tensor there; mutates the module."""
         self.owner._parameters[self.attribute] = nn.Parameter(tensor, requires_grad=False)

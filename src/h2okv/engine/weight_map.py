@@ -94,13 +94,13 @@ def map_weights(skeleton: Skeleton, files: CheckpointFiles) -> dict[str, Stored]
 
 
 def _check(slot: Slot, stored: Stored) -> None:
+    if stored.dtype != slot.dtype:
+        raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
     if stored.shape != tuple(slot.shape):
         raise ValueError(
             f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
             f" {list(slot.shape)}; get the model again"
         )
-    if stored.dtype != slot.dtype:
-        raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
 
 
 def lay_out(unit: Unit, found: dict[str, Stored]) -> UnitLayout:
