@@ -123,6 +123,16 @@ def test_rolling_positions_and_sinks_compiled_at_once(packages, make_llama, kept
 
 
 @needs_compiler
+def test_packed_slots(packages, make_llama, kept_sets):
+    # Two groups of 40 numbers: nibbles, grids and a head that is no power of two in one package.
+    model, ids = (
+        make_llama(heads=4, kv_heads=2, layers=1, head_dim=80),
+        torch.randint(2, 97, (2, 40)),
+    )
+    compare(model, ids, kept_sets, "compiled", kv_bits=4)
+
+
+@needs_compiler
 def test_rows_with_budgets_of_their_own(packages, make_llama, kept_sets):
     model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 30))
     mask = torch.ones_like(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from h2okv.budget import Budget
 from h2okv.cache.integrity import check_integrity
 from h2okv.cache.persistence import load_cache, save_cache
 from h2okv.cache.positions import PositionRule, Positions
-from h2okv.cache.refusals import check_policy, check_scoring
+from h2okv.cache.quantized import QuantizedSimulatedLayer, QuantizedSlotLayer
+from h2okv.cache.refusals import check_kv_bits, check_policy, check_scoring
 from h2okv.cache.rolling import Rotation
 from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
 from h2okv.cache.support import check_config, check_positions, trained_window
+from h2okv.ops.packing import packed_bytes
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -62,6 +65,9 @@ class H2OCache(Cache):
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
             the one way for policies ``topk`` and ``topk_heavy``.
         max_tokens: upper limit of the budget in tokens; a larger budget is an error.
+        kv_bits: 8 or 4 keeps keys and values in so many bits, by groups of up to 64 numbers with
+            a scale and a low of their own; ``None``: in the model's dtype. What a block reads of
+            itself is in full precision; it is rounded once, when it becomes an entry.
         seed: for policies that draw at random.
 
     Raises:
@@ -82,6 +88,7 @@ class H2OCache(Cache):
         prefill_chunk: int | None = None,
         simulate: bool = False,
         max_tokens: int | None = None,
+        kv_bits: int | None = None,
         seed: int = 0,
     ) -> None:
         self.budget = Budget(heavy=heavy, recent=recent, sink=sink, max_tokens=max_tokens)
@@ -99,12 +106,19 @@ class H2OCache(Cache):
             "simulate": simulate,
             "max_tokens": max_tokens,
         }
+        check_kv_bits(kv_bits)
+        self._kv_bits = kv_bits
+        if kv_bits is not None:  # not else, so that older versions can read the file
+            self.options["kv_bits"] = kv_bits
         check_config(config)
         check_positions(config, positions, self.policy)
         check_scoring(self.policy, self.scoring)
         self.rule = PositionRule(positions, prefill_chunk, trained_window(config))
         check_policy(self.policy, self.rule, simulate)
-        layer_class = SimulatedLayer if simulate else SlotLayer
+        layer_class: Any = SimulatedLayer if simulate else SlotLayer
+        if kv_bits is not None:
+            quantized = QuantizedSimulatedLayer if simulate else QuantizedSlotLayer
+            layer_class = functools.partial(quantized, bits=kv_bits)
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         kinds = sorted({type(layer).__name__ for layer in layers})
@@ -136,6 +150,8 @@ class H2OCache(Cache):
         parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
         if not self.scoring.is_plain:
             parts += f", scoring={self.scoring.name!r}"
+        if self.kv_bits is not None:
+            parts += f", kv_bits={self.kv_bits}"
         return f"H2OCache(policy={self.policy.name!r}, {parts}, layers={len(self.layers)})"
 
     def update(
@@ -266,6 +282,25 @@ class H2OCache(Cache):
     def prefill_chunk(self) -> int | None:
         """The most tokens of a block, as given."""
         return self.rule.prefill_chunk
+
+    @property
+    def kv_bits(self) -> int | None:
+        """Bits of a number of keys and values, as given."""
+        return self._kv_bits
+
+    def head_bytes(self, size: int, dtype: torch.dtype) -> int:
+        """Says what one head's key, or value, of an entry takes.
+
+        Args:
+            size: D.
+            dtype: the model's.
+
+        Returns:
+            Bytes.
+        """
+        if self.kv_bits is None:
+            return size * dtype.itemsize
+        return packed_bytes(size, self.kv_bits)
 
     @property
     def needs_enabling(self) -> bool:

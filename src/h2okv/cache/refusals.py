@@ -6,11 +6,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from h2okv.ops.packing import BITS
+
 if TYPE_CHECKING:
     from h2okv.cache.positions import PositionRule
     from h2okv.cache.scored import ScoredLayer
     from h2okv.policy import Policy
     from h2okv.policy.scoring import Scoring
+
+
+def check_kv_bits(kv_bits: int | None) -> None:
+    """Refuses numbers of bits that there is no format for.
+
+    Args:
+        kv_bits: what the user asked for.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in BITS):
+        raise ValueError(
+            f"kv_bits={kv_bits!r} is no format of keys and values; give 8 or 4, or leave it out to "
+            "keep them in the model's dtype."
+        )
 
 
 def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:

@@ -19,6 +19,7 @@ from h2okv.ops.dispatch import (
     block_operations,
     step_operation,
 )
+from h2okv.ops.packing import Entries
 from h2okv.ops.rotary import relative
 from h2okv.ops.selection import keep_indices, protected_entries
 from h2okv.ops.step import Priority, Slots, StepRules, Turns, decode_step
@@ -137,14 +138,23 @@ class SlotLayer(ScoredLayer):
     def _choose_step(self) -> None:
         """Chooses what runs the steps until the next block; mutates the layer."""
         scale, softcap, groups = self.terms
-        self.step = step_operation(self._slots(), self._rules(scale, softcap), groups)
+        rules = self._rules(scale, softcap)
+        self.step = step_operation(self._slots(), rules, groups, self.dtype)
 
     def _slots(self) -> Slots:
         """The layer's state as a step takes it."""
         return Slots(
-            self.keys, self.values, self.scores, self.positions, self.free, self.num_real_tokens,
+            *self._entries(), self.scores, self.positions, self.free, self.num_real_tokens,
             self.enabled, self.ranks,
         )  # fmt: skip
+
+    def _entries(self) -> tuple[Entries, Entries]:
+        """Keys and values as a step takes them."""
+        return self.keys, self.values
+
+    def _readable(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as a block attends to them."""
+        return self.keys, self.values
 
     def _rules(self, scale: float, softcap: float | None) -> StepRules:
         """What steps have in common until the next block."""
@@ -192,8 +202,9 @@ class SlotLayer(ScoredLayer):
         past = 0
         if self.positions is not None:
             past = self.positions.shape[2]
-            key = torch.cat([self.keys, key], dim=2)
-            value = torch.cat([self.values, value], dim=2)
+            held_keys, held_values = self._readable()
+            key = torch.cat([held_keys, key], dim=2)
+            value = torch.cat([held_values, value], dim=2)
             scores = torch.cat([self.scores, scores], dim=2)
             positions = torch.cat([self.positions, positions], dim=2)
         visibility = Visibility(
@@ -271,18 +282,30 @@ class SlotLayer(ScoredLayer):
             limit,
         )
         num_slots = limit + (1 if self.policy.is_bounded else _GROWTH)
-        compact = self.operations.compact
         with _ordinary_tensors():
+            self._take(key, value, indices, num_slots)
             self._hold(
-                compact(key, indices, num_slots),
-                compact(value, indices, num_slots),
-                scores.gather(2, indices),
-                torch.where(kept, positions.gather(2, indices), -1),
+                scores.gather(2, indices), torch.where(kept, positions.gather(2, indices), -1)
             )
         if self.policy.is_bounded:
             self.enabled = self._slots_within_budget()
             self._look_ahead()
             self._stay_in_place()
+
+    def _take(
+        self, key: torch.Tensor, value: torch.Tensor, indices: torch.Tensor, num_slots: int
+    ) -> None:
+        """Makes slots of what was held and what is new; mutates the layer.
+
+        Args:
+            key: ``[B, H, N, D]``, what was held before the block first.
+            value: ``[B, H, N, Dv]``, likewise.
+            indices: int64 ``[B, H, K]``, what stays.
+            num_slots: S.
+        """
+        compact = self.operations.compact
+        self.keys = compact(key, indices, num_slots)
+        self.values = compact(value, indices, num_slots)
 
     def _stay_in_place(self) -> None:
         """Tells CUDA graphs that steps write where they read; mutates marks on the tensors."""
@@ -341,34 +364,34 @@ class SlotLayer(ScoredLayer):
         rank = (~taken).cumsum(dim=-1)
         return taken | (rank <= self.total + 1 - taken.sum(dim=-1, keepdim=True))
 
-    def _hold(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
-        """Takes slots, of which scores and positions fill the first; mutates the layer."""
-        empty = (0, keys.shape[2] - positions.shape[2])
-        self.keys, self.values = keys, values
+    def _hold(self, scores: torch.Tensor, positions: torch.Tensor) -> None:
+        """Fills the first slots with scores and positions; mutates the layer."""
+        empty = (0, self.keys.shape[2] - positions.shape[2])
         self.scores, self.positions = pad(scores, empty), pad(positions, empty, value=-1)
-        self.norms = self._norms_of(values)
+        self.norms = self._held_norms()
         self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
         self.step = None
         if self.rotation is not None:
             self.ranks = ranks_of(self.positions)
             self._know_turns()
 
+    def _held_norms(self) -> torch.Tensor | None:
+        """Norms of the values held; ``None`` if not asked for."""
+        return self._norms_of(self.values)
+
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""
         # An upper bound of the entries held: padding counts too.
         if int(self.cumulative_length) - self.last_growth >= _GROWTH - 1:
-            room = (0, 0, 0, _GROWTH)
             with _ordinary_tensors():
-                self._hold(
-                    pad(self.keys, room), pad(self.values, room), self.scores, self.positions
-                )
+                self._add_slots(_GROWTH)
+                self._hold(self.scores, self.positions)
             self.last_growth = int(self.cumulative_length)
+
+    def _add_slots(self, count: int) -> None:
+        """Adds empty slots to keys and values; mutates the layer."""
+        room = (0, 0, 0, count)
+        self.keys, self.values = pad(self.keys, room), pad(self.values, room)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ class CacheChoice:
         prefill_chunk: The most tokens that are read at once; None for no limit.
         scoring: What attention counts for, one of `h2okv.policy.scoring.SCORINGS`.
         decay: The factor of `decay`; None for the default, or with another scoring.
+        kv_bits: Bits of a number of keys and values, 8 or 4; None for the model's own.
     """
 
     policy: str
@@ -33,6 +34,7 @@ class CacheChoice:
     prefill_chunk: int | None = None
     scoring: str = "sum"
     decay: float | None = None
+    kv_bits: int | None = None
 
     def make(self, config: PreTrainedConfig, seed: int) -> h2okv.H2OCache:
         """Makes the cache, empty.
@@ -57,19 +59,21 @@ class CacheChoice:
             prefill_chunk=self.prefill_chunk,
             scoring=self.scoring,
             decay=self.decay,
+            kv_bits=self.kv_bits,
             seed=seed,
         )
 
     @property
     def label(self) -> str:
         """What tables call it."""
+        bits = "" if self.kv_bits is None else f", {self.kv_bits} bits"
         if self.policy == "full":
-            return "policy full"
+            return f"policy full{bits}"
         sink = f" + sink {self.sink}" if self.sink else ""
         scoring = "" if self.scoring == "sum" else f" by {self.scoring}"
         if self.decay is not None:
             scoring += f" {self.decay:g}"
-        return f"{self.policy}{scoring}, heavy {self.heavy} + recent {self.recent}{sink}"
+        return f"{self.policy}{scoring}, heavy {self.heavy} + recent {self.recent}{sink}{bits}"
 
 
 def full_cache(config: PreTrainedConfig) -> DynamicCache:

@@ -23,6 +23,7 @@ from h2okv.cli.options import (
     COMPILE_HELP,
     DECAY_HELP,
     DTYPES,
+    KV_BITS_HELP,
     POLICY_HELP,
     SCORING_HELP,
     Sampling,
@@ -58,6 +59,7 @@ def chat(
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
     scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
     decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
+    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
         typer.Option(help="auto (rolling where the model can), original, rolling or clamped."),
@@ -81,7 +83,7 @@ def chat(
         raise ValueError("--system has no effect with --load, for the saved chat has its own")
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     amounts = parse_tokens("heavy", heavy), parse_tokens("recent", recent)
-    choice = CacheChoice(policy, *amounts, sink, scoring=scoring, decay=decay)
+    choice = CacheChoice(policy, *amounts, sink, scoring=scoring, decay=decay, kv_bits=kv_bits)
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     described = describe(model)
     choice, remark = plan_cache(described.config, choice, positions, prefill_chunk)

@@ -17,6 +17,7 @@ from h2okv.cli.options import (
     COMPILE_HELP,
     DECAY_HELP,
     DTYPES,
+    KV_BITS_HELP,
     POLICY_HELP,
     SCORING_HELP,
     Sampling,
@@ -61,6 +62,7 @@ def generate(
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
     scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
     decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
+    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
         typer.Option(help="original, rolling (past the trained window) or clamped (OPT)."),
@@ -97,6 +99,7 @@ def generate(
         prefill_chunk,
         scoring,
         decay,
+        kv_bits,
     )
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     text = read_prompt(prompt, file)

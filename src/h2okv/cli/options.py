@@ -15,6 +15,7 @@ from h2okv.policy.scoring import DEFAULT_DECAY, SCORINGS
 POLICY_HELP = f"{', '.join(h2okv.policy_names(dropping=True))}."
 SCORING_HELP = f"What attention counts for: {', '.join(SCORINGS)}."
 DECAY_HELP = f"With --scoring decay: the factor per later token, {DEFAULT_DECAY} if left out."
+KV_BITS_HELP = "8 or 4: keep keys and values in so many bits; the model's own if left out."
 Choice = TypeVar("Choice", bound=str)
 COMPILE_HELP = "Compile the steps of one token: slow to start, then faster (torch.compile)."
 DTYPES = {

@@ -17,6 +17,7 @@ from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
 from h2okv.cli.options import (
     DECAY_HELP,
     DTYPES,
+    KV_BITS_HELP,
     POLICY_HELP,
     SCORING_HELP,
     parse_device,
@@ -105,6 +106,7 @@ def stream(
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
     scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
     decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
+    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
         typer.Option(help=f"auto (rolling, but original for full), {', '.join(POSITIONS)}."),
@@ -138,7 +140,7 @@ def stream(
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     described = describe(model)
     choice = _choice(described, policy, heavy, recent, sink, positions)
-    choice = replace(choice, scoring=scoring, decay=decay)
+    choice = replace(choice, scoring=scoring, decay=decay, kv_bits=kv_bits)
     choice.make(described.config, seed)  # a bad budget is heard about before anything is read
     _check_room(described, choice, settings)
     source = _source(described, text, input)
@@ -147,6 +149,7 @@ def stream(
         "policy": policy, "heavy": choice.heavy, "recent": choice.recent, "sink": sink,
         "positions": choice.positions, "seed": seed,
         "scoring": None if scoring == "sum" else scoring, "decay": decay,
+        "kv_bits": kv_bits,
     }  # fmt: skip
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
-from h2okv.ops.packing import packed_bytes
 
 _NOTE_BYTES = 4 + 4 + 4
 """Of one slot: score, position and, when positions roll, rank."""
@@ -141,10 +140,6 @@ def demand_of(config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> 
     others = [layer for layer in cache.layers if not hasattr(layer, "row_tensors")]
     # A recurrent layer's state is about as large as a window of its own width.
     windows = tuple(getattr(layer, "sliding_window", None) or size for layer in others)
-    token_bytes = 2 * kv_heads * size * dtype.itemsize
-    entry_bytes = token_bytes
-    if cache.kv_bits is not None:
-        entry_bytes = 2 * kv_heads * packed_bytes(size, cache.kv_bits)
     return Demand(
         hidden=text.hidden_size,
         width=_width(text),
@@ -155,8 +150,8 @@ def demand_of(config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> 
         element=dtype.itemsize,
         num_slot_layers=len(slot_layers),
         windows=windows,
-        entry_bytes=entry_bytes,
-        token_bytes=token_bytes,
+        entry_bytes=2 * kv_heads * cache.head_bytes(size, dtype),
+        token_bytes=2 * kv_heads * size * dtype.itemsize,
     )
 
 

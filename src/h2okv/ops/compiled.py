@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from h2okv.ops import decode, rotary, selection, step
+from h2okv.ops import decode, packed_decode, packing, rotary, selection, step
+from h2okv.ops.packing import Entries, Packed, pack
 from h2okv.ops.step import Slots, StepRules, Turns
 
 _STALE = 600.0
@@ -30,11 +31,15 @@ _MOST_PACKAGES = 64
 _MAX_ROWS, _MAX_SLOTS = 1 << 20, 1 << 24
 
 
+_SOURCES = (decode, packed_decode, packing, rotary, selection, step)
+
+
 class Spec(NamedTuple):
     """What a package is made for.
 
     Attributes:
-        dtype: of keys and values, e.g. ``"float32"``.
+        dtype: of a new token's key and value, and of those held if they are not packed, e.g.
+            ``"float32"``.
         size: D.
         value_size: Dv.
         groups: G.
@@ -44,6 +49,7 @@ class Spec(NamedTuple):
         has_sink: whether first positions are protected.
         has_enabled: whether sequences have budgets of their own.
         full: whether all slots are taken.
+        bits: of a number in packed slots; ``None`` if they are not packed.
     """
 
     dtype: str
@@ -56,21 +62,31 @@ class Spec(NamedTuple):
     has_sink: bool
     has_enabled: bool
     full: bool
+    bits: int | None = None
 
 
-def spec_of(slots: Slots, rules: StepRules, groups: int) -> Spec:
+def spec_of(slots: Slots, rules: StepRules, groups: int, dtype: torch.dtype | None = None) -> Spec:
     """Says which package a layer's steps need.
 
     Args:
         slots: what the layer holds.
         rules: how it steps.
         groups: G.
+        dtype: of new keys and values; ``None``: as in the slots.
 
     Returns:
         The spec.
+
+    Raises:
+        ValueError: if the slots are packed and no dtype is given.
     """
+    keys = slots.keys
+    if not isinstance(keys, Packed):
+        dtype = keys.dtype
+    if dtype is None:
+        raise ValueError("packed slots do not tell the dtype of new tokens; give dtype.")
     return Spec(
-        dtype=str(slots.keys.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         size=slots.keys.shape[-1],
         value_size=slots.values.shape[-1],
         groups=groups,
@@ -80,7 +96,17 @@ def spec_of(slots: Slots, rules: StepRules, groups: int) -> Spec:
         has_sink=rules.sink is not None,
         has_enabled=slots.enabled is not None,
         full=rules.full,
+        bits=keys.bits if isinstance(keys, Packed) else None,
     )
+
+
+def _tensors(slots: Slots) -> list[torch.Tensor]:
+    """What a step takes as tensors, in the order of `Slots`, but for `Slots.seen`."""
+    tensors: list[torch.Tensor] = []
+    for entries in (slots.keys, slots.values):
+        tensors += entries[:2] if isinstance(entries, Packed) else [entries]
+    parts = (slots.scores, slots.positions, slots.free, slots.enabled, slots.ranks)
+    return tensors + [part for part in parts if part is not None]
 
 
 class CompiledStep:
@@ -96,7 +122,7 @@ class CompiledStep:
 
     def _fold(self, slots: Slots, rules: StepRules) -> None:
         """Makes rows of sequences and KV heads, where they are not made yet."""
-        parts = [*slots[:5], *(part for part in (slots.enabled, slots.ranks) if part is not None)]
+        parts = _tensors(slots)
         columns = [column for column in (rules.recent, rules.sink) if column is not None]
         # A view takes as long as a small operation, so it is not made in every step; what is
         # copied must not have been written since.
@@ -104,11 +130,12 @@ class CompiledStep:
         if key == self._key:
             return
         self._key, self._alive = key, (parts, columns)
-        batch, self._heads = slots.keys.shape[:2]
+        batch, self._heads = slots.scores.shape[:2]
         self._rows = batch * self._heads
         folded = [part.flatten(0, 1).unsqueeze(1) for part in parts]
-        self._held, self._more = folded[:5], [self._by_row(column) for column in columns]
-        self._more += folded[5:]
+        first = 7 if isinstance(slots.keys, Packed) else 5
+        self._held, self._more = folded[:first], [self._by_row(column) for column in columns]
+        self._more += folded[first:]
         if rules.turns is not None:
             self._more += rules.turns
 
@@ -136,7 +163,7 @@ class CompiledStep:
             real: likewise; a step with padding runs as plain PyTorch.
 
         Returns:
-            ``[B, HQ, 1, Dv]`` in the values' dtype.
+            ``[B, HQ, 1, Dv]``, in the dtype of `step.decode_step`.
         """
         if real is not None:
             return step.decode_step(query, key, value, slots, rules, real)
@@ -161,8 +188,11 @@ class _Step(torch.nn.Module):
         self.spec = spec
 
     def forward(self, *folded: torch.Tensor) -> torch.Tensor:
-        query, key, value, keys, values, scores, positions, free, seen, recent = folded[:10]
-        rest = list(folded[10:])
+        query, key, value = folded[:3]
+        rest = list(folded[3:])
+        keys = self._entries(rest, self.spec.size)
+        values = self._entries(rest, self.spec.value_size)
+        scores, positions, free, seen, recent = (rest.pop(0) for _ in range(5))
         sink = rest.pop(0) if self.spec.has_sink else None
         enabled = rest.pop(0) if self.spec.has_enabled else None
         ranks = rest.pop(0) if self.spec.width else None
@@ -175,6 +205,12 @@ class _Step(torch.nn.Module):
                 full=self.spec.full,
             ),
         )  # fmt: skip
+
+    def _entries(self, rest: list[torch.Tensor], size: int) -> Entries:
+        """Takes keys or values off the arguments; mutates the list."""
+        if self.spec.bits is None:
+            return rest.pop(0)
+        return Packed(rest.pop(0), rest.pop(0), self.spec.bits, size)
 
 
 def example(spec: Spec, rows: int = 4, num_slots: int = 70) -> tuple[torch.Tensor, ...]:
@@ -196,8 +232,8 @@ def example(spec: Spec, rows: int = 4, num_slots: int = 70) -> tuple[torch.Tenso
         torch.randn(rows, spec.groups, 1, spec.size).to(dtype),
         torch.randn(rows, 1, 1, spec.size).to(dtype),
         torch.randn(rows, 1, 1, spec.value_size).to(dtype),
-        torch.randn(rows, 1, num_slots, spec.size).to(dtype),
-        torch.randn(rows, 1, num_slots, spec.value_size).to(dtype),
+        *_example_entries(spec, rows, num_slots, spec.size),
+        *_example_entries(spec, rows, num_slots, spec.value_size),
         torch.rand(rows, 1, num_slots),
         positions,
         (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True),
@@ -214,6 +250,11 @@ def example(spec: Spec, rows: int = 4, num_slots: int = 70) -> tuple[torch.Tenso
         ranks = torch.where(positions < 0, num_slots - 1, positions)
         folded += [ranks, to_rank, rotary.relative(to_rank)]
     return tuple(folded)
+
+
+def _example_entries(spec: Spec, rows: int, num_slots: int, size: int) -> list[torch.Tensor]:
+    entries = torch.randn(rows, 1, num_slots, size).to(getattr(torch, spec.dtype))
+    return [entries] if spec.bits is None else list(pack(entries, spec.bits)[:2])
 
 
 def folder() -> Path:
@@ -236,7 +277,7 @@ def package_path(spec: Spec) -> Path:
 
 @functools.cache
 def _surroundings() -> tuple[str, ...]:
-    sources = [Path(str(module.__file__)) for module in (decode, rotary, selection, step)]
+    sources = [Path(str(module.__file__)) for module in _SOURCES]
     code = b"".join(path.read_bytes() for path in (*sources, Path(__file__)))
     flags = ""
     if Path("/proc/cpuinfo").exists():

@@ -16,6 +16,7 @@ import torch
 from h2okv.ops import compiled, flash, step
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.compaction import compact
+from h2okv.ops.packing import Packed
 from h2okv.ops.reference import attention_with_scores
 from h2okv.ops.step import Slots, StepRules
 
@@ -117,13 +118,16 @@ def block_operations(
     return BlockOperations("triton", why, kernels.attend, kernels.compact)
 
 
-def step_operation(slots: Slots, rules: StepRules, groups: int) -> StepOperation:
+def step_operation(
+    slots: Slots, rules: StepRules, groups: int, dtype: torch.dtype | None = None
+) -> StepOperation:
     """Chooses what runs the steps of a layer, until its next block.
 
     Args:
         slots: what the layer holds.
         rules: how it steps.
         groups: G.
+        dtype: of the keys and values of new tokens; ``None``: as in the slots.
 
     Returns:
         The operation.
@@ -131,22 +135,32 @@ def step_operation(slots: Slots, rules: StepRules, groups: int) -> StepOperation
     Raises:
         ValueError: if an implementation was asked for that cannot work here.
     """
-    keys, value_size = slots.keys, slots.values.shape[-1]
-    kernels, why = _kernels(keys.device, keys.dtype, keys.shape[-1], value_size, groups)
+    device, keys = slots.scores.device, slots.keys
+    if isinstance(keys, Packed):
+        kernels, why = None, "the kernels do not read packed slots"
+        if wanted() == "triton":
+            raise ValueError(
+                f"ops='triton': {why}; leave the choice to ops='auto', or kv_bits out."
+            )
+    else:
+        sizes = keys.shape[-1], slots.values.shape[-1]
+        kernels, why = _kernels(device, keys.dtype, *sizes, groups)
     if kernels is not None:
         return StepOperation("triton", why, kernels.step)
-    if keys.device.type != "cpu" or wanted() == "plain":
+    if device.type != "cpu" or wanted() == "plain":
         return StepOperation("plain", why, step.decode_step)
-    return _step_on_cpu(slots, rules, groups)
+    return _step_on_cpu(slots, rules, groups, dtype)
 
 
-def _step_on_cpu(slots: Slots, rules: StepRules, groups: int) -> StepOperation:
+def _step_on_cpu(
+    slots: Slots, rules: StepRules, groups: int, dtype: torch.dtype | None
+) -> StepOperation:
     """Machine code where there is some, else plain PyTorch that has it made for the next run."""
     if rules.priority is not None:
         return StepOperation("plain", "the policy ranks by its own code", step.decode_step)
-    if slots.keys.shape[0] * slots.keys.shape[1] < 2:
+    if slots.scores.shape[0] * slots.scores.shape[1] < 2:
         return StepOperation("plain", "one head of one sequence is too little", step.decode_step)
-    spec = compiled.spec_of(slots, rules, groups)
+    spec = compiled.spec_of(slots, rules, groups, dtype)
     try:
         if wanted() == "compiled" and not compiled.package_path(spec).exists():
             _check_compiler()
@@ -284,8 +298,8 @@ def _disagreement(
     visible = _causal(query, key) & entries.unsqueeze(2)
     indices = torch.arange(past, past + length, device=device).expand(1, heads, -1).contiguous()
     scale = size**-0.5
-    slots = _example_slots(key, value)
-    twins = Slots(*(part.clone() for part in slots[:6]))
+    held = _example_slots(key, value)
+    twins = [part.clone() for part in held]
     column = torch.full((1, 1, 1), 30, device=device)
     rules = StepRules(scale, column, full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
@@ -294,16 +308,16 @@ def _disagreement(
         made = (
             *kernels.attend(query, key, value, Visibility(past, entries), scale),
             kernels.compact(key, indices, length + 1),
-            kernels.step(*token, slots, rules),
-            *slots[:6],
+            kernels.step(*token, Slots(*held), rules),
+            *held,
         )
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     expected = (
         *attention_with_scores(query, key, value, visible, scale),
         compact(key, indices, length + 1),
-        step.decode_step(*token, twins, rules),
-        *twins[:6],
+        step.decode_step(*token, Slots(*twins), rules),
+        *twins,
     )
     if _same(made, expected):
         return None
@@ -342,16 +356,16 @@ def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return columns <= columns[-query.shape[2] :].unsqueeze(1)
 
 
-def _example_slots(key: torch.Tensor, value: torch.Tensor) -> Slots:
-    """Slots of which all but one are taken."""
+def _example_slots(key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The first parts of `Slots` of which all but one are taken."""
     shape = key.shape[:3]
     positions = torch.arange(shape[2], dtype=torch.int32, device=key.device).repeat(*shape[:2], 1)
     positions[..., -1] = -1
-    return Slots(
+    return [
         key.clone(),
         value.clone(),
         (positions % 13).float(),
         positions,
         torch.full((*shape[:2], 1), shape[2] - 1, device=key.device),
         torch.full(shape[:1], shape[2] - 1, device=key.device),
-    )
+    ]

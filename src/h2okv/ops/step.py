@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from h2okv.ops.decode import Ranks, decode_with_scores, write_slot
+from h2okv.ops.packing import Entries
 from h2okv.ops.rotary import turn
 from h2okv.ops.selection import free_slot, protected_entries
 
@@ -19,9 +20,9 @@ class Slots(NamedTuple):
     """What a layer holds; a step mutates every tensor but `enabled`.
 
     Attributes:
-        keys: ``[B, H, S, D]``, contiguous; not turned, pairs next to each other, if there are
-            `ranks`.
-        values: ``[B, H, S, Dv]``, contiguous.
+        keys: ``[B, H, S, D]``, contiguous or packed; not turned, pairs next to each other, if
+            there are `ranks`.
+        values: ``[B, H, S, Dv]``, contiguous or packed.
         scores: fp32 ``[B, H, S]``.
         positions: int32 ``[B, H, S]``; -1 for an empty slot.
         free: int64 ``[B, H, 1]``, the slot that the new token takes; empty.
@@ -30,8 +31,8 @@ class Slots(NamedTuple):
         ranks: int32 ``[B, H, S]``, places in the cache when positions roll; S - 1 for a free slot.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Entries
+    values: Entries
     scores: torch.Tensor
     positions: torch.Tensor
     free: torch.Tensor
@@ -95,7 +96,7 @@ def decode_step(
         real: bool ``[B, 1]``, False where the token is padding; ``None`` if all are real.
 
     Returns:
-        ``[B, HQ, 1, Dv]`` in the values' dtype.
+        ``[B, HQ, 1, Dv]`` in the values' dtype; in the query's if they are packed.
     """
     full = rules.full and real is None
     ranks = None

@@ -292,7 +292,7 @@ def decode_step(
     logits = query.new_empty((rows, groups, num_slots), dtype=torch.float32)
     tops = query.new_empty((2, rows, groups, parts), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, parts, value_size), dtype=torch.float32)
-    output = slots.values.new_empty((batch, num_heads, 1, value_size))
+    output = value.new_empty((batch, num_heads, 1, value_size))
     none = slots.free  # stands for pointers that are not read
     mask = none if real is None else real.to(torch.uint8)
     _attend[(rows, parts)](

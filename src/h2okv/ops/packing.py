@@ -1,0 +1,192 @@
+"""Entries in 8 or 4 bits: groups of a head's numbers as steps of a grid of their own.
+
+A group's numbers are ``low + code * scale``. Each entry has grids of its own, so that one entry can
+be written without a look at any other, which the libraries' caches cannot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+BITS = (8, 4)
+"""What can be packed into."""
+_LARGEST_GROUP = 64
+_ROUND_UP, _KEEP = 0xFFFF, ~0xFFFF
+"""An fp32 number is a bf16 number followed by 16 more bits."""
+
+
+class Packed(NamedTuple):
+    """Entries ``[..., N, D]`` in few bits.
+
+    Attributes:
+        codes: uint8 ``[..., N, C]``, group after group. Of 4 bits each byte holds two: the low
+            nibbles are a group's first half (the larger, if its size is odd), the high ones its
+            second, so that both halves are read as contiguous numbers.
+        grid: bf16 ``[..., N, 2 * groups]``: the groups' scales, then their lows. bf16 has fp32's
+            range, so that no outlier overflows.
+        bits: 8 or 4.
+        size: D.
+    """
+
+    codes: torch.Tensor
+    grid: torch.Tensor
+    bits: int
+    size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of what was packed."""
+        return torch.Size((*self.codes.shape[:-1], self.size))
+
+    @property
+    def group(self) -> int:
+        """Numbers in a group."""
+        return 2 * self.size // self.grid.shape[-1]
+
+    def with_parts(self, codes: torch.Tensor, grid: torch.Tensor) -> Packed:
+        """Makes the same of other entries.
+
+        Args:
+            codes: as `codes`, with other leading dimensions.
+            grid: likewise.
+
+        Returns:
+            The entries.
+        """
+        return Packed(codes, grid, self.bits, self.size)
+
+
+Entries = torch.Tensor | Packed
+"""Keys or values of slots, as they are or packed."""
+
+
+def group_size(size: int) -> int:
+    """How many numbers share a grid.
+
+    Args:
+        size: D.
+
+    Returns:
+        The largest divisor of D up to 64.
+    """
+    return next(group for group in range(_LARGEST_GROUP, 0, -1) if size % group == 0)
+
+
+def packed_bytes(size: int, bits: int) -> int:
+    """Bytes of one packed entry of one head.
+
+    Args:
+        size: D.
+        bits: 8 or 4.
+
+    Returns:
+        Of codes and grids.
+    """
+    group = group_size(size)
+    return size // group * ((group * bits + 7) // 8 + 4)
+
+
+def pack(entries: torch.Tensor, bits: int) -> Packed:
+    """Packs entries; each number moves by at most half of its group's scale.
+
+    The scale is rounded up and the low down, so that the grid covers its group. A group that holds
+    NaN, or a number beyond bf16's largest, is unpacked as numbers that are not finite.
+
+    Args:
+        entries: ``[..., N, D]``, of any floating dtype.
+        bits: 8 or 4.
+
+    Returns:
+        The packed entries.
+    """
+    size = entries.shape[-1]
+    levels = 2**bits - 1
+    numbers = entries.float().unflatten(-1, (-1, group_size(size)))
+    low = _rounded_down(numbers.amin(dim=-1, keepdim=True))
+    # Not the difference first, which may be beyond fp32.
+    scale = _rounded_up(numbers.amax(dim=-1, keepdim=True) / levels - low / levels)
+    steps = (numbers - low) / torch.where(scale > 0, scale, 1.0)
+    codes = steps.round().clamp(0, levels).to(torch.uint8)
+    if bits == 4:
+        codes = _join_nibbles(codes)
+    grid = torch.cat([scale, low], dim=-2).squeeze(-1).to(torch.bfloat16)
+    return Packed(codes.flatten(-2), grid, bits, size)
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """Makes numbers of packed entries.
+
+    Args:
+        packed: ``[..., N, D]``.
+
+    Returns:
+        fp32 ``[..., N, D]``.
+    """
+    scale, low = scales_and_lows(packed)
+    numbers = torch.cat(halves(packed), dim=-1)[..., : packed.group].float()
+    return torch.addcmul(low.unsqueeze(-1), numbers, scale.unsqueeze(-1)).flatten(-2)
+
+
+def scales_and_lows(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the grids apart.
+
+    Args:
+        packed: ``[..., N, D]``.
+
+    Returns:
+        ``(scales, lows)``, fp32 ``[..., N, groups]``.
+    """
+    scale, low = packed.grid.float().chunk(2, dim=-1)
+    return scale, low
+
+
+def halves(packed: Packed) -> tuple[torch.Tensor, ...]:
+    """Reads the codes, in parts that follow one another in each group.
+
+    Args:
+        packed: ``[..., N, D]``.
+
+    Returns:
+        uint8: of 8 bits ``[..., N, groups, group]``; of 4 bits twice ``[..., N, groups, half]``, of
+        which the second has a number too many, zero, if the group's size is odd.
+    """
+    codes = packed.codes.unflatten(-1, (packed.size // packed.group, -1))
+    return (codes,) if packed.bits == 8 else (codes & 15, codes >> 4)
+
+
+def rounded(entries: torch.Tensor, bits: int) -> torch.Tensor:
+    """What is left of entries that were packed and unpacked.
+
+    Args:
+        entries: ``[..., N, D]``.
+        bits: 8 or 4.
+
+    Returns:
+        The same shape and dtype.
+    """
+    return unpack(pack(entries, bits)).to(entries.dtype)
+
+
+def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes ``[..., group]`` to a byte."""
+    half = (codes.shape[-1] + 1) // 2
+    first, second = codes[..., :half], codes[..., half:]
+    if second.shape[-1] < half:
+        second = torch.nn.functional.pad(second, (0, 1))
+    return first | (second << 4)
+
+
+# With integers, not by a cast: a compiler may leave out a cast to bf16 and back.
+
+
+def _rounded_up(numbers: torch.Tensor) -> torch.Tensor:
+    """The next bf16 number from 0 on, as fp32; for what is not negative."""
+    return ((numbers.view(torch.int32) + _ROUND_UP) & _KEEP).view(torch.float32)
+
+
+def _rounded_down(numbers: torch.Tensor) -> torch.Tensor:
+    """The next bf16 number below, as fp32."""
+    more = torch.where(numbers < 0, _ROUND_UP, 0).to(torch.int32)
+    return ((numbers.view(torch.int32) + more) & _KEEP).view(torch.float32)

@@ -1,0 +1,6 @@
+"""Lets the tests of this folder share how the oracle is run: importlib mode adds no folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
