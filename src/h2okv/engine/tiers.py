@@ -22,6 +22,7 @@ from h2okv.engine.slot_file import SlotFile
 
 CACHE_PLACES = ("device", "cpu", "file")
 _WORKSPACES = 2
+_ALIGNMENT = 64
 
 
 @dataclass
@@ -50,8 +51,8 @@ class _Held:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.size(name) for name in self.shapes)
+        """Bytes of all tensors, as they lie in a workspace."""
+        return sum(_aligned(self.size(name)) for name in self.shapes)
 
 
 class TieredStore:
@@ -194,7 +195,7 @@ class TieredStore:
         for name, shape in held.shapes.items():
             part = self._workspaces[turn][start : start + held.size(name)]
             yield name, part.view(held.dtypes[name]).view(shape)
-            start += held.size(name)
+            start += _aligned(held.size(name))
 
     def _next_workspace(self, held: _Held) -> int:
         """The workspace that was not used last, large enough."""
@@ -229,3 +230,7 @@ def _large(layer: Any) -> list[str]:
         if tensor is not None and tensor.dim() == 4:
             names.append(name)
     return names
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
