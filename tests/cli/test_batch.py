@@ -164,18 +164,18 @@ def processes():
 
 
 def test_killed_again_and_again(processes, job, model_folder, tmp_path):
-    prompts = write_prompts(tmp_path / "in.jsonl", 120)
-    _, expected = job(prompts, "--batch", 4, output="whole.jsonl")
+    prompts = write_prompts(tmp_path / "in.jsonl", 100)
+    _, expected = job(prompts, "--batch", 2, output="whole.jsonl")
     output = tmp_path / "killed.jsonl"
     args = ("batch", "--model", model_folder, "--input", prompts, "--output", output,
-            "--max-new-tokens", STEPS, "--batch", 4)  # fmt: skip
+            "--max-new-tokens", STEPS, "--batch", 2)  # fmt: skip
     generator = random.Random(0)
     kills = 0
     for _ in range(40):
         child = processes.Process(target=run_quietly, args=(args,))
         child.start()
         # Let it begin, then strike at a random moment between two results or within one.
-        size = size_of(output) + generator.randint(1, 4000)
+        size = size_of(output) + generator.randint(1, 2500)
         while child.is_alive() and size_of(output) < size:
             time.sleep(0.0005)
         time.sleep(generator.random() * 0.01)
@@ -187,7 +187,7 @@ def test_killed_again_and_again(processes, job, model_folder, tmp_path):
         for line in output.read_bytes().splitlines(keepends=True)[:-1]:
             json.loads(line)
     assert child.exitcode == 0
-    assert kills > 2
+    assert kills
     assert read(output) == expected
 
 
