@@ -101,7 +101,9 @@ def decode_step(
     full = rules.full and real is None
     ranks = None
     if rules.turns is not None and slots.ranks is not None:
-        query, ranks = rank_new(query, slots.positions, slots.free, slots.ranks, rules.turns, full)
+        query, ranks = rank_new(
+            query, slots.positions, slots.free, slots.ranks, rules.turns, full, real
+        )
     write_slot(slots.keys, slots.free, key)
     write_slot(slots.values, slots.free, value)
     position = slots.seen.to(torch.int32).view(-1, 1, 1)
@@ -130,6 +132,7 @@ def rank_new(
     ranks: torch.Tensor,
     turns: Turns,
     full: bool,
+    real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Ranks]:
     """Ranks the new token behind all; mutates the ranks.
 
@@ -140,6 +143,7 @@ def rank_new(
         ranks: int32 ``[B, H, S]``; mutated.
         turns: of all ranks.
         full: whether the entries with the new one take all ranks.
+        real: bool ``[B, 1]``, False where the token is padding, which takes no rank.
 
     Returns:
         The query, turned to its rank, and where the keys belong.
@@ -150,6 +154,8 @@ def rank_new(
     rank = (positions >= 0).sum(dim=-1, keepdim=True)
     # All heads of a row hold the same number of entries.
     query = turn(query, turns.to_rank[rank[:, :1]])
+    if real is not None:
+        rank = torch.where(real.unsqueeze(1), rank, ranks.shape[-1] - 1)
     ranks.scatter_(-1, free, rank.to(torch.int32))
     return query, Ranks(turns.to_rank, ranks)
 

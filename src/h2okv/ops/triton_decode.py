@@ -275,7 +275,7 @@ def decode_step(
     factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is turned
     if rules.turns is not None and slots.ranks is not None:
         query, (factors, ranks) = rank_new(
-            query, slots.positions, slots.free, slots.ranks, rules.turns, full
+            query, slots.positions, slots.free, slots.ranks, rules.turns, full, real
         )
         width = 2 * factors.shape[-2]
     # Whole numbers also while a graph is recorded: they decide about the shape of the launch.
