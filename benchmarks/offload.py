@@ -132,8 +132,7 @@ def best(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
     """The whole job under the cap; seconds for each new token."""
     long = {"prompt": args.long_prompt, "new": args.new, "limit": args.limit}
     h2o = run("h2okv", "best batch: h2o", **long, batch=args.jobs)
-    # A job that the full cache, too, fills its rows with; its own rows are known after one run.
-    full = run("h2okv", "best batch: full", **long, batch=1, policy="full")
+    full = run("h2okv", "best batch: full", **long, batch=args.full_jobs, policy="full")
     few = {**long, "limit": 0, "new": min(args.new, ACCELERATE_STEPS + 1)}
     other = run("accelerate", "best batch: accelerate", **few, batch=full["rows"])
     passes = [seconds for seconds, _ in other["passes"]]
@@ -187,7 +186,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--long-prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--jobs", type=int, default=8, help="prompts of the job for h2o")
+    # As many as `h2okv plan` finds room for under the limit.
+    parser.add_argument("--jobs", type=int, default=18, help="prompts of the job for h2o")
+    parser.add_argument("--full-jobs", type=int, default=2, help="and for the full cache")
     for name, size in (
         ("hidden", 1536), ("layers", 26), ("heads", 12), ("kv-heads", 4), ("intermediate", 4096),
         ("vocabulary", 32_000),
