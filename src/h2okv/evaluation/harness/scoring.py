@@ -63,9 +63,6 @@ class Scorer:
         layers = settings.make(model.config).layers
         # Recurrent and sliding layers are transformers' own, and not all of them see padding.
         self.takes_padding = all(isinstance(layer, ScoredLayer) for layer in layers)
-        if settings.rolls and settings.options["prefill_chunk"] == 1:
-            # Ranks after a step of padding differ from those of the row alone.
-            self.takes_padding = False
 
     def after_prompt(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]], rows: int = 64
