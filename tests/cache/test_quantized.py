@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_oracle import POLICIES, budgets, fitting, held_scores, padding, run, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
+from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.cache.persistence import read_head
 from h2okv.ops.packing import BITS, rounded, unpack
 
@@ -231,3 +233,25 @@ def test_a_full_cache_grows(make_llama, bits):
 def test_other_bits_are_refused(make_llama, wrong, simulate):
     with pytest.raises(ValueError, match=f"kv_bits={wrong!r}.*give 8 or 4"):
         h2okv.H2OCache(make_llama().config, kv_bits=wrong, simulate=simulate)
+
+
+@pytest.mark.parametrize(("bits", "mean", "most"), [(8, 1e-4, 1e-3), (4, 2e-2, 1e-1)])
+@torch.no_grad()
+def test_a_trained_model_says_nearly_the_same(bits, mean, most):
+    """The divergence of next-token distributions, in nats, over 60 steps of a novel."""
+    path = bundled_model_path()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="h2o", dtype=torch.float32
+    )
+    text = sample_prompt()[:2000]
+    ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :360]
+    assert ids.shape[1] == 360
+    packed, whole = (
+        read(model, ids, [300, *[1] * 60], heavy=32, recent=32, kv_bits=n)[1][0, 300:].log_softmax(
+            dim=-1
+        )
+        for n in (bits, None)
+    )
+    divergence = (whole.exp() * (whole - packed)).sum(dim=-1)
+    assert divergence.mean() < mean and divergence.max() < most
+    assert divergence.max() > 0

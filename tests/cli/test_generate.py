@@ -30,6 +30,7 @@ SETTINGS_FIELDS = {
     "prefill_chunk": type(None),
     "scoring": str,
     "decay": type(None),
+    "kv_bits": type(None),
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
@@ -261,3 +262,11 @@ def test_scoring_and_its_decay_reach_the_cache(generate, model_folder, prompt):
     cache = h2okv.H2OCache(model.config, 16, 16, scoring="decay", decay=0.5)
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
     assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
+    options = ("--json", "--max-new-tokens", 5)
+    whole, packed = (json.loads(generate(*options, *more).out) for more in ((), ("--kv-bits", 4)))
+    assert packed["kv_bits"] == 4 and packed["kv_bytes"] < whole["kv_bytes"] / 2
+    outcome = generate("--kv-bits", 3)
+    assert outcome.code == 2 and "kv_bits=3 is no format" in outcome.err

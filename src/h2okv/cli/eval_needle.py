@@ -15,6 +15,7 @@ from h2okv.cli.eval_options import (
     Device,
     Dtype,
     HeavyShare,
+    KvBits,
     Model,
     Policies,
     PositionsOption,
@@ -75,6 +76,7 @@ def needle(
     sink: Sink = 0,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
+    kv_bits: KvBits = None,
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -83,7 +85,7 @@ def needle(
     check_csv(csv)
     if plot is not None:
         check_plot(plot)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk)
+    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
     grid = Grid(parse_numbers("lengths", lengths), _parse_depths(depths), tries)
     hidden = Needle(needle, question.replace("\\n", "\n"), answer, max_new_tokens)
     haystack = sample_prompt() if text is None else read_text_file(text)

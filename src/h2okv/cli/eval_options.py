@@ -9,7 +9,7 @@ import typer
 
 import h2okv
 from h2okv.cli.bench_options import split_list
-from h2okv.cli.options import DTYPES, parse_amount, parse_positions
+from h2okv.cli.options import DTYPES, KV_BITS_HELP, parse_amount, parse_positions
 from h2okv.evaluation.cache_setting import CacheSetting
 from h2okv.evaluation.recall import KNOWLEDGE, Knowledge
 
@@ -27,6 +27,7 @@ PositionsOption = Annotated[
 PrefillChunk = Annotated[
     int | None, typer.Option(help="The most tokens read at once; 1 is the paper's Algorithm 1.")
 ]
+KvBits = Annotated[int | None, typer.Option(help=KV_BITS_HELP)]
 Csv = Annotated[
     Path,
     typer.Option(help="The table; samples go beside it as they come, to NAME.samples.jsonl."),
@@ -50,6 +51,7 @@ def parse_settings(
     sink: int = 0,
     positions: str = "original",
     prefill_chunk: int | None = None,
+    kv_bits: int | None = None,
 ) -> list[CacheSetting]:
     """Makes the caches that the options ask for: each policy with each budget, full once.
 
@@ -60,6 +62,7 @@ def parse_settings(
         sink: First tokens.
         positions: A name of `POSITIONS`.
         prefill_chunk: Tokens of a block.
+        kv_bits: Bits of a number of keys and values.
 
     Returns:
         The caches, those of a budget together.
@@ -71,12 +74,13 @@ def parse_settings(
     if not names or not amounts:
         option = "budgets" if names else "policy"
         raise ValueError(f"--{option} names nothing; give at least one value")
+    more = {} if kv_bits is None else {"kv_bits": kv_bits}
     settings: list[CacheSetting] = []
     for amount in amounts:
         budget = None if amount == "full" else parse_amount("budgets", amount)
         for name in names:
             setting = CacheSetting(
-                name, budget, heavy_share, sink, parse_positions(positions), prefill_chunk
+                name, budget, heavy_share, sink, parse_positions(positions), prefill_chunk, more
             )
             if not setting.is_full or not any(other.is_full for other in settings):
                 settings.append(setting)

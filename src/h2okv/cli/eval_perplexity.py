@@ -14,6 +14,7 @@ from h2okv.cli.eval_options import (
     Device,
     Dtype,
     HeavyShare,
+    KvBits,
     Model,
     Policies,
     PositionsOption,
@@ -52,6 +53,7 @@ def perplexity(
     sink: Sink = 0,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
+    kv_bits: KvBits = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
     windows: Annotated[
         int | None, typer.Option(help="Read the first so many windows only.")
@@ -66,7 +68,7 @@ def perplexity(
 ) -> int:
     """Measures perplexity, as `HELP` tells the user."""
     check_csv(csv)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk)
+    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
     cut = Windows(length, windows, chunk, every)
     name = "sample_prompt" if text is None else text.stem
     task = Perplexity(name, sample_prompt() if text is None else read_text_file(text), cut)

@@ -13,6 +13,7 @@ from h2okv.cli.eval_options import (
     Device,
     Dtype,
     HeavyShare,
+    KvBits,
     Limit,
     Model,
     Policies,
@@ -55,6 +56,7 @@ def recall(
     sink: Sink = 0,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
+    kv_bits: KvBits = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = (
         MOST_TOKENS
     ),
@@ -66,7 +68,7 @@ def recall(
 ) -> int:
     """Asks, as `HELP` tells the user."""
     check_csv(csv)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk)
+    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
     how = parse_choice("too-long", too_long, TOO_LONG)
     questions = read_ruler(input)
     tasks = [

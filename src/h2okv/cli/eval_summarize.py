@@ -13,6 +13,7 @@ from h2okv.cli.eval_options import (
     Device,
     Dtype,
     HeavyShare,
+    KvBits,
     Limit,
     Model,
     Policies,
@@ -65,6 +66,7 @@ def summarize(
     sink: Sink = 0,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
+    kv_bits: KvBits = None,
     template: Annotated[
         str | None, typer.Option(help="A prompt with {article} in it, for articles without one.")
     ] = None,
@@ -84,7 +86,7 @@ def summarize(
 ) -> int:
     """Summarizes, as `HELP` tells the user."""
     check_csv(csv)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk)
+    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
     options = BatchOptions(
         batch_size, limit, parse_choice("too-long", too_long, TOO_LONG), max_new_tokens
     )
