@@ -116,6 +116,13 @@ def test_budgets_changed_in_place_are_seen(packages, make_llama, kept_sets):
     assert kept[0] == kept[1]
 
 
+def test_rolling_packages_take_queries_in_full_precision():
+    # What turns them back makes them fp32 whatever the model's dtype, and a package does not ask.
+    for width, dtype in ((0, torch.bfloat16), (16, torch.float32)):
+        spec = SPEC._replace(dtype="bfloat16", width=width)
+        assert compiled.example(spec)[0].dtype == dtype
+
+
 @needs_compiler
 def test_rolling_positions_and_sinks_compiled_at_once(packages, make_llama, kept_sets):
     model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 40))

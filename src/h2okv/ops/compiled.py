@@ -229,7 +229,8 @@ def example(spec: Spec, rows: int = 4, num_slots: int = 70) -> tuple[torch.Tenso
     ages = torch.rand(rows, 1, num_slots).argsort(dim=-1)
     positions = torch.where(ages < held, ages, -1).to(torch.int32)
     folded = [
-        torch.randn(rows, spec.groups, 1, spec.size).to(dtype),
+        # Rolling layers get queries turned back, which are fp32; a package takes them as they were.
+        torch.randn(rows, spec.groups, 1, spec.size).to(torch.float32 if spec.width else dtype),
         torch.randn(rows, 1, 1, spec.size).to(dtype),
         torch.randn(rows, 1, 1, spec.value_size).to(dtype),
         *_example_entries(spec, rows, num_slots, spec.size),
