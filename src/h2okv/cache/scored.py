@@ -148,7 +148,8 @@ class ScoredLayer(WeighingLayer):
             ValueError: if the entries were written by another module.
         """
         if self.owner is None:
-            if self.expected_weights not in (None, fingerprint(module)):
+            expected = self.expected_weights
+            if expected is not None and expected != fingerprint(module):
                 raise ValueError(
                     f"H2OCache: the entries of layer {self.layer_idx} were saved with other "
                     "weights; load the file with the model that wrote it, in the same dtype."
