@@ -1,0 +1,1 @@
+"""Continuous batching: many requests on a fixed number of cache rows."""
