@@ -10,8 +10,8 @@ import torch
 import h2okv
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.chat_session import Chat, Partner
-from h2okv.cli.loading import describe, load_weights
 from h2okv.cli.options import Sampling
+from h2okv.integration.loading import describe, load_weights
 
 ANSWER = 12
 LONG_TURN = "a heron, a fox; 7 owls? " * 3

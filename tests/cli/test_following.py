@@ -3,8 +3,8 @@ import torch
 from h2okv.cli.cache_choice import full_cache
 from h2okv.cli.following import count_same_choices
 from h2okv.cli.generation import Job, generate_once
-from h2okv.cli.loading import describe, load_weights
 from h2okv.cli.options import Sampling
+from h2okv.integration.loading import describe, load_weights
 
 
 def test_counts_the_places_where_the_choice_is_the_given_one(model_folder, prompt):

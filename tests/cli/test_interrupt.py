@@ -10,9 +10,9 @@ from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.comparison import run_alone, run_beside_full
 from h2okv.cli.exit_codes import exit_code
 from h2okv.cli.generation import Job, generate_once
-from h2okv.cli.loading import describe, load_weights
 from h2okv.cli.options import Sampling
 from h2okv.cli.report import report
+from h2okv.integration.loading import describe, load_weights
 
 WAIT = 120
 CHOICE = CacheChoice(policy="h2o", heavy=16, recent=16, sink=0)

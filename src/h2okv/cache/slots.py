@@ -54,6 +54,11 @@ class SlotLayer(ScoredLayer):
         budget: the user's budget.
         policy: the eviction policy.
         rule: where entries sit and how long a block may be.
+
+    Attributes:
+        goes_on: Whether the next forward brings a part of a block that a later one ends; see
+            `h2okv.cache.pieces`.
+        is_open: Whether the last one did.
     """
 
     def _forget(self) -> None:
@@ -69,6 +74,8 @@ class SlotLayer(ScoredLayer):
         self.steps_to_full = 0
         self.has_sinks = True
         self.last_growth = 0
+        self.goes_on = False
+        self.is_open = False
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -103,7 +110,8 @@ class SlotLayer(ScoredLayer):
         softcap: float | None,
     ) -> torch.Tensor:
         """See `ScoredLayer.attend`."""
-        if query.shape[2] == 1 and self.positions is not None:
+        in_pieces = self.is_open or self.goes_on
+        if query.shape[2] == 1 and self.positions is not None and not in_pieces:
             return self._decode(query, key, value, real, scale, softcap)
         return self._block(query, key, value, real, scale, softcap)
 
@@ -184,7 +192,11 @@ class SlotLayer(ScoredLayer):
 
     def _know_turns(self) -> None:
         """Notes the turns of a decode step, which all steps share; mutates the layer."""
-        to_rank = self.rotation.of_ranks(self.rank_limit(1))
+        self.know_turns(self.rank_limit(1))
+
+    def know_turns(self, limit: int) -> None:
+        """Notes the turns of steps over slots whose ranks are below a limit; mutates the layer."""
+        to_rank = self.rotation.of_ranks(limit)
         self.turns = Turns(to_rank, relative(to_rank))
 
     def _block(
@@ -227,6 +239,10 @@ class SlotLayer(ScoredLayer):
         check_finite(self, sums)
         self.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
+        self.is_open = self.goes_on
+        if self.goes_on:
+            self._keep_all(key, value, scores + sums, positions)
+            return output
         self._compact(key, value, self._faded(scores, real, length) + sums, positions)
         self.last_growth = int(self.cumulative_length)
         self.terms = scale, softcap, groups
@@ -259,6 +275,18 @@ class SlotLayer(ScoredLayer):
             positions = torch.where(real, start + real.cumsum(dim=1) - 1, -1)
         positions = positions.to(torch.int32).unsqueeze(1).expand(shape)
         return torch.zeros(shape, dtype=torch.float32, device=self.device), positions
+
+    def _keep_all(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Holds a block of which more is to come, without slots for steps; mutates the layer."""
+        with _ordinary_tensors():
+            self.keys, self.values = key.clone(), value.clone()
+            self.scores, self.positions = scores.clone(), positions.clone()
 
     def _compact(
         self,

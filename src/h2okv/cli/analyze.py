@@ -20,10 +20,10 @@ from h2okv.analysis.report.page import REPORT_FILE, write_report
 from h2okv.analysis.sample import LEAST_TOKENS, MOST_TOKENS, make_sample
 from h2okv.assets import sample_prompt
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
 from h2okv.cli.options import DTYPES, parse_device, parse_dtype
 from h2okv.cli.output import write_remark, write_text
 from h2okv.cli.prompt import read_prompt
+from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
 
 HELP = """Measure what the paper observed, on your model and text, and write a report.
 

@@ -14,7 +14,6 @@ import h2okv
 from h2okv.cli.batch_engine import Engine, make_engine
 from h2okv.cli.batch_progress import BatchProgress
 from h2okv.cli.batch_request import BatchRequest, Stopped, Summary
-from h2okv.cli.loading import Described, describe
 from h2okv.cli.text_stream import TextStream
 from h2okv.engine.chooser import Chooser
 from h2okv.engine.job import Job, Wording
@@ -23,6 +22,7 @@ from h2okv.engine.prompt_file import PromptFile
 from h2okv.engine.result_file import ResultFile, Setting
 from h2okv.engine.runner import Runner
 from h2okv.engine.sequence import Sequence
+from h2okv.integration.loading import Described, describe
 
 
 def run_batch(request: BatchRequest) -> Summary:

@@ -18,7 +18,6 @@ from h2okv.cli.chat_commands import Commands, QuitChat, load_and_tell
 from h2okv.cli.chat_input import EntryReader, entries_of_stdin
 from h2okv.cli.chat_session import Chat, Partner
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import BUNDLED, describe, load_weights
 from h2okv.cli.options import (
     COMPILE_HELP,
     DECAY_HELP,
@@ -32,6 +31,7 @@ from h2okv.cli.options import (
 )
 from h2okv.cli.output import OutputClosedError, write_remark, write_text
 from h2okv.cli.report import format_bytes
+from h2okv.integration.loading import BUNDLED, describe, load_weights
 
 HELP = """Chat with a model on one H2O cache.
 

@@ -14,9 +14,9 @@ from h2okv.cli.chat_answer import Answer, Answering, Question, end_tokens
 from h2okv.cli.chat_file import SavedChat, read_chat, write_chat
 from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.chat_turns import Transcript, TurnForm, form_for
-from h2okv.cli.loading import Described
 from h2okv.cli.options import Sampling
 from h2okv.cli.prompt import check_vocabulary
+from h2okv.integration.loading import Described
 
 _BROKEN = (
     "the last answer was cut in the middle of a token, so the cache is of no use any more;"

@@ -12,10 +12,10 @@ from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.comparison import run_beside_full
 from h2okv.cli.exit_codes import exit_code
 from h2okv.cli.generation import Job
-from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
 from h2okv.cli.options import Sampling, parse_device, parse_dtype
 from h2okv.cli.output import write_text
 from h2okv.cli.report import report
+from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
 
 # What the prompt may use of a context that is longer than the sample text's first pages.
 _MOST_PROMPT_TOKENS = 4096

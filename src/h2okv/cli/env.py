@@ -14,10 +14,10 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from h2okv.benchmarking.environment import environment
-from h2okv.cli.loading import BUNDLED, describe
 from h2okv.cli.options import parse_device
 from h2okv.cli.output import write_text
 from h2okv.cli.report import format_bytes
+from h2okv.integration.loading import BUNDLED, describe
 from h2okv.ops import compiled, dispatch
 from h2okv.ops.survey import Finding, survey
 

@@ -27,11 +27,11 @@ from h2okv.cli.eval_options import (
     parse_settings,
 )
 from h2okv.cli.eval_run import check_csv, load_subject, run_tasks
-from h2okv.cli.loading import BUNDLED
 from h2okv.evaluation.needle import Grid, Needle, NeedleTask
 from h2okv.evaluation.needle_plot import plot_needles
 from h2okv.evaluation.stream_plot import check_plot
 from h2okv.evaluation.text_file import read_text_file
+from h2okv.integration.loading import BUNDLED
 
 HELP = """Hide a fact at some depth of a text of some length, and ask for it at the end.
 

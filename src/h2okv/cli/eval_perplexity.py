@@ -24,9 +24,9 @@ from h2okv.cli.eval_options import (
     parse_settings,
 )
 from h2okv.cli.eval_run import check_csv, load_subject, run_tasks
-from h2okv.cli.loading import BUNDLED
 from h2okv.evaluation.perplexity import Perplexity, Windows
 from h2okv.evaluation.text_file import read_text_file
+from h2okv.integration.loading import BUNDLED
 
 HELP = """Measure the perplexity of a text by position, with several cache sizes.
 

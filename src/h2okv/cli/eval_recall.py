@@ -27,10 +27,10 @@ from h2okv.cli.eval_options import (
     parse_settings,
 )
 from h2okv.cli.eval_run import check_csv, load_subject, run_tasks
-from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import parse_choice
 from h2okv.evaluation.long_samples import TOO_LONG
 from h2okv.evaluation.recall import MOST_TOKENS, Recall, read_ruler
+from h2okv.integration.loading import BUNDLED
 
 HELP = """Ask for one of many values that a long text holds, as RULER does.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from h2okv.cli.bench_progress import BenchProgress
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import describe, load_weights
 from h2okv.cli.options import parse_device, parse_dtype
 from h2okv.cli.output import write_remark, write_text
 from h2okv.evaluation.cache_setting import CacheSetting
@@ -17,6 +16,7 @@ from h2okv.evaluation.result_file import ResultFile
 from h2okv.evaluation.result_table import markdown, write_csv
 from h2okv.evaluation.subject import Subject
 from h2okv.evaluation.task import Task
+from h2okv.integration.loading import describe, load_weights
 from h2okv.provenance import versions
 
 _SUFFIX = ".samples.jsonl"

@@ -25,13 +25,13 @@ from h2okv.cli.eval_options import (
     parse_settings,
 )
 from h2okv.cli.eval_run import check_csv, load_subject, run_tasks
-from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import parse_choice
 from h2okv.evaluation.articles import read_articles
 from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generation_task import BatchOptions
 from h2okv.evaluation.long_samples import TOO_LONG
 from h2okv.evaluation.summarization import Summarization
+from h2okv.integration.loading import BUNDLED
 
 HELP = """Summarize articles with several cache sizes, and score the summaries by ROUGE-1, 2 and L.
 

@@ -11,7 +11,6 @@ import typer
 from h2okv.cli.bench_options import split_list
 from h2okv.cli.eval_options import Device, Dtype, Limit, Model, PrefillChunk
 from h2okv.cli.eval_run import load_subject, run_cells
-from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import parse_positions
 from h2okv.cli.output import write_remark, write_text
 from h2okv.evaluation.evaluation import Cell, Evaluation
@@ -24,6 +23,7 @@ from h2okv.evaluation.sweep.pivot import pivot
 from h2okv.evaluation.sweep.report import report, results_table
 from h2okv.evaluation.task import Task
 from h2okv.evaluation.unknown_name import unknown
+from h2okv.integration.loading import BUNDLED
 from h2okv.provenance import versions
 
 SAMPLES_FILE = "samples.jsonl"

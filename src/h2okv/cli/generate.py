@@ -12,7 +12,6 @@ from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.comparison import run_alone, run_beside_full
 from h2okv.cli.exit_codes import exit_code
 from h2okv.cli.generation import Job
-from h2okv.cli.loading import BUNDLED, describe, load_weights
 from h2okv.cli.options import (
     COMPILE_HELP,
     DECAY_HELP,
@@ -29,6 +28,7 @@ from h2okv.cli.options import (
 from h2okv.cli.output import write_text
 from h2okv.cli.prompt import encode_prompt, read_prompt
 from h2okv.cli.report import report, to_json
+from h2okv.integration.loading import BUNDLED, describe, load_weights
 
 HELP = """Generate text with an H2O cache.
 

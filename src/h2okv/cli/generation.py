@@ -13,11 +13,11 @@ from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache
 
 import h2okv
-from h2okv.cli.loading import Described
 from h2okv.cli.options import Sampling
 from h2okv.cli.prefill_progress import PrefillProgress
 from h2okv.cli.text_stream import TextStream
 from h2okv.evaluation.numbers_only import NumbersOnly
+from h2okv.integration.loading import Described
 
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from h2okv.cli.loading import Described
+from h2okv.integration.loading import Described
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

@@ -13,7 +13,6 @@ from h2okv.cache.support import trained_window
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import BUNDLED, Described, describe, load_weights
 from h2okv.cli.options import (
     DECAY_HELP,
     DTYPES,
@@ -34,6 +33,7 @@ from h2okv.evaluation.stream_run import run_stream
 from h2okv.evaluation.stream_settings import StreamSettings
 from h2okv.evaluation.stream_source import ConversationSource, TextSource
 from h2okv.evaluation.stream_state import Setting
+from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
 
 # What each part of the budget gets if nothing else is said: a share of the trained window, but no
 # more than a window of 8,192 tokens would give.

@@ -14,7 +14,6 @@ import h2okv
 from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.memory import available_bytes
 from h2okv.cli.batch_progress import StageProgress
-from h2okv.cli.loading import BUNDLED, Described
 from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
 from h2okv.engine.conversion import convert, converted_path
 from h2okv.engine.demand import Demand, demand_of
@@ -24,6 +23,7 @@ from h2okv.engine.process_memory import data_bytes
 from h2okv.engine.skeleton import Skeleton, make_skeleton
 from h2okv.engine.speeds import Speeds, measure_disk, measure_link, measure_products
 from h2okv.engine.weight_map import NeedsConversion, lay_out, map_weights
+from h2okv.integration.loading import BUNDLED, Described
 
 _SPARE = 0.9
 """Of what is free, where nothing was promised."""

@@ -18,9 +18,9 @@ from h2okv.analysis.viewer.server import HOST, Desk, make_server
 from h2okv.assets import sample_prompt
 from h2okv.cli.analyze import read_text
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import BUNDLED, describe, load_weights
 from h2okv.cli.options import DTYPES, POLICY_HELP, parse_device, parse_dtype
 from h2okv.cli.output import write_remark, write_text
+from h2okv.integration.loading import BUNDLED, describe, load_weights
 
 HELP = """See what a policy keeps of a text, token by token, in the browser.
 

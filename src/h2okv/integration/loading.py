@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.cli.checkpoint import check_complete, check_finite, locate
+from h2okv.cache.support import check_model
+from h2okv.integration.checkpoint import check_complete, check_finite, locate
 
 BUNDLED = "bundled"
 
@@ -57,7 +57,7 @@ def describe(name: str) -> Described:
     config = _read(
         name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False)
     )
-    h2okv.check_model(config)
+    check_model(config)
     tokenizer = _read(
         name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     )
