@@ -38,15 +38,17 @@ def test_bytes_of_an_entry_by_hand(source):
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_arithmetic_is_what_the_caches_hold(build, positions, dtype):
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_the_arithmetic_is_what_the_caches_hold(build, positions, dtype, bits):
     model = build(dtype)
     footprint = footprint_of(model.config, dtype, rolls=positions == "rolling")
-    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, positions=positions)
+    options = {"positions": positions, "kv_bits": bits}
+    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, **options)
     ids = torch.randint(300, (3, 100))
     with torch.no_grad(), h2okv.enable(model):
         model(ids, past_key_values=cache)
         model(ids[:, :1], past_key_values=cache)
-    assert footprint.h2o_bytes(3, 21, 101) == cache.nbytes
+    assert footprint.h2o_bytes(3, 21, 101, bits) == cache.nbytes
     assert footprint.full_bytes(3, 101) == cache.full_nbytes
 
 

@@ -54,7 +54,7 @@ def find(source, build, monkeypatch):
             (CONTEXT,), (1,), (0.2,), ("dynamic",), (torch.float32,), rounds=1, steps=1
         )
         finder = MaxBatch(build(), source, footprint, settings, memory, most, lambda _: None)
-        return {row.cache: row for row in finder.rows()}
+        return {f"{row.cache}{row.kv_bits or ''}": row for row in finder.rows()}
 
     return call
 

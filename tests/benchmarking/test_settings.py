@@ -28,6 +28,7 @@ def make(**options):
         ({"budgets": (1,)}, "--budgets 1 "),
         ({"caches": ("dynamic", "magic")}, "'magic'"),
         ({"positions": "clamped"}, "'clamped'"),
+        ({"kv_bits": (8, 8)}, "--kv-bits names a value twice"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, word):
@@ -47,6 +48,14 @@ def test_every_budget_gets_its_own_caches():
         c.label for c in make(budgets=(0.1, 64), caches=("h2o", "dynamic", "static")).choices()
     ]
     assert names == ["dynamic", "h2o 10 %", "static 10 %", "h2o 64", "static 64"]
+
+
+def test_bits_are_further_caches_of_each_budget():
+    choices = make(budgets=(0.1, 64), caches=("dynamic", "h2o"), kv_bits=(8, 4)).choices()
+    assert [choice.label for choice in choices] == [
+        "dynamic", "h2o 10 %", "h2o 10 %, 8 bits", "h2o 10 %, 4 bits",
+        "h2o 64", "h2o 64, 8 bits", "h2o 64, 4 bits",
+    ]  # fmt: skip
 
 
 def test_prompts_and_steps_must_fit_the_window():

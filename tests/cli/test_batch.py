@@ -69,6 +69,29 @@ def test_texts_are_those_of_generate(job, h2okv_command, model_folder, prompts):
         assert record["finish_reason"] == "length"
 
 
+CACHES = {
+    "mean": ("--scoring", "mean"),
+    "decay": ("--scoring", "decay", "--decay", "0.5"),
+    "8 bits": ("--kv-bits", "8"),
+    "4 bits": ("--kv-bits", "4"),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
+def test_caches_are_those_of_generate(job, h2okv_command, model_folder, prompts, cache):
+    _, records = job(prompts, *cache, "--batch", 5)
+    for line in prompts.read_text().splitlines()[:4]:
+        prompt = json.loads(line)
+        options = ("--max-new-tokens", STEPS, "--json", *cache, prompt["prompt"])
+        single = json.loads(h2okv_command("generate", "--model", model_folder, *options).out)
+        assert records[prompt["id"]]["text"] == single["text"]
+    settings = json.loads((prompts.parent / "out.jsonl.job.json").read_text())
+    name, value = cache[-2].removeprefix("--").replace("-", "_"), cache[-1]
+    assert str(settings[name]) == value
+    outcome, _ = job(prompts, code=2)
+    assert "was begun with" in outcome.err
+
+
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--top-p", "0.9", "--seed", "3")])
 def test_results_do_not_depend_on_the_batch_or_the_order(job, prompts, tmp_path, sampling):
     _, records = job(prompts, *sampling, output="a.jsonl")
@@ -114,6 +137,9 @@ BAD = {
     "batch of nothing": (("--batch", "0"), ("--batch '0'", "auto")),
     "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
     "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
+    "no such scoring": (("--scoring", "luck"), ("'luck'", "decay")),
+    "decay of nothing": (("--decay", "0.9"), ("decay",)),
+    "no such bits": (("--kv-bits", "5"), ("kv_bits=5", "8 or 4")),
     "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
     "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
 }

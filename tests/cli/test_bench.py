@@ -78,6 +78,36 @@ def test_json_for_machines(h2okv_command):
     assert result["rows"][1]["positions"] == "original"
 
 
+def test_bits_get_rows_of_their_own(h2okv_command, tmp_path):
+    rows = tmp_path / "rows.csv"
+    options = ("--caches", "dynamic,h2o", "--kv-bits", "8,4", "--csv", rows)
+    done = h2okv_command(*TINY, *options)
+    assert done.code == 0, done.err
+    assert "h2o 25 %, 8 bits" in done.out and "h2o 25 %, 4 bits" in done.out
+    found = rows_of(rows)
+    assert [(row["cache"], row["kv_bits"]) for row in found] == [
+        ("dynamic", ""), ("h2o", ""), ("h2o", "8"), ("h2o", "4"),
+    ]  # fmt: skip
+    sizes = [int(row["cache_bytes"]) for row in found]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    done = h2okv_command(*TINY, *options[:4], "--json")
+    assert list(json.loads(done.out)["checks"]) == ["float32", "float32, 8 bits", "float32, 4 bits"]
+
+
+def test_a_broken_packed_cache_shows_no_speed(h2okv_command, monkeypatch):
+    right = step.write_slot
+
+    def elsewhere(entries, free, new):
+        is_packed = not isinstance(entries, torch.Tensor)
+        right(entries, (free + 1) % entries.shape[2] if is_packed else free, new)
+
+    monkeypatch.setattr(step, "write_slot", elsewhere)
+    options = ("--caches", "h2o")
+    assert h2okv_command(*TINY, *options).code == 0
+    done = h2okv_command(*TINY, *options, "--kv-bits", "8")
+    assert done.code == 1 and "no speed is reported" in done.err
+
+
 def test_a_broken_cache_shows_no_speed(h2okv_command, tmp_path, broken):
     rows = tmp_path / "rows.csv"
     done = h2okv_command(*TINY, "--csv", rows)
@@ -137,6 +167,9 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
         (("--budgets", "2.5"), "--budgets 2.5"),
         (("--dtype", "float8"), "'float8'"),
         (("--positions", "clamped"), "'clamped'"),
+        (("--kv-bits", "3"), "kv_bits=3 .*8 or 4"),
+        (("--kv-bits", "few"), "--kv-bits 'few'"),
+        (("--kv-bits", "8", "--caches", "dynamic"), "--kv-bits is about h2o"),
         (("--model", "bundled"), "both --model and --shape"),
         (("--batches", "100000000"), "bytes (.*) are available"),
         (("--max-batch",), "--memory 8GiB"),

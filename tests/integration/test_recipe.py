@@ -41,6 +41,29 @@ def test_recipe_takes_a_budget(model):
     assert not torch.equal(by_recipe(model, heavy=2, recent=2), whole)
 
 
+@pytest.mark.parametrize(
+    "options", [{"scoring": "decay", "decay": 0.5}, {"scoring": "mean"}, {"kv_bits": 4}]
+)
+def test_recipe_takes_what_the_cache_takes(model, options):
+    options = {"heavy": 3, "recent": 2} | options
+    cache = h2okv.H2OCache(model.config, **options)
+    with h2okv.enable(model):
+        expected = generate(model, past_key_values=cache, output_logits=True,
+                            return_dict_in_generate=True)  # fmt: skip
+    own, plain = (
+        by_recipe(model, **given, output_logits=True, return_dict_in_generate=True)
+        for given in (options, {"heavy": 3, "recent": 2})
+    )
+    logits, others = torch.stack(own.logits), torch.stack(plain.logits)
+    assert torch.equal(logits, torch.stack(expected.logits))
+    assert not torch.equal(logits, others)  # the option changes something here
+
+
+def test_recipe_refuses_what_the_cache_refuses(model):
+    with pytest.raises(ValueError, match="kv_bits=3.*give 8 or 4"):
+        by_recipe(model, kv_bits=3)
+
+
 def test_recipe_goes_on_with_a_cache(model):
     cache = h2okv.H2OCache(model.config, heavy=6, recent=6)
     by_recipe(model, past_key_values=cache)

@@ -208,7 +208,7 @@ class Comparison:
             return samples.cache_bytes  # how it packs is its own affair
         entries = choice.entries(context)
         if choice.name == "h2o":
-            return self.footprint.h2o_bytes(batch, entries, context)
+            return self.footprint.h2o_bytes(batch, entries, context, choice.kv_bits)
         return self.footprint.full_bytes(batch, entries)
 
     def _row(self, choice: CacheChoice, context: int, batch: int, **values: Any) -> Row:
@@ -220,6 +220,7 @@ class Comparison:
             "batch": batch,
             "budget": choice.budget,
             "cache": choice.name,
+            "kv_bits": choice.kv_bits,
             "status": "ok",
             "rounds": self.settings.rounds,
             "steps": self.settings.steps,

@@ -142,6 +142,7 @@ class H2O(Contestant):
             **self.choice.parts(),
             positions=self.choice.positions,
             prefill_chunk=self.prefill_chunk,
+            kv_bits=self.choice.kv_bits,
         )
         cache.expect(context)
         return cache

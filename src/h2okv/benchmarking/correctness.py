@@ -32,7 +32,8 @@ class Check:
 
     Attributes:
         full_error: Largest difference of logits between a cache with K >= length and full
-            attention, relative to the largest logit.
+            attention, relative to the largest logit; of packed entries, which round, and a full
+            cache that rounds them alike.
         drop_error: The same between dropping and masking a full cache; ``None`` in half
             precision, where two right results part by rounding.
         kept_difference: Share of the entries kept by dropping that masking does not keep.
@@ -51,7 +52,7 @@ def check_h2o(model: PreTrainedModel, choice: CacheChoice) -> Check:
 
     Args:
         model: The model.
-        choice: Where the entries sit.
+        choice: Where the entries sit, and in how many bits.
 
     Returns:
         The differences, all small enough.
@@ -62,8 +63,13 @@ def check_h2o(model: PreTrainedModel, choice: CacheChoice) -> Check:
     dtype = model.dtype
     is_exact = dtype == torch.float32
     ids = _ids(model)
-    full = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
-    whole = _cache(model, choice, heavy=_PROMPT, recent=_PROMPT)
+    everything: dict[str, Any] = {"heavy": _PROMPT, "recent": _PROMPT}
+    if choice.kv_bits is None:
+        full = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
+    else:
+        rounding = _cache(model, choice, **everything, simulate=True)
+        full = _logits(model, ids, rounding, ATTENTION_NAME)
+    whole = _cache(model, choice, **everything)
     largest = full.abs().max()
     error = float((_logits(model, ids, whole, ATTENTION_NAME) - full).abs().max() / largest)
     _hold("with K >= length it differs from full attention", error, _limit(dtype, "error"), dtype)
@@ -101,7 +107,9 @@ def _ids(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _cache(model: PreTrainedModel, choice: CacheChoice, **options: Any) -> h2okv.H2OCache:
-    return h2okv.H2OCache(model.config, positions=choice.positions, **options)
+    return h2okv.H2OCache(
+        model.config, positions=choice.positions, kv_bits=choice.kv_bits, **options
+    )
 
 
 def _logits(

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from h2okv.ops.packing import packed_bytes
+
 _SCORE_BYTES = 4
 _POSITION_BYTES = 4
 _RANK_BYTES = 4
@@ -24,6 +26,7 @@ class Footprint:
             mixture count.
         entry_bytes: ``e`` of a full cache: key and value of one token in all full-attention layers
             and KV heads.
+        head_size: Numbers of one head's key, or value.
         note_bytes: What H2O holds beside an entry: score (fp32), position (int32) and, where
             positions roll, rank (int32), in the same layers and heads.
         windowed: For layers that are not full attention, pairs of bytes of one token and of the
@@ -36,6 +39,7 @@ class Footprint:
     weight_bytes: int
     step_weight_bytes: int
     entry_bytes: int
+    head_size: int
     note_bytes: int
     windowed: tuple[tuple[int, int], ...]
     num_heads: int
@@ -54,18 +58,23 @@ class Footprint:
         """
         return batch * (length * self.entry_bytes + self._windowed_bytes(length))
 
-    def h2o_bytes(self, batch: int, entries: int, length: int) -> int:
+    def h2o_bytes(self, batch: int, entries: int, length: int, kv_bits: int | None = None) -> int:
         """Bytes of an H2O cache, its scores and positions included.
 
         Args:
             batch: Sequences.
             entries: Entries of each KV head: K for what counts, K + 1 for the slots held.
             length: Tokens seen, for layers that are not full attention.
+            kv_bits: Of a number of keys and values; ``None`` for the model's dtype.
 
         Returns:
             Bytes.
         """
-        own = entries * (self.entry_bytes + self.note_bytes)
+        entry = self.entry_bytes
+        if kv_bits is not None:
+            heads = entry // (self.head_size * self.element_bytes)
+            entry = heads * packed_bytes(self.head_size, kv_bits)
+        own = entries * (entry + self.note_bytes)
         return batch * (own + self._windowed_bytes(length))
 
     def prompt_bytes(self, batch: int, block: int) -> int:
@@ -104,6 +113,7 @@ def footprint_of(config: PreTrainedConfig, dtype: torch.dtype, rolls: bool = Fal
         weight_bytes=weights,
         step_weight_bytes=step_weights,
         entry_bytes=num_full * entry,
+        head_size=head_dim,
         note_bytes=num_full * notes,
         windowed=tuple((entry, window) for window in windows if window),
         num_heads=heads,

@@ -39,6 +39,7 @@ class MaxBatchRow:
         context: Tokens of each prompt.
         budget: Tokens or a fraction of the prompt; ``None`` for the full cache.
         cache: ``"dynamic"`` or ``"h2o"``.
+        kv_bits: Bits of a number of H2O's keys and values; ``None`` for the dtype.
         rounds: In each of which both caches took their turn.
         steps: Decode steps of one turn.
         prefill_chunk: Tokens of a block of the prompt.
@@ -66,6 +67,7 @@ class MaxBatchRow:
     context: int
     budget: int | float | None
     cache: str
+    kv_bits: int | None
     rounds: int
     steps: int
     prefill_chunk: int | None
@@ -139,8 +141,9 @@ class MaxBatch:
         """
         for context in self.settings.contexts:
             choices = [CacheChoice("dynamic")] + [
-                CacheChoice("h2o", budget, self.settings.positions)
+                CacheChoice("h2o", budget, self.settings.positions, bits)
                 for budget in self.settings.budgets
+                for bits in (None, *self.settings.kv_bits)
             ]
             candidates = [self._candidate(choice, context) for choice in choices]
             runnable = [candidate for candidate in candidates if candidate.run_batch]
@@ -239,6 +242,7 @@ class MaxBatch:
             context=context,
             budget=candidate.choice.budget,
             cache=candidate.choice.name,
+            kv_bits=candidate.choice.kv_bits,
             rounds=settings.rounds,
             steps=settings.steps,
             prefill_chunk=settings.prefill_chunk,

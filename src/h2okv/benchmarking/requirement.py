@@ -23,7 +23,7 @@ def cache_bytes(choice: CacheChoice, footprint: Footprint, batch: int, context: 
     entries = choice.entries(context)
     if choice.name == "h2o":
         # One slot is always free for the next token.
-        return footprint.h2o_bytes(batch, entries + 1, context)
+        return footprint.h2o_bytes(batch, entries + 1, context, choice.kv_bits)
     return footprint.full_bytes(batch, entries + 1 if choice.name == "static" else entries)
 
 

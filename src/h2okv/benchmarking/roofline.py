@@ -100,7 +100,7 @@ def _draw(axes: Any, rows: list[Row], label: str, number: int) -> None:
 
 
 def _label(row: Row) -> str:
-    return CacheChoice(row.cache, row.budget).label
+    return CacheChoice(row.cache, row.budget, kv_bits=row.kv_bits).label
 
 
 def _figure_class() -> Any:

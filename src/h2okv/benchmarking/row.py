@@ -23,6 +23,7 @@ class Row:
         batch: Sequences.
         budget: Tokens or a fraction of the prompt; ``None`` for a cache that holds everything.
         cache: Which cache.
+        kv_bits: Bits of a number of H2O's keys and values; ``None`` for the dtype.
         status: ``"ok"``, or why there is no figure.
         rounds: In each of which every cache took its turn.
         steps: Decode steps of one sample.
@@ -51,6 +52,7 @@ class Row:
     batch: int
     budget: int | float | None
     cache: str
+    kv_bits: int | None
     status: str
     rounds: int
     steps: int

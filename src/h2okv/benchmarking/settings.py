@@ -9,6 +9,7 @@ import torch
 
 from h2okv.budget import Budget
 from h2okv.cache.positions import Positions
+from h2okv.cache.refusals import check_kv_bits
 
 CACHES = ("dynamic", "static", "quantized", "h2o", "kvpress")
 """The caches that can be compared."""
@@ -27,19 +28,23 @@ class CacheChoice:
         budget: Tokens (int) or a fraction of the prompt (float), half of it for heavy hitters;
             ``None`` for caches that hold everything.
         positions: How H2O places its entries.
+        kv_bits: Bits of a number of H2O's keys and values; ``None`` for the model's dtype.
     """
 
     name: str
     budget: int | float | None = None
     positions: Positions = "original"
+    kv_bits: int | None = None
 
     @property
     def label(self) -> str:
         """How a table calls it."""
         if self.budget is None:
             return self.name
+        bits = "" if self.kv_bits is None else f", {self.kv_bits} bits"
         share = isinstance(self.budget, float)
-        return f"{self.name} {100 * self.budget:g} %" if share else f"{self.name} {self.budget}"
+        budget = f"{100 * self.budget:g} %" if share else str(self.budget)
+        return f"{self.name} {budget}{bits}"
 
     def parts(self) -> dict[str, Any]:
         """The budget as `h2okv.H2OCache` takes it."""
@@ -72,6 +77,7 @@ class Settings:
         prefill_chunk: Tokens of a block of the prompt; ``None`` reads it at once.
         peak: Whether to measure peak memory, in processes of its own.
         compiled: Whether decode steps of `static` and `h2o` run through ``torch.compile``.
+        kv_bits: `h2o` runs once more for each of these, with keys and values in so many bits.
 
     Raises:
         ValueError: If there is nothing to measure, or a value makes no sense.
@@ -88,6 +94,7 @@ class Settings:
     prefill_chunk: int | None = None
     peak: bool = True
     compiled: bool = False
+    kv_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense."""
@@ -101,8 +108,12 @@ class Settings:
             values = getattr(self, name)
             if not values:
                 raise ValueError(f"--{name} names nothing; give at least one value")
-            if len(set(values)) != len(values):
-                raise ValueError(f"--{name} names a value twice; give each once")
+            self._check_distinct(name, values)
+        self._check_distinct("kv-bits", self.kv_bits)
+        for bits in self.kv_bits:
+            check_kv_bits(bits)
+        if self.kv_bits and "h2o" not in self.caches:
+            raise ValueError("--kv-bits is about h2o; name it among the --caches, or leave it out")
         for budget in self.budgets:
             _check_budget(budget)
         for name in self.caches:
@@ -121,14 +132,20 @@ class Settings:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {value} is too few; give {least} or more")
 
+    @staticmethod
+    def _check_distinct(name: str, values: tuple[Any, ...]) -> None:
+        if len(set(values)) != len(values):
+            raise ValueError(f"--{name} names a value twice; give each once")
+
     def choices(self) -> list[CacheChoice]:
         """All caches that take turns on one prompt, those that hold everything first."""
         whole = [CacheChoice(name) for name in self.caches if name not in BUDGETED]
         return whole + [
-            CacheChoice(name, budget, self.positions)
+            CacheChoice(name, budget, self.positions, bits)
             for budget in self.budgets
             for name in self.caches
             if name in BUDGETED
+            for bits in ((None, *self.kv_bits) if name == "h2o" else (None,))
         ]
 
     def most_seen(self, context: int) -> int:

@@ -13,10 +13,11 @@ from h2okv.cli.batch_job import run_batch
 from h2okv.cli.batch_request import BatchRequest, Stopped
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import (
+    DECAY_HELP,
     DTYPES,
     KV_BITS_HELP,
+    SCORING_HELP,
     Sampling,
     parse_amount,
     parse_device,
@@ -27,6 +28,7 @@ from h2okv.cli.output import write_remark, write_text
 from h2okv.engine.packed_slot import WEIGHT_BITS
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.tiers import CACHE_PLACES
+from h2okv.integration.loading import BUNDLED
 
 HELP = """Generate for a file of prompts, as many at a time as there is room for.
 
@@ -43,6 +45,7 @@ Examples:
 
 WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
 CACHE_HELP = "Where keys and values are: auto, device, cpu, file, or percentages of the layers."
+WEIGHT_BITS_HELP = "8: int8 weights in the layers."
 MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
 
@@ -69,6 +72,8 @@ def batch(
         str, typer.Option(help="Newest tokens to keep: tokens (64) or a share (0.1).")
     ] = "0.1",
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
+    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
     positions: Annotated[
         str, typer.Option(help="original, rolling (past the trained window) or clamped (OPT).")
     ] = "original",
@@ -83,8 +88,7 @@ def batch(
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     weight_bits: Annotated[
-        int | None,
-        typer.Option(help="8: int8 weights in the layers.", show_default="the checkpoint's own"),
+        int | None, typer.Option(help=WEIGHT_BITS_HELP, show_default="the checkpoint's own")
     ] = None,
     converted: Annotated[
         Path | None,
@@ -107,7 +111,9 @@ def batch(
         sink,
         parse_positions(positions),
         prefill_chunk,
-        kv_bits=kv_bits,
+        scoring,
+        decay,
+        kv_bits,
     )
     request = BatchRequest(
         model=model,

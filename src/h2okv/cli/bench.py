@@ -32,10 +32,10 @@ from h2okv.cli.bench_request import (
 )
 from h2okv.cli.bench_table import comparison_table, left_out, max_batch_table, to_json
 from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.loading import BUNDLED
 from h2okv.cli.options import parse_device, parse_positions
 from h2okv.cli.output import write_remark, write_text
 from h2okv.integration.compiled import check_compiler
+from h2okv.integration.loading import BUNDLED
 
 CHECK_FAILED = 1
 
@@ -92,6 +92,9 @@ def bench(
         "dynamic,static,quantized,h2o"
     ),
     positions: Annotated[str, typer.Option(help="original or rolling.")] = "original",
+    kv_bits: Annotated[
+        str, typer.Option(help="8, 4 or 8,4: h2o once more with keys and values in so many bits.")
+    ] = "",
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")
     ] = "auto",
@@ -137,6 +140,7 @@ def bench(
         prefill_chunk=prefill_chunk,
         peak=peak,
         compiled=compile,
+        kv_bits=parse_numbers("kv-bits", kv_bits),
     )
     if compile:
         check_compiler(chosen_device)
@@ -188,7 +192,8 @@ def _total(request: Request) -> int:
     settings = request.settings
     per_dtype = count_units(settings)
     if request.memory is not None:
-        per_dtype = len(settings.contexts) * (1 + len(settings.budgets)) * (3 + settings.rounds)
+        caches = 1 + len(settings.budgets) * (1 + len(settings.kv_bits))
+        per_dtype = len(settings.contexts) * caches * (3 + settings.rounds)
     return len(settings.dtypes) * per_dtype
 
 
@@ -199,8 +204,10 @@ def _rows(
     progress.doing("building the model")
     model = request.source.build(dtype, request.device)
     progress.doing("checking correctness")
-    check = check_h2o(model, CacheChoice("h2o", positions=request.settings.positions))
-    results.checks[str(dtype).removeprefix("torch.")] = asdict(check)
+    for bits in (None, *request.settings.kv_bits):
+        choice = CacheChoice("h2o", positions=request.settings.positions, kv_bits=bits)
+        name = str(dtype).removeprefix("torch.") + ("" if bits is None else f", {bits} bits")
+        results.checks[name] = asdict(check_h2o(model, choice))
     common = (model, request.source, request.footprints[dtype], request.settings)
     if request.memory is not None:
         yield from MaxBatch(*common, request.memory, request.max_run_batch, progress.done).rows()

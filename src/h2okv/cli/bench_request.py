@@ -18,8 +18,8 @@ from h2okv.benchmarking.settings import Settings
 from h2okv.benchmarking.shape import parse_shape
 from h2okv.benchmarking.source import ModelSource
 from h2okv.cache.support import trained_window
-from h2okv.cli.checkpoint import locate
-from h2okv.cli.loading import BUNDLED
+from h2okv.integration.checkpoint import locate
+from h2okv.integration.loading import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def checked_request(
     settings.check_window(trained_window(config))
     for choice in settings.choices():
         if choice.name == "h2o":
-            h2okv.H2OCache(config, **choice.parts(), positions=choice.positions)
+            h2okv.H2OCache(
+                config, **choice.parts(), positions=choice.positions, kv_bits=choice.kv_bits
+            )
     rolls = settings.positions == "rolling"
     footprints = {dtype: footprint_of(config, dtype, rolls) for dtype in settings.dtypes}
     needed = settings

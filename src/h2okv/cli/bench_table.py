@@ -35,7 +35,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
             "dtype": lambda r: r.dtype,
             "context": lambda r: f"{r.context:,}",
             "batch": lambda r: str(r.batch),
-            "cache": lambda r: CacheChoice(r.cache, r.budget).label,
+            "cache": lambda r: CacheChoice(r.cache, r.budget, kv_bits=r.kv_bits).label,
             "prefill, s": lambda r: _spread(r.prefill),
             "of full": lambda r: _spread(r.prefill_ratio),
             "step, ms": lambda r: _spread(r.decode, 1e3),
@@ -70,7 +70,7 @@ def max_batch_table(rows: Sequence[MaxBatchRow]) -> str:
         {
             "dtype": lambda r: r.dtype,
             "context": lambda r: f"{r.context:,}",
-            "cache": lambda r: CacheChoice(r.cache, r.budget).label,
+            "cache": lambda r: CacheChoice(r.cache, r.budget, kv_bits=r.kv_bits).label,
             "one cache": lambda r: _bytes(r.cache_bytes),
             "one forward": lambda r: _bytes(r.activation_bytes),
             "largest batch": lambda r: f"{r.max_batch:,}",

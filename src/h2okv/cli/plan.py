@@ -12,11 +12,17 @@ from rich.table import Table
 
 import h2okv
 from h2okv.benchmarking.memory import parse_memory
-from h2okv.cli.batch import CACHE_HELP, MEMORY_HELP, WEIGHTS_HELP, parse_rows
+from h2okv.cli.batch import (
+    CACHE_HELP,
+    MEMORY_HELP,
+    WEIGHT_BITS_HELP,
+    WEIGHTS_HELP,
+    check_weight_bits,
+    parse_rows,
+)
 from h2okv.cli.batch_engine import own_memory
 from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.loading import BUNDLED, describe
-from h2okv.cli.options import DTYPES, parse_amount, parse_device, parse_dtype
+from h2okv.cli.options import DTYPES, KV_BITS_HELP, parse_amount, parse_device, parse_dtype
 from h2okv.cli.output import write_text
 from h2okv.cli.report import format_bytes
 from h2okv.cli.streamed_model import find_room, measure_speeds, open_model
@@ -25,6 +31,7 @@ from h2okv.engine.planner import Plan, Planner, Workload
 from h2okv.engine.process_memory import give_memory_back
 from h2okv.engine.speeds import Speeds
 from h2okv.engine.tiers import CACHE_PLACES
+from h2okv.integration.loading import BUNDLED, describe
 
 HELP = """Plan a job: where the weights go, how many prompts together, and the speed to expect.
 
@@ -55,6 +62,10 @@ def plan(
     policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
     heavy: Annotated[str, typer.Option(help="Heavy hitters: tokens or a share.")] = "0.1",
     recent: Annotated[str, typer.Option(help="Newest tokens: tokens or a share.")] = "0.1",
+    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
+    weight_bits: Annotated[
+        int | None, typer.Option(help=WEIGHT_BITS_HELP, show_default="the checkpoint's own")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -63,7 +74,8 @@ def plan(
     for name, value in (("prompt", prompt), ("gen", gen), ("prompts", prompts)):
         if value < 1:
             raise ValueError(f"--{name} {value} is too few; give 1 or more")
-    choice = CacheChoice(policy, parse_amount("heavy", heavy), parse_amount("recent", recent), 0)
+    amounts = parse_amount("heavy", heavy), parse_amount("recent", recent)
+    choice = CacheChoice(policy, *amounts, sink=0, kv_bits=kv_bits)
     promised = None if memory is None else parse_memory(memory)
     shares = parse_shares("weights", weights, PLACES)
     cache_shares = parse_shares("cache", cache, CACHE_PLACES)
@@ -72,7 +84,8 @@ def plan(
     empty = choice.make(described.config, 0)
     if promised is not None:
         give_memory_back()
-    opened = open_model(described, parse_dtype(dtype), wanted_device, None)
+    bits = check_weight_bits(weight_bits)
+    opened = open_model(described, parse_dtype(dtype), wanted_device, None, bits)
     demand = opened.demand(empty)
     speeds = measure_speeds(opened, demand)
     room = find_room(wanted_device, promised)

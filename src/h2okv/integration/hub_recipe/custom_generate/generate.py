@@ -11,8 +11,11 @@ def generate(
     recent: int | float = 0.1,
     sink: int = 0,
     policy: str = "h2o",
+    scoring: str = "sum",
+    decay: float | None = None,
     positions: Any = "original",
     prefill_chunk: int | None = None,
+    kv_bits: int | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -24,9 +27,13 @@ def generate(
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
         policy: eviction policy, a name of ``h2okv.policy_names()``.
+        scoring: what attention counts for: ``"sum"``, ``"mean"``, ``"decay"`` or ``"value_norm"``,
+            as in ``H2OCache``.
+        decay: with ``scoring="decay"``, the factor per later token.
         positions: ``"original"``, ``"rolling"`` or ``"clamped"``, as in ``H2OCache``.
         prefill_chunk: the most tokens of a block, as in ``H2OCache``; also the most tokens that
             pass the model at once.
+        kv_bits: 8 or 4 keeps keys and values in so many bits, as in ``H2OCache``.
         past_key_values: an ``H2OCache`` to go on with (mutated); a new one if ``None``.
         **kwargs: what ``generate`` takes.
 
@@ -43,8 +50,11 @@ def generate(
             recent=recent,
             sink=sink,
             policy=policy,
+            scoring=scoring,
+            decay=decay,
             positions=positions,
             prefill_chunk=prefill_chunk,
+            kv_bits=kv_bits,
         )
     elif not isinstance(past_key_values, h2okv.H2OCache):
         raise ValueError(

@@ -1,0 +1,1 @@
+"""Load on a server: requests that many clients send, and what they wait for."""
