@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable
 from typing import Any
 
 from h2okv.benchmarking.load.outcome import Outcome
@@ -27,7 +27,7 @@ class AnswerFailedError(RuntimeError):
         self.message = message
 
 
-async def read_answer(lines: AsyncIterator[bytes], outcome: Outcome) -> None:
+async def read_answer(lines: AsyncIterable[bytes], outcome: Outcome) -> None:
     """Reads a stream to its end.
 
     Args:

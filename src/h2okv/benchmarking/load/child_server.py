@@ -128,7 +128,7 @@ class ChildServer:
         """
         port = free_port()
         self.url = f"http://{_HOST}:{port}"
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the server stops)
         self._process = subprocess.Popen(
             [word.replace("{port}", str(port)) for word in self.command.words],
             stdin=subprocess.DEVNULL,

@@ -110,7 +110,7 @@ def arrival_times(rate: float, seed: int) -> Iterator[float]:
         ValueError: If the rate is not positive.
     """
     if not rate > 0:
-        raise ValueError(f"--rate {rate:g} is too low; give requests for each second, such as 5")
+        raise ValueError(f"--rate {rate:g} is too low; give requests a second, such as 5")
     source = random.Random(seed)
     now = 0.0
     while True:

@@ -10,7 +10,7 @@ from typing import Any
 
 from h2okv.benchmarking.load.loops import Target, closed_loop, open_loop
 from h2okv.benchmarking.load.outcome import Outcome
-from h2okv.benchmarking.load.summary import SUMMARY_COLUMNS, Summary, summarize
+from h2okv.benchmarking.load.summary import SUMMARY_COLUMNS, Summary
 from h2okv.benchmarking.load.workload import Workload
 
 COLUMNS = ("server", "model", "settings", "loop", "clients", "rate", *SUMMARY_COLUMNS, "peak_bytes")
@@ -87,7 +87,9 @@ def make_loads(
         yield Load(number, None, requests or 4 * number)
     for rate in rates:
         if not rate > 0:
-            raise ValueError(f"--rate {rate:g} is too low; give requests for each second, such as 5")
+            raise ValueError(
+                f"--rate {rate:g} is too low; give requests for each second, such as 5"
+            )
         yield Load(None, rate, requests or max(1, round(30 * rate)))
 
 
@@ -130,6 +132,3 @@ async def warm_up(target: Target, workload: Workload, count: int) -> None:
     async with asyncio.TaskGroup() as group:
         for request in requests:
             group.create_task(target.send(request, time.perf_counter(), ignored))
-
-
-__all__ = ["COLUMNS", "Load", "Measured", "make_loads", "put_under", "summarize", "warm_up"]

@@ -44,7 +44,9 @@ class Endpoint:
     @property
     def path(self) -> str:
         """The URL of requests."""
-        return self.url.rstrip("/") + ("/v1/chat/completions" if self.is_chat else "/v1/completions")
+        return self.url.rstrip("/") + (
+            "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        )
 
 
 def load_aiohttp() -> Any:
@@ -195,7 +197,9 @@ class OpenAITarget:
                 " --model bundled, which starts one for the run"
             ) from error
         except json.JSONDecodeError as error:
-            raise ValueError(f"{url} does not answer with JSON; give the URL of a server") from error
+            raise ValueError(
+                f"{url} does not answer with JSON; give the URL of a server"
+            ) from error
         try:
             return str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError):

@@ -85,9 +85,7 @@ class Workload:
             prompts do not share beginnings.
     """
 
-    def __init__(
-        self, texts: Sequence[str], mix: Mix, cut: Cut, filler: str | None = None
-    ) -> None:
+    def __init__(self, texts: Sequence[str], mix: Mix, cut: Cut, filler: str | None = None) -> None:
         self._texts = texts
         self._words = (sample_prompt() if filler is None else filler).split()
         self._mix = mix
