@@ -1,10 +1,17 @@
 """What a sequence gives does not depend on who goes with it, nor in which order."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from h2okv.engine.chooser import Chooser
 from h2okv.engine.runner import Limits
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
+from family_table import FAMILIES, config_options  # noqa: E402
 
 LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18, 29, 1)
 LIMITS = {
@@ -40,6 +47,32 @@ def test_same_as_alone(model, make_sequences, run_engine, alone, limits, options
     sequences = make_sequences(LENGTHS, rooms)
     expected = alone(model, sequences, **options)
     assert run_engine(model, sequences, limits, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"heavy": 0, "recent": 1}, {"heavy": 1, "recent": 0}, {"heavy": 3, "recent": 2, "kv_bits": 8},
+     {"heavy": 3, "recent": 2, "kv_bits": 4}],
+    ids=["the newest alone", "one heavy hitter", "8 bits", "4 bits"],
+)  # fmt: skip
+def test_same_as_masking_a_full_cache(model, make_sequences, run_engine, alone, options):
+    # Not held to the same slots alone, but to another implementation; texts outgrow their prompts.
+    sequences = make_sequences(LENGTHS, 45)
+    expected = alone(model, sequences, **options, simulate=True)
+    for limits in (LIMITS["all together"], LIMITS["a few at a time"]):
+        assert run_engine(model, make_sequences(LENGTHS, 45), limits, **options) == expected
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Llama 4 (text)", "Qwen3-Next"])
+def test_padding_is_seen_by_no_kind_of_layer(name, make_sequences, run_engine, alone):
+    # Layers that keep transformers' own entries hold padding too, and need the mask at every step.
+    (family,) = [own for own in FAMILIES if own.name == name]
+    config = AutoConfig.for_model(family.model_type, **config_options(family, 2))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    lengths = (9, 3, 14, 1, 6)
+    expected = alone(model, make_sequences(lengths, 20))
+    assert run_engine(model, make_sequences(lengths, 20), Limits(5, 1000, 5)) == expected
 
 
 def test_longer_than_the_full_caches_growth(model, make_sequences, run_engine, alone):

@@ -36,13 +36,26 @@ def tiered(model, places, folder):
     return ZigZag(split_model(model).units, [], None, store)
 
 
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"heavy": 3, "recent": 2}, {"heavy": 0, "recent": 1}, {"policy": "full"},
-     {"positions": "rolling", "heavy": 6, "recent": 4}],
-    ids=["fractions", "tokens", "budget of one", "full", "rolling"],
-)  # fmt: skip
+OPTIONS = {
+    "fractions": {},
+    "tokens": {"heavy": 3, "recent": 2},
+    "budget of one": {"heavy": 0, "recent": 1},
+    "full": {"policy": "full"},
+    "rolling": {"positions": "rolling", "heavy": 6, "recent": 4},
+}
+PACKED = {
+    "8 bits": {"kv_bits": 8},
+    "4 bits": {"kv_bits": 4},
+    "4 bits, budget of one": {"kv_bits": 4, "heavy": 0, "recent": 1},
+    "8 bits, full": {"kv_bits": 8, "policy": "full"},
+    "4 bits, rolling": {"kv_bits": 4, "positions": "rolling", "heavy": 6, "recent": 4},
+    "8 bits, by norm, in blocks": {"kv_bits": 8, "scoring": "value_norm", "prefill_chunk": 7},
+}
+CASES = {f"{o}, {p}": (OPTIONS[o], PLACES[p]) for o in OPTIONS for p in PLACES}
+CASES |= {name: (options, PLACES["mixed"]) for name, options in PACKED.items()}
+
+
+@pytest.mark.parametrize(("options", "places"), CASES.values(), ids=CASES.keys())
 def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, options):
     rooms = [3, 9, 1, 9, 30, 9, 5, 40]
     for limits in (Limits(8, 60, 8), Limits(5, 40, 2)):
@@ -53,11 +66,13 @@ def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, 
         assert made == expected
 
 
-def test_growing_past_the_first_slots(model, make_sequences, run_engine, tmp_path):
+@pytest.mark.parametrize("bits", [None, 4])
+def test_growing_past_the_first_slots(model, make_sequences, run_engine, tmp_path, bits):
     sequences = [make_sequences((30, 20), [280, 300]) for _ in range(2)]
-    expected = run_engine(model, sequences[0], policy="full")
+    options = {"policy": "full", "kv_bits": bits}
+    expected = run_engine(model, sequences[0], **options)
     passing = tiered(model, PLACES["mixed"], tmp_path)
-    assert run_engine(model, sequences[1], None, passing, policy="full") == expected
+    assert run_engine(model, sequences[1], None, passing, **options) == expected
     passing.close()
 
 
@@ -72,45 +87,50 @@ def states(passing, model, batches, steps):
         for index, layer in enumerate(batch.cache.layers):
             if passing.store is not None:
                 passing.store.bring(batch.cache, index)
-            entries = (layer.keys, layer.values, layer.scores, layer.positions)
-            found.append([tensor.clone() for tensor in entries])
+            names = ("keys", "values", "scores", "positions", "key_grid", "value_grid")
+            entries = {name: getattr(layer, name, None) for name in names}
+            found.append({n: tensor.clone() for n, tensor in entries.items() if tensor is not None})
             if passing.store is not None:
                 passing.store.put_back(batch.cache, index, is_new=True)
     return found
 
 
-def micro_batches(model, sequences):
+def micro_batches(model, sequences, bits=None):
     """Two with distinct prompts, a padded one among them."""
     return [
-        MicroBatch(group, h2okv.H2OCache(model.config, heavy=4, recent=3), CPU)
+        MicroBatch(group, h2okv.H2OCache(model.config, heavy=4, recent=3, kv_bits=bits), CPU)
         for group in (sequences[:3], sequences[3:5])
     ]
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
-def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, places):
+def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, places, bits):
     # The fork lets micro-batches share a workspace, and layers a score buffer: then one would hold
     # what is another's. Generation goes on for longer than the prompts are.
     steps = 45
-    expected = states(OneByOne(), model, micro_batches(model, make_sequences(LENGTHS, 99)), steps)
+    own, other = (micro_batches(model, make_sequences(LENGTHS, 99), bits) for _ in range(2))
+    expected = states(OneByOne(), model, other, steps)
     passing = tiered(model, places, tmp_path)
-    made = states(passing, model, micro_batches(model, make_sequences(LENGTHS, 99)), steps)
+    made = states(passing, model, own, steps)
     passing.close()
     assert len(made) == 2 * LAYERS
-    for own, other in zip(made, expected, strict=True):
-        for tensor, same in zip(own, other, strict=True):
-            assert torch.equal(tensor, same)
-    scores = [layer[2] for layer in made[:LAYERS]]
+    for layer, same in zip(made, expected, strict=True):
+        assert layer.keys() == same.keys() and len(layer) == (4 if bits is None else 6)
+        assert all(torch.equal(layer[name], same[name]) for name in same)
+    scores = [layer["scores"] for layer in made[:LAYERS]]
     assert not any(torch.equal(scores[0], other) for other in scores[1:])
     for batch in (made[:LAYERS], made[LAYERS:]):
         # Padding was never an entry, and is none after 45 steps.
-        assert all(int((layer[3] >= 0).sum(dim=-1).min()) == 7 for layer in batch)
+        assert all(int((layer["positions"] >= 0).sum(dim=-1).min()) == 7 for layer in batch)
 
 
-def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path):
+@pytest.mark.parametrize(("bits", "entry"), [(None, 2 * 16 * 4), (8, 2 * 20), (4, 2 * 12)])
+def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits, entry):
+    # An entry is a key and a value of 16 numbers: fp32, or codes and a grid of two bf16 numbers.
     store = TieredStore(["file"] * LAYERS, tmp_path, CPU)
     passing = ZigZag(split_model(model).units, [], None, store)
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    cache = h2okv.H2OCache(model.config, heavy=4, recent=4, kv_bits=bits)
     batch = MicroBatch(make_sequences((30, 30), 9), cache, CPU)
     written = []
     with h2okv.enable(model), torch.inference_mode():
@@ -120,7 +140,6 @@ def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path):
                 batch.take(logits.argmax(dim=-1).tolist(), frozenset())
             written.append(store.bytes_written - before)
     passing.close()
-    entry = 2 * 16 * 4  # a key and a value of 16 numbers
     heads = 2 * LAYERS * 2  # rows, layers, KV heads
     assert written[0] == heads * 9 * entry
     assert written[1:] == [heads * entry] * 3
