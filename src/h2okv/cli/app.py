@@ -19,6 +19,8 @@ from h2okv.cli.batch import HELP as BATCH_HELP
 from h2okv.cli.batch import batch
 from h2okv.cli.bench import HELP as BENCH_HELP
 from h2okv.cli.bench import bench
+from h2okv.cli.bench_serve import SERVE_HELP as BENCH_SERVE_HELP
+from h2okv.cli.bench_serve import bench_serve
 from h2okv.cli.chat import HELP as CHAT_HELP
 from h2okv.cli.chat import chat
 from h2okv.cli.demo import demo
@@ -69,7 +71,10 @@ _app.command("analyze", help=ANALYZE_HELP)(analyze)
 _app.command("view", help=VIEW_HELP)(view)
 _app.command("chat", help=CHAT_HELP)(chat)
 _app.command("stream", help=STREAM_HELP)(stream)
-_app.command("bench", help=BENCH_HELP)(bench)
+_bench_app = typer.Typer(pretty_exceptions_enable=False)
+_bench_app.callback(invoke_without_command=True, help=BENCH_HELP)(bench)
+_bench_app.command("serve", help=BENCH_SERVE_HELP)(bench_serve)
+_app.add_typer(_bench_app, name="bench")
 _app.command("env", help=ENV_HELP)(env)
 _app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
 _app.add_typer(eval_app)

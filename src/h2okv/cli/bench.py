@@ -72,6 +72,7 @@ class _Results:
 
 
 def bench(
+    ctx: typer.Context,
     model: Annotated[
         str | None, typer.Option(help=f"A folder, a Hub id, or {BUNDLED}, the bundled model.")
     ] = None,
@@ -123,6 +124,8 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Runs the benchmark, as `HELP` tells the user."""
+    if ctx.invoked_subcommand is not None:
+        return 0
     if threads is not None:
         if threads < 1:
             raise ValueError(f"--threads {threads} is too few; give 1 or more")
