@@ -3,15 +3,21 @@
 from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.support import check_model
+from h2okv.engine.serving.async_llm import AsyncLLM
+from h2okv.engine.serving.llm import LLM
+from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.integration import enable, prefill, recipe_path, register
 from h2okv.ops.dispatch import use as use_ops
 from h2okv.policy import Policy, policy_names, register_policy
 
 __version__ = "0.1.0"
 __all__ = [
+    "LLM",
+    "AsyncLLM",
     "Budget",
     "H2OCache",
     "Policy",
+    "SamplingParams",
     "check_model",
     "enable",
     "policy_names",

@@ -3,7 +3,7 @@ import torch
 
 from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.clock import Clock, Spread, in_turn
-from h2okv.benchmarking.memory import (
+from h2okv.engine.memory import (
     available_bytes,
     parse_memory,
     peak_resident_bytes,

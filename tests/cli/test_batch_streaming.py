@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2okv.cli.app import run
-from h2okv.engine.process_memory import data_bytes
+from h2okv.engine.memory import data_bytes
 
 STEPS = 5
 PROMPTS = ["the cat sat", "the dog sat on the log, " * 6, "on", "the mat and the dog " * 3, "", "a"]

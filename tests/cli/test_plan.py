@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from h2okv.engine.process_memory import data_bytes
+from h2okv.engine.memory import data_bytes
 
 
 @pytest.fixture

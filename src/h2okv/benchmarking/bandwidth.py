@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from h2okv.benchmarking.clock import Clock
-from h2okv.benchmarking.memory import available_bytes
+from h2okv.engine.memory import available_bytes
 
 _CPU_BYTES = 2**30
 _GPU_BYTES = 4 * 2**30

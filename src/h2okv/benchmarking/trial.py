@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from h2okv.benchmarking.contestant import Contestant
 from h2okv.benchmarking.lineup import contestant_class
-from h2okv.benchmarking.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.benchmarking.settings import CacheChoice
 from h2okv.benchmarking.source import ModelSource
+from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 
 _CHILD = "h2okv.benchmarking.trial_child"
 

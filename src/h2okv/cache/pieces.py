@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.slots import SlotLayer
 
@@ -34,5 +36,6 @@ def expect_piece(cache: H2OCache, goes_on: bool) -> None:
         cache: For which `can_take_pieces` holds; mutated.
         goes_on: True if more of the block follows after it; False for its last piece.
     """
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         layer.goes_on = goes_on

@@ -83,6 +83,23 @@ class RowBlock:
         return sum(self._seen)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots that hold an entry."""
+        return self.num_held * self.nbytes // (self.num_rows * (self.row_budget + 1))
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the keys and values that a full cache would hold for the same tokens."""
+        return self.num_seen * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in a full cache, of all layers."""
+        layers: list[Any] = self.cache.layers
+        numbers = sum(own.num_kv_heads * (own.key_size + own.value_size) for own in layers)
+        return int(numbers * layers[0].dtype.itemsize)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows, in use or not."""
         return sum(tensor.nbytes for own in self._storage for tensor in own.values())
@@ -136,7 +153,7 @@ class RowBlock:
                 for tensor in storage.values():
                     tensor[row].copy_(tensor[last])
         for numbers in (self._budgets, self._room, self._seen):
-            own: list[Any] = numbers  # type: ignore[assignment]
+            own: list[Any] = numbers
             own[row] = own[last]
             own.pop()
         self._show()

@@ -18,8 +18,8 @@ from h2okv.cli.chat_interrupt import Interrupt
 from h2okv.cli.generation import sampling_options
 from h2okv.cli.options import Sampling
 from h2okv.cli.prefill_progress import LONG_PROMPT
-from h2okv.cli.stop_text import StopText
 from h2okv.cli.text_stream import TextStream
+from h2okv.engine.stop_text import StopText
 from h2okv.evaluation.numbers_only import NumbersOnly
 from h2okv.integration.reading import read_blocks
 
@@ -97,7 +97,7 @@ class Answering(StoppingCriteria):
     ) -> torch.BoolTensor:
         """Takes the newest token, int `[1, T]`; tells whether the answer ends with it."""
         self._stream.put(input_ids[0, -1:].cpu())
-        done = self._shown.stopped or self._interrupt.requested
+        done = self._shown.stopped is not None or self._interrupt.requested
         return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
     def run(
@@ -177,7 +177,7 @@ class Answering(StoppingCriteria):
         tokens = self._stream.token_ids
         if tokens and tokens[-1] in self._question.end_tokens:
             return "eos"
-        if self._shown.stopped:
+        if self._shown.stopped is not None:
             return "stop"
         return "length" if len(tokens) == self._question.room else "interrupted"
 

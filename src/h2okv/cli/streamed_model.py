@@ -12,14 +12,13 @@ from torch.nn.functional import linear
 
 import h2okv
 from h2okv.benchmarking.bandwidth import measure_bandwidth
-from h2okv.benchmarking.memory import available_bytes
 from h2okv.cli.batch_progress import StageProgress
 from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
 from h2okv.engine.conversion import convert, converted_path
 from h2okv.engine.demand import Demand, demand_of
+from h2okv.engine.memory import available_bytes, data_bytes
 from h2okv.engine.packed_slot import pack_layers
 from h2okv.engine.planner import Planner, Room, Workload
-from h2okv.engine.process_memory import data_bytes
 from h2okv.engine.skeleton import Skeleton, make_skeleton
 from h2okv.engine.speeds import Speeds, measure_disk, measure_link, measure_products
 from h2okv.engine.weight_map import NeedsConversion, lay_out, map_weights

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from h2okv.engine.processors import end_tokens, processors_of, settled_config
 from h2okv.engine.sequence import Sequence, seed_of
 
 
@@ -28,20 +28,13 @@ class Chooser:
     def __init__(
         self, model: PreTrainedModel, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
     ) -> None:
-        config: Any = copy.deepcopy(model.generation_config)
-        config.do_sample = temperature > 0
-        config.temperature = temperature if config.do_sample else None
-        config.top_p = top_p if config.do_sample else None
-        config.top_k = None
-        config.num_beams = 1
-        ends = config.eos_token_id
-        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        config._eos_token_tensor = torch.tensor(ends) if ends else None
-        self.ends = frozenset(ends)
-        self._model: Any = model
+        config = settled_config(model, temperature, top_p)
+        self.ends = end_tokens(model)
+        self._model = model
         self._config = config
         self._seed = seed
-        self._is_plain = not config.do_sample and len(self._processors(1)) == 0
+        self._draws = temperature > 0
+        self._is_plain = not self._draws and len(self._processors(1)) == 0
 
     def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> list[int]:
         """Chooses a token for each sequence.
@@ -73,7 +66,7 @@ class Chooser:
     def _choose_one(self, sequence: Sequence, rows: Any) -> int:
         text: Any = torch.tensor([sequence.prompt + sequence.new_tokens])
         scores: Any = self._processors(len(sequence.prompt))(text, rows)
-        if not self._config.do_sample:
+        if not self._draws:
             return int(scores.argmax(dim=-1))
         if sequence.generator is None:
             sequence.generator = torch.Generator().manual_seed(seed_of(self._seed, sequence.id))
@@ -82,9 +75,4 @@ class Chooser:
 
     def _processors(self, prompt_length: int) -> LogitsProcessorList:
         """Those of ``generate``; some of them know the prompt's length."""
-        return self._model._get_logits_processor(
-            generation_config=self._config,
-            input_ids_seq_length=prompt_length,
-            device="cpu",
-            model_kwargs={},
-        )
+        return processors_of(self._model, self._config, prompt_length)

@@ -61,7 +61,7 @@ def describe(name: str) -> Described:
     tokenizer = _read(
         name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     )
-    return Described(name, source, config, tokenizer, _context(config))
+    return Described(name, source, config, tokenizer, context_of(config))
 
 
 def load_weights(
@@ -130,7 +130,15 @@ def _reason(name: str, part: str, error: Exception) -> str:
     )
 
 
-def _context(config: PreTrainedConfig) -> int | None:
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Reads the most tokens that a model can read and write.
+
+    Args:
+        config: Its configuration.
+
+    Returns:
+        Tokens; ``None`` for no fixed limit.
+    """
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}

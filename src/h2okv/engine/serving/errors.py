@@ -12,8 +12,7 @@ class QueueFullError(RuntimeError):
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(
-            f"{waiting} requests are waiting, which is the limit; try again in"
-            f" {retry_after:.0f} s."
+            f"{waiting} requests are waiting, which is the limit; try again in {retry_after:.0f} s."
         )
         self.retry_after = retry_after
 
@@ -24,3 +23,7 @@ class RequestFailedError(RuntimeError):
 
 class EngineStoppedError(RuntimeError):
     """The engine is shutting down, or has stopped by an error of its own."""
+
+
+class PromptTooLongError(ValueError):
+    """A prompt has more tokens than the model or the engine takes."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from pathlib import Path
 
 import torch
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
+_LARGE = 1 << 20
 _PROC = Path("/proc")
 # Version 2 and version 1 of Linux's control groups, by which containers are limited.
 _LIMITS = (
@@ -56,6 +60,15 @@ def available_bytes(device: torch.device) -> int | None:
     return min(known) if known else None
 
 
+def data_bytes() -> int | None:
+    """Private memory that this process can write to, resident or not (what RLIMIT_DATA limits).
+
+    Returns:
+        Bytes; ``None`` on a system that does not tell.
+    """
+    return _field("self/status", "VmData")
+
+
 def resident_bytes() -> int | None:
     """Resident memory of this process now; ``None`` on a system without ``/proc``."""
     return _field("self/status", "VmRSS")
@@ -73,6 +86,21 @@ def reset_peak() -> None:
         (_PROC / "self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return
+
+
+def give_memory_back() -> None:
+    """Makes the C library return large blocks to the system as soon as they are freed.
+
+    It would keep blocks of up to 32 MiB for later, in which others do not fit: after some prompts
+    of different length a process holds twice what it uses.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, _LARGE)
+        library.mallopt(_TRIM_THRESHOLD, 4 * _LARGE)
+        library.mallopt(_ARENA_MAX, 2)
 
 
 def _field(file: str, name: str) -> int | None:

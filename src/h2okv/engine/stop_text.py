@@ -8,35 +8,46 @@ from collections.abc import Callable, Sequence
 class StopText:
     """Hands text on up to the first stop string, and never a part of one.
 
-    White space before the first word is left out.
-
     Args:
         stop_strings: What ends the text; none for no end.
         write: Takes each piece.
+        strips_start: Whether white space before the first word is left out.
+
+    Attributes:
+        stopped: The stop string that ended the text; ``None`` until one did.
+        text: What was handed on.
     """
 
-    def __init__(self, stop_strings: Sequence[str], write: Callable[[str], None]) -> None:
-        self.stopped = False
+    def __init__(
+        self,
+        stop_strings: Sequence[str],
+        write: Callable[[str], None],
+        strips_start: bool = True,
+    ) -> None:
+        self.stopped: str | None = None
         self.text = ""
         self._stop_strings = stop_strings
         self._write = write
+        self._strips_start = strips_start
         self._held = ""
 
     def add(self, piece: str) -> None:
         """Takes the next piece; does nothing after a stop string."""
-        if self.stopped:
+        if self.stopped is not None:
             return
         self._held += piece
-        found = [at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0]
+        places = ((self._held.find(stop), -len(stop), stop) for stop in self._stop_strings)
+        found = [place for place in places if place[0] >= 0]
         if found:
-            self.stopped = True
-            self._hand_on(min(found))
+            # Of those that begin at one place the longest, whatever their order.
+            at, _, self.stopped = min(found)
+            self._hand_on(at)
             return
         self._hand_on(len(self._held) - self._begun())
 
     def end(self) -> None:
         """Hands on what was held back, for no stop string came of it."""
-        if not self.stopped:
+        if self.stopped is None:
             self._hand_on(len(self._held))
 
     def _begun(self) -> int:
@@ -51,7 +62,7 @@ class StopText:
 
     def _hand_on(self, length: int) -> None:
         piece, self._held = self._held[:length], self._held[length:]
-        if not self.text:
+        if self._strips_start and not self.text:
             piece = piece.lstrip()
         if piece:
             self.text += piece

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2okv.cli.stop_text import StopText
+from h2okv.engine.stop_text import StopText
 
 
 def stream(pieces, stops=("\nUser:",)):
@@ -20,7 +20,7 @@ def test_however_it_is_cut_the_text_ends_before_the_stop_string(pieces):
     whole = "".join(pieces)
     text, written = stream(pieces)
     assert text.text == whole.partition("\nUser:")[0].lstrip()
-    assert text.stopped == ("\nUser:" in whole)
+    assert text.stopped == ("\nUser:" if "\nUser:" in whole else None)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,15 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_string(pieces, expected):
 def test_the_first_of_several_stop_strings_ends_the_text():
     text, _ = stream(["one two three"], ("three", "two"))
     assert text.text == "one "
+    assert text.stopped == "two"
+
+
+def test_space_at_the_start_stays_where_it_is_wanted():
+    written = []
+    text = StopText((), written.append, strips_start=False)
+    text.add(" a")
+    text.end()
+    assert written == [" a"]
 
 
 def test_no_stop_strings():

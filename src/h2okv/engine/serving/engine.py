@@ -1,0 +1,353 @@
+"""A model made ready to serve requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from h2okv.budget import Budget
+from h2okv.cache import H2OCache
+from h2okv.cache.row_block import check_fits_rows
+from h2okv.engine.memory import available_bytes, data_bytes, give_memory_back
+from h2okv.engine.serving.core import Core
+from h2okv.engine.serving.errors import PromptTooLongError
+from h2okv.engine.serving.outputs import Piece
+from h2okv.engine.serving.plan import PromptStart
+from h2okv.engine.serving.request import Request
+from h2okv.engine.serving.row_count import RowSizes, row_sizes
+from h2okv.engine.serving.sampling_params import SamplingParams
+from h2okv.engine.serving.scheduler import Scheduler
+from h2okv.engine.serving.worker import Worker
+from h2okv.integration import enable
+from h2okv.integration.loading import context_of, describe, load_weights
+
+_DEFAULT_PROMPT = 8192
+_DEFAULT_ROWS = 64
+_FREE_SHARE = 0.8
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How many requests of which size go together, on which cache.
+
+    Attributes:
+        heavy: Heavy hitters of a request: tokens (int) or a fraction of its prompt (float).
+        recent: Newest tokens, likewise.
+        sink: First tokens that are kept whatever their score.
+        rows: Requests that generate at the same time; ``None``: as many as `memory` has room for.
+        memory: Bytes that the process may take on a CPU, with all that it holds, or that may be
+            taken on the GPU, with the weights; ``None``: most of what is free, up to 64 rows.
+        max_prompt_tokens: The longest prompt; ``None``: the model's context, up to 8,192. With
+            budgets in fractions a row is as large as this prompt needs.
+        max_waiting: The most requests that wait for a row; more are refused.
+        piece_tokens: The most tokens of a prompt that are read between two steps.
+        prompt_share: The largest share of the time that is spent reading prompts while others
+            generate: a smaller one makes tokens come more evenly, and first tokens later.
+        prefixes: Texts, or their tokens, that many prompts begin with. Each is read once; a prompt
+            that begins with one goes on from its compressed cache, with that cache's budget.
+        cache: Further options of `H2OCache`: ``policy``, ``scoring``, ``decay``, ``positions``,
+            ``prefill_chunk``, ``kv_bits``.
+    """
+
+    heavy: int | float = 0.1
+    recent: int | float = 0.1
+    sink: int = 0
+    rows: int | None = None
+    memory: int | None = None
+    max_prompt_tokens: int | None = None
+    max_waiting: int = 256
+    piece_tokens: int = 512
+    prompt_share: float = 0.5
+    prefixes: Sequence[str | Sequence[int]] = ()
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked without a model."""
+        for name in ("rows", "memory", "max_prompt_tokens", "piece_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r} is out of range; give 1 or more.")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting={self.max_waiting!r} is out of range; give 0 or more.")
+        if not 0 < self.prompt_share < 1:
+            raise ValueError(
+                f"prompt_share={self.prompt_share!r} is no share of the time; give a number "
+                "between 0 and 1."
+            )
+
+
+class Engine:
+    """A model, its rows and the loop's body; not safe to use from two threads.
+
+    Args:
+        model: A folder, a Hub id, ``"bundled"``, or a loaded model, which gets H2O attention until
+            `close`.
+        tokenizer: The loaded model's; ``None`` to load it from where the model came from.
+        settings: How it shall serve.
+        dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
+        device: Likewise; ``None`` for the first GPU, or the CPU.
+
+    Attributes:
+        name: The model's name.
+        core: The loop's body.
+        num_rows: Rows.
+        row_budget: The most entries that a request may keep.
+        max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
+        max_prompt_tokens: The most tokens of a prompt.
+
+    Raises:
+        ValueError: If the model is not supported, or not even one row fits.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        settings: EngineSettings | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.settings = settings or EngineSettings()
+        self._stack = ExitStack()
+        self.model, self.tokenizer, self.name, context = _load(model, tokenizer, dtype, device)
+        probe = self._make_cache(None)
+        check_fits_rows(probe)
+        self.max_context = None if probe.rule.rolls else context
+        self.max_prompt_tokens = self._longest_prompt(context)
+        self.row_budget = self._budget(None).resolve(self.max_prompt_tokens).total
+        self._is_closed = False
+        self._stack.enter_context(enable(self.model))
+        try:
+            self.sizes = self._sizes(probe)
+            self.num_rows = self._count_rows()
+            self.worker = Worker(self.model, self._make_cache, self.num_rows, self.row_budget)
+            self._prefixes = [self._save_prefix(text) for text in self.settings.prefixes]
+        except BaseException:
+            self._stack.close()
+            raise
+        scheduler = Scheduler(
+            self.num_rows,
+            self.worker.piece_tokens(self.settings.piece_tokens),
+            self.settings.max_waiting,
+            self.settings.prompt_share,
+        )
+        self.core = Core(
+            self.model,
+            self.tokenizer,
+            scheduler,
+            self.worker.execute,
+            self.worker.reset,
+            lambda: self.worker.block,
+        )
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        notify: Callable[[Piece | Exception | None], None],
+        budget: Budget | None = None,
+    ) -> Request:
+        """Makes a request, without submitting it; may be called from any thread.
+
+        Args:
+            prompt: A text, or tokens.
+            params: What is asked for.
+            notify: See `Request`.
+            budget: What its cache keeps; ``None`` for the engine's budget.
+
+        Returns:
+            What `Scheduler.submit` takes.
+
+        Raises:
+            PromptTooLongError: If the prompt is too long.
+            ValueError: If it is empty, or asks for more than there is.
+        """
+        tokens = self._tokens(prompt)
+        self._check_length(len(tokens), params)
+        if params.n > self.num_rows:
+            raise ValueError(f"n={params.n} is more than the {self.num_rows} rows; ask for less.")
+        keeps = self._budget(budget).resolve(len(tokens)).total
+        if keeps > self.row_budget:
+            raise ValueError(
+                f"the budget of {keeps} entries is larger than a row of {self.row_budget}; lower "
+                "heavy, recent or sink."
+            )
+        prefix = None
+        if budget is None and params.prompt_logprobs is None:
+            prefix = self._prefix_of(tokens)
+        left = math.inf if self.max_context is None else self.max_context - len(tokens)
+        wished = math.inf if params.max_tokens is None else params.max_tokens
+        own = None if budget is None else (budget.heavy, budget.recent, budget.sink)
+        return Request(
+            prompt=tokens,
+            params=params,
+            room=int(min(left, wished, 1 << 40)),
+            start=PromptStart(len(tokens), own, prefix),
+            num_reused=0 if prefix is None else len(self._prefixes[prefix]),
+            notify=notify,
+        )
+
+    def describe(self) -> str:
+        """Says what is served with which memory, for people."""
+        sizes, block = self.sizes, self.worker.block
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        cache = self._make_cache(None)
+        longest = self.max_context or self.max_prompt_tokens
+        full = longest * block.token_bytes
+        lines = [
+            f"{self.name} in {dtype} on {self.model.device}, {cache!r}",
+            f"{self.num_rows} rows of {self.row_budget} entries (prompts up to "
+            f"{self.max_prompt_tokens:,} tokens): {block.nbytes / self.num_rows / _MIB:.2f} MiB "
+            f"each, {block.nbytes / _MIB:.1f} MiB together",
+            f"beside weights and rows at most {(sizes.prompt + sizes.fixed) / _MIB:.0f} MiB for "
+            f"a prompt and {self.num_rows * sizes.step / _MIB:.0f} MiB for a step",
+            f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
+            f"{full * self.num_rows / block.nbytes:.1f} times as much",
+        ]
+        if self._prefixes:
+            lengths = ", ".join(f"{len(tokens):,}" for tokens in self._prefixes)
+            lines.append(f"saved prefixes: {lengths} tokens")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Gives the model its own attention back."""
+        self._is_closed = True
+        self._stack.close()
+
+    def _make_cache(self, budget: Budget | None) -> H2OCache:
+        own = self._budget(budget)
+        return H2OCache(
+            self.model.config,
+            heavy=own.heavy,
+            recent=own.recent,
+            sink=own.sink,
+            **self.settings.cache,
+        )
+
+    def _budget(self, budget: Budget | None) -> Budget:
+        if budget is not None:
+            return budget
+        settings = self.settings
+        return Budget(heavy=settings.heavy, recent=settings.recent, sink=settings.sink)
+
+    def _longest_prompt(self, context: int | None) -> int:
+        wished = self.settings.max_prompt_tokens
+        if self.max_context is None:
+            return wished or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
+        # A prompt that fills the context can still be read, for the log-probabilities of its own.
+        longest = min(wished or _DEFAULT_PROMPT, self.max_context)
+        if wished is not None and wished > longest:
+            raise ValueError(
+                f"max_prompt_tokens={wished} is more than the model's context of "
+                f"{self.max_context}; lower it, or use positions='rolling'."
+            )
+        return longest
+
+    def _sizes(self, probe: H2OCache) -> RowSizes:
+        return row_sizes(
+            self.model.config,
+            probe,
+            self.model.dtype,
+            row_budget=self.row_budget,
+            max_prompt=self.max_prompt_tokens,
+            piece=self.settings.piece_tokens,
+        )
+
+    def _count_rows(self) -> int:
+        if self.settings.rows is not None:
+            return self.settings.rows
+        device = self.model.device
+        if device.type == "cpu":
+            give_memory_back()
+        available = available_bytes(device) or 0
+        if self.settings.memory is None:
+            rows = min(self.sizes.rows_in(int(_FREE_SHARE * available)), _DEFAULT_ROWS)
+            taken, promised = 0, int(_FREE_SHARE * available)
+        else:
+            taken = _taken(device)
+            promised = self.settings.memory
+            rows = self.sizes.rows_in(promised - taken)
+        if rows < 1:
+            least = taken + self.sizes.least
+            raise ValueError(
+                f"memory of {promised / _MIB:.0f} MiB has no room for a single row; give "
+                f"{least / _MIB + 1:.0f} MiB, or lower the budget, the longest prompt or the piece."
+            )
+        return rows
+
+    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            prompt = self.tokenizer(prompt, verbose=False)["input_ids"]
+        table: Any = self.model.get_input_embeddings().weight
+        vocabulary = table.shape[0]
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"token {token!r} is not one of the model's {vocabulary}; give a text, or "
+                    "tokens of this model."
+                )
+        tokens: Any = prompt
+        return tuple(tokens)
+
+    def _check_length(self, length: int, params: SamplingParams) -> None:
+        if length == 0:
+            raise ValueError("the prompt has no tokens; give at least one.")
+        most = self.max_prompt_tokens
+        if self.max_context is not None and params.max_tokens != 0:
+            most = min(most, self.max_context - 1)
+        if length > most:
+            raise PromptTooLongError(
+                f"the prompt has {length:,} tokens, and at most {most:,} can be read; shorten it."
+            )
+
+    def _save_prefix(self, text: str | Sequence[int]) -> tuple[int, ...]:
+        tokens = self._tokens(text)
+        if not tokens or len(tokens) >= self.max_prompt_tokens:
+            raise ValueError(
+                f"a prefix of {len(tokens):,} tokens is none that prompts of up to "
+                f"{self.max_prompt_tokens:,} tokens can begin with; give a shorter text."
+            )
+        self.worker.save_prefix(tokens, self.settings.piece_tokens)
+        return tokens
+
+    def _prefix_of(self, tokens: tuple[int, ...]) -> int | None:
+        """The longest saved prefix that a prompt begins with and goes on from."""
+        fitting = [
+            (len(own), number)
+            for number, own in enumerate(self._prefixes)
+            if len(own) < len(tokens) and tokens[: len(own)] == own
+        ]
+        return max(fitting)[1] if fitting else None
+
+
+def _load(
+    model: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, int | None]:
+    """The model, its tokenizer, name and context."""
+    if not isinstance(model, str):
+        name = str(model.config._name_or_path or model.config.model_type)
+        if tokenizer is None:
+            tokenizer = describe(name).tokenizer
+        return model.eval(), tokenizer, name, context_of(model.config)
+    described = describe(model)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_weights(described, dtype, torch.device(where))
+    return loaded, tokenizer or described.tokenizer, described.name, described.context
+
+
+def _taken(device: torch.device) -> int:
+    """Bytes that are taken already of what a promise is about."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return data_bytes() or 0

@@ -1,0 +1,184 @@
+"""Who is read and who takes a step next."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from h2okv.engine.serving.errors import QueueFullError
+from h2okv.engine.serving.plan import Plan, PromptPiece, Wanted
+from h2okv.engine.serving.request import Output, Request
+
+_RETRY_SECONDS = 1.0
+"""What a refused client is told to wait before anything is known about the pace."""
+
+
+class Scheduler:
+    """First come, first served; prompts are read piece by piece between steps of the others.
+
+    Knows rows by their number only: row i of the block belongs to ``rows[i]``.
+
+    Args:
+        num_rows: Rows of the block.
+        piece_tokens: The most tokens of a piece of a prompt.
+        max_waiting: The most requests that wait.
+        prompt_share: The largest share of the time that prompts get while rows take steps.
+
+    Attributes:
+        rows: Outputs that take steps.
+        waiting: Requests that have not begun.
+        reading: The request whose prompt is under way, or read and about to join.
+    """
+
+    def __init__(
+        self, num_rows: int, piece_tokens: int, max_waiting: int, prompt_share: float
+    ) -> None:
+        self.num_rows = num_rows
+        self.rows: list[Output] = []
+        self.waiting: deque[Request] = deque()
+        self.reading: Request | None = None
+        self._piece_tokens = piece_tokens
+        self._max_waiting = max_waiting
+        self._steps_for_prompts = (1 - prompt_share) / prompt_share
+        self._owed = 0.0  # seconds of steps before the next piece
+        self._is_forgotten = True  # whether the worker holds no prompt
+        self._pace = 0.0  # seconds between two requests that end, smoothed
+        self._last_end: float | None = None
+
+    def submit(self, request: Request) -> None:
+        """Puts a request at the end of the queue.
+
+        Args:
+            request: Its start and room are settled.
+
+        Raises:
+            QueueFullError: If as many wait as may.
+        """
+        if len(self.waiting) >= self._max_waiting and not self._has_room_for(request):
+            raise QueueFullError(len(self.waiting), self.expected_wait())
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Puts a request at the end of the queue, whatever its length."""
+        self.waiting.append(request)
+
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether a request would begin at once."""
+        is_free = self.reading is None and not self.waiting
+        return is_free and len(self.rows) + request.num_rows <= self.num_rows
+
+    def expected_wait(self) -> float:
+        """Seconds until a place in the queue is likely to be free, at the pace of late."""
+        return max(_RETRY_SECONDS, min(self._pace, 60.0))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.rows or self.waiting or self.reading is not None)
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request, finished or not; its rows are given back with the next plan.
+
+        Args:
+            request: Mutated.
+        """
+        if not request.is_over:
+            now = time.monotonic()
+            if self._last_end is not None:
+                self._pace += 0.2 * (now - self._last_end - self._pace)
+            self._last_end = now
+        request.is_over = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def clear(self) -> list[Request]:
+        """Forgets all that has begun; returns it."""
+        begun = {id(own.request): own.request for own in self.rows}
+        if self.reading is not None:
+            begun[id(self.reading)] = self.reading
+        self.rows, self.reading, self._is_forgotten = [], None, True
+        return list(begun.values())
+
+    def spent(self, piece: float, step: float) -> None:
+        """Takes note of the time that a plan took.
+
+        Args:
+            piece: Seconds of reading.
+            step: Seconds of the decode step.
+        """
+        self._owed = max(0.0, self._owed - step) + piece * self._steps_for_prompts
+
+    def plan(self) -> Plan:
+        """Decides what is done next; what it says has to be done.
+
+        Returns:
+            An empty plan if there is nothing to do.
+        """
+        leave = self._leave()
+        join, forget = self._join()
+        piece = self._next_piece()
+        return Plan(
+            leave=leave,
+            join=join,
+            forget=forget,
+            decode=tuple(own.tokens[-1] for own in self.rows),
+            positions=tuple(len(own.request.prompt) + len(own.tokens) - 1 for own in self.rows),
+            piece=piece,
+        )
+
+    def _leave(self) -> tuple[int, ...]:
+        left = []
+        row = 0
+        while row < len(self.rows):
+            own = self.rows[row]
+            if own.finish_reason is not None or own.request.is_over:
+                left.append(row)
+                # As the block does it: the last one takes the place.
+                self.rows[row] = self.rows[-1]
+                self.rows.pop()
+            else:
+                row += 1
+        return tuple(left)
+
+    def _join(self) -> tuple[int, bool]:
+        """How many rows a prompt that has been read takes, and whether it is done with."""
+        request = self.reading
+        if request is None or not (request.is_over or request.is_read):
+            return 0, False
+        self.reading = None
+        if request.is_over:
+            forget, self._is_forgotten = not self._is_forgotten, True
+            return 0, forget
+        going_on = [own for own in request.outputs if own.finish_reason is None]
+        self.rows.extend(going_on)
+        self._is_forgotten = True
+        return len(going_on), True
+
+    def _next_piece(self) -> PromptPiece | None:
+        if self.reading is None:
+            if not self.waiting:
+                return None
+            if len(self.rows) + self.waiting[0].num_rows > self.num_rows:
+                return None
+        if self.rows and self._owed > 0:
+            return None
+        if self.reading is None:
+            self.reading = self.waiting.popleft()
+            self.reading.num_read = self.reading.num_reused
+        request = self.reading
+        self._is_forgotten = False
+        at = request.num_read
+        end = min(at + self._piece_tokens, len(request.prompt))
+        request.num_read = end
+        wanted = Wanted.NONE
+        if request.params.prompt_logprobs is not None:
+            wanted = Wanted.ALL
+        elif end == len(request.prompt):
+            wanted = Wanted.LAST
+        return PromptPiece(
+            tokens=request.prompt[at:end],
+            position=at,
+            goes_on=end < len(request.prompt),
+            start=request.start if at == request.num_reused else None,
+            wanted=wanted,
+        )
