@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
+
+from h2okv.integration.chat_text import ChatTemplateError, chat_text
 
 Message = dict[str, str]
 
@@ -142,16 +143,12 @@ class TemplateForm(TurnForm):
 
     def _render(self, messages: list[Message]) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
+            return chat_text(self.tokenizer, messages)
+        except ChatTemplateError as error:
             hint = "; leave out --system" if self.system else "; use another model"
             raise ValueError(
-                f"the model's chat template does not take this chat ({reason}){hint}"
+                f"the model's chat template does not take this chat ({error.reason}){hint}"
             ) from error
-        return str(text)
 
 
 class PlainForm(TurnForm):
@@ -169,8 +166,8 @@ class PlainForm(TurnForm):
     def _new_part(self, transcript: Transcript, message: str) -> tuple[str, list[int]]:
         turn = f" {message}\n\nAssistant:"
         if not transcript.token_ids:
-            before = f"{self.system}\n\n" if self.system else ""
-            text = f"{before}User:{turn}"
+            user = {"role": "user", "content": message}
+            text = chat_text(self.tokenizer, [*transcript.messages, user])
             return text, self._encode(text, special=True)
         end = self.tokenizer.decode(
             transcript.token_ids[-self._LOOK_BACK :], skip_special_tokens=True

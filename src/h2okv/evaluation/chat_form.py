@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.evaluation.conversations import Conversation, Message
+from h2okv.integration.chat_text import ChatTemplateError, chat_text
 
 # Stands for an answer that is not known when the text around it is made. It must come through a
 # template unchanged, so it is a word of letters that no text contains.
@@ -72,15 +72,12 @@ def _since_answer(text: str) -> str:
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], to_answer: bool
 ) -> str:
-    if not tokenizer.chat_template:
-        return _plain(messages, to_answer)
-    apply: Any = tokenizer.apply_chat_template
     try:
-        text = str(apply(messages, tokenize=False, add_generation_prompt=to_answer))
-    except Exception as error:  # whatever the template's own language raises
+        text = chat_text(tokenizer, messages, to_answer=to_answer)
+    except ChatTemplateError as error:
         raise ValueError(
-            f"the model's chat template refuses the conversation ({error}); give messages that it"
-            " takes"
+            f"the model's chat template refuses the conversation ({error.reason}); give messages"
+            " that it takes"
         ) from error
     if _ANSWER not in text and any(message["content"] == _ANSWER for message in messages):
         raise ValueError(
@@ -88,9 +85,3 @@ def _rendered(
             " with what the cache holds; give conversations of one turn"
         )
     return text
-
-
-def _plain(messages: list[dict[str, str]], to_answer: bool) -> str:
-    forms = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assistant: {}\n\n"}
-    text = "".join(forms[message["role"]].format(message["content"]) for message in messages)
-    return f"{text}Assistant:" if to_answer else text

@@ -1,0 +1,195 @@
+"""An engine that makes no tensors, and servers in threads and processes."""
+
+import asyncio
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from h2okv.assets import bundled_model_path
+from h2okv.engine.serving.errors import EngineStoppedError, QueueFullError, RequestFailedError
+from h2okv.engine.serving.outputs import Piece, PromptRead, TokenLogprob
+from h2okv.engine.serving.stats import EngineStats
+from h2okv.server.app import make_app
+from h2okv.server.listening import Listener, open_port
+from h2okv.server.settings import ServerSettings
+
+MODEL = "fake"
+
+
+class FakeEngine:
+    """Continues a prompt with the prompt's own tokens, over and over.
+
+    Attributes:
+        pause: Seconds before each token.
+        running: Requests under way.
+        asked: What came in: prompt, parameters and budget of each request.
+        failing: Raised instead of the token with this number.
+    """
+
+    def __init__(self, tokenizer, pause: float = 0.0, rows: int = 4, max_waiting: int = 1000):
+        self.tokenizer, self.pause, self.rows, self.max_waiting = (
+            tokenizer,
+            pause,
+            rows,
+            max_waiting,
+        )
+        self.max_context, self.max_prompt_tokens, self.row_budget = 2048, 2048, 400
+        self.is_healthy = True
+        self.running = 0
+        self.asked = []
+        self.failing: dict[int, Exception] = {}
+        self.counts = dict.fromkeys(("new_tokens", "finished", "failed", "aborted"), 0)
+
+    async def generate(self, prompt, params, *, budget=None):
+        if not self.is_healthy:
+            raise EngineStoppedError("the engine is shutting down.")
+        if self.running >= self.rows + self.max_waiting:
+            raise QueueFullError(self.max_waiting, 2.5)
+        self.asked.append((tuple(prompt), params, budget))
+        self.running += 1
+        ended = "aborted"
+        try:
+            async for piece in self._pieces(tuple(prompt), params):
+                yield piece
+            ended = "finished"
+        except RequestFailedError:
+            ended = "failed"
+            raise
+        finally:
+            self.running -= 1
+            self.counts[ended] += 1
+
+    async def _pieces(self, prompt, params):
+        def told(token, want):
+            top = tuple((token + k, -1.0 - k) for k in range(want))
+            return TokenLogprob(token, -1.0, top)
+
+        known = None
+        if params.prompt_logprobs is not None:
+            known = (None, *(told(token, params.prompt_logprobs) for token in prompt[1:]))
+        read = PromptRead(prompt, 1, known)
+        for step in range(max(1, params.max_tokens)):
+            await asyncio.sleep(self.pause)
+            if step in self.failing:
+                raise self.failing[step]
+            is_last = step + 1 >= params.max_tokens
+            for index in range(params.n):
+                tokens = (prompt[(step + 1) % len(prompt)],) if params.max_tokens else ()
+                logprobs = ()
+                if params.logprobs is not None:
+                    logprobs = tuple(told(token, params.logprobs) for token in tokens)
+                self.counts["new_tokens"] += len(tokens)
+                yield Piece(
+                    index,
+                    self.tokenizer.decode(list(tokens)),
+                    tokens,
+                    logprobs,
+                    "length" if is_last else None,
+                    prompt=read if index == step == 0 else None,
+                )
+
+    def stats(self):
+        zeros = dict.fromkeys((one.name for one in dataclasses.fields(EngineStats)), 0)
+        in_use = min(self.running, self.rows)
+        own = {"rows": self.rows, "rows_in_use": in_use, "waiting": self.running - in_use}
+        return EngineStats(**{**zeros, **own, **self.counts})
+
+    async def aclose(self, drain=30.0):
+        self.is_healthy = False
+        end = asyncio.get_running_loop().time() + drain
+        while self.running and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Served:
+    """A server in a thread."""
+
+    engine: object
+    address: str
+    stop: Callable[[], None]
+    key: str = "none"
+    clients: list = field(default_factory=list)
+
+    def client(self, kind=openai.OpenAI, **options):
+        options = {"max_retries": 0, "timeout": 30, "api_key": self.key, **options}
+        return kind(base_url=f"{self.address}/v1", **options)
+
+    @property
+    def port(self):
+        return int(self.address.rsplit(":", 1)[1])
+
+
+@pytest.fixture(scope="session")
+def bundled_tokenizer():
+    return AutoTokenizer.from_pretrained(bundled_model_path())
+
+
+@pytest.fixture(scope="session")
+def start():
+    """Starts a server in a thread; it must be stopped."""
+
+    def begin(engine, port=0, drain=5.0, **options) -> Served:
+        settings = ServerSettings(**{"model_name": MODEL, **options})
+        listener = Listener(make_app(engine, settings), engine, drain)
+        started = threading.Event()
+        listener.on_started = started.set
+        opened = open_port("127.0.0.1", port)
+        address = f"http://127.0.0.1:{opened.getsockname()[1]}"
+        thread = threading.Thread(target=listener.run, args=([opened],))
+        thread.start()
+        assert started.wait(10)
+
+        def stop():
+            listener.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+        return Served(engine, address, stop, settings.api_key or "none")
+
+    return begin
+
+
+@pytest.fixture
+def fake(bundled_tokenizer):
+    return FakeEngine(bundled_tokenizer)
+
+
+@pytest.fixture
+def serve(start):
+    """Starts servers that end with the test."""
+    running = []
+
+    def begin(engine, **options) -> Served:
+        running.append(start(engine, **options))
+        return running[-1]
+
+    yield begin
+    for served in running:
+        served.stop()
+
+
+@pytest.fixture
+def served(serve, fake):
+    return serve(fake)
+
+
+@pytest.fixture
+def raw(served):
+    """Sends bytes as they are, and returns all that comes back."""
+
+    def send(data: bytes, address=None) -> bytes:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+            connection.sendall(data)
+            found = b""
+            while part := connection.recv(65536):
+                found += part
+        return found
+
+    return send
