@@ -1,0 +1,335 @@
+"""The load generator against a server with known delays and errors."""
+
+import asyncio
+import csv
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS
+from h2okv.benchmarking.load.child_server import PagedSize
+from h2okv.benchmarking.load.loops import arrival_times
+from h2okv.benchmarking.load.measurement import (
+    COLUMNS,
+    Load,
+    make_loads,
+    put_under,
+)
+from h2okv.benchmarking.load.openai_target import Endpoint, OpenAITarget
+from h2okv.benchmarking.load.outcome import INTERRUPTED, Outcome
+from h2okv.benchmarking.load.summary import Percentiles, summarize
+from h2okv.benchmarking.load.workload import (
+    Mix,
+    Workload,
+    by_ratio,
+    default_texts,
+    read_texts,
+)
+from h2okv.cli.app import run
+
+pytest.importorskip("aiohttp", reason="aiohttp is in the [serve] extra")
+WAIT = 60
+
+
+def workload(new_tokens=4, spread=0.0, context=None):
+    return Workload(["How so?"], Mix(context, new_tokens, spread), by_ratio(5.0))
+
+
+def measure(server, load, requests=None, **endpoint):
+    outcomes = []
+
+    async def go():
+        async with OpenAITarget(Endpoint(server.url, **endpoint)) as target:
+            target._model = "the-model"
+            await put_under(target, load, requests or workload(), outcomes, lambda: None)
+
+    asyncio.run(go())
+    return outcomes
+
+
+def closed(clients, requests):
+    return Load(clients, None, requests)
+
+
+def test_delays_are_what_the_server_made_them(fake_server):
+    with fake_server(first=0.15, gap=0.04) as server:
+        outcomes = measure(server, closed(2, 4), workload(new_tokens=5))
+    summary = summarize(outcomes)
+    assert (summary.requests, summary.finished, summary.failed) == (4, 4, 0)
+    # Never earlier than the server sent it; how much later is the machine's affair.
+    assert 0.15 <= summary.first_token.p50 < 2
+    assert 0.035 <= summary.per_token.p50 < 1
+    assert 0.03 <= summary.gap.p50 < 1
+    assert summary.seconds >= 2 * (0.15 + 4 * 0.04)
+    assert summary.counted_by == "usage"
+    assert summary.new_tokens == 5
+    assert summary.new_tokens_per_second == pytest.approx(20 / summary.seconds)
+    prompts = sum(len(body["prompt"]) // 5 for body in server.bodies)
+    assert summary.total_tokens_per_second == pytest.approx((20 + prompts) / summary.seconds)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_closed_loop_never_has_more_requests_under_way_than_clients(clients, fake_server):
+    with fake_server(first=0.05) as server:
+        outcomes = measure(server, closed(clients, 3 * clients))
+    assert server.most_running == clients
+    assert len(outcomes) == len(server.bodies) == 3 * clients
+
+
+def test_an_open_loop_does_not_wait_for_answers(fake_server):
+    with fake_server(first=0.5) as server:
+        outcomes = measure(server, Load(None, 50.0, 20))
+    # All came before the first answer was there, though each takes half a second.
+    assert server.most_running > 10
+    starts = [own.due - outcomes[0].due for own in outcomes]
+    drawn = list(itertools.islice(arrival_times(50.0, 0), 20))
+    assert starts == pytest.approx([one - drawn[0] for one in drawn], abs=1e-6)
+    assert all(own.lateness >= 0 for own in outcomes)
+
+
+def test_waiting_in_the_generator_counts_as_waiting_for_the_server():
+    outcome = Outcome(due=10.0, started=12.0, arrivals=[13.0, 13.5, 14.0], ended=14.0)
+    assert outcome.first_token == 3.0
+    assert outcome.lateness == 2.0
+    assert outcome.per_token == 0.5
+    assert outcome.gaps == [0.5, 0.5]
+
+
+def test_arrivals_are_a_poisson_process():
+    times = list(itertools.islice(arrival_times(5.0, 3), 4000))
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.05)
+    assert times == list(itertools.islice(arrival_times(5.0, 3), 4000))
+    assert times[0] != next(arrival_times(5.0, 4))
+
+
+FAULTS = {0: 429, 2: 500, 3: 429, 4: "cut", 5: "told", 6: "nonsense", 7: "hang", 8: "reset"}
+KINDS = {
+    "HTTP 429": 2, "HTTP 500": 1, "cut off": 1, "error in stream": 1, "not JSON": 1,
+    "timed out": 1, "connection broken": 1,
+}  # fmt: skip
+
+
+def test_every_kind_of_error_is_counted_and_the_rest_goes_on(fake_server):
+    with fake_server(faults=FAULTS) as server:
+        outcomes = measure(server, closed(1, 11), timeout=1.0)
+    summary = summarize(outcomes)
+    assert summary.errors == KINDS
+    assert (summary.requests, summary.finished, summary.failed) == (11, 3, 8)
+    assert summary.new_tokens == 4
+    assert "too much" in summary.messages["HTTP 429"]
+    assert "NaN" in summary.messages["error in stream"]
+
+
+def test_a_server_that_is_gone_is_an_error_and_no_crash(fake_server):
+    with fake_server() as server:
+        pass
+    summary = summarize(measure(server, closed(2, 3)))
+    assert summary.errors == {"no connection": 3}
+    assert summary.first_token is None and summary.new_tokens is None
+    assert summary.new_tokens_per_second == 0
+
+
+def test_pieces_are_counted_where_the_server_does_not_count(fake_server):
+    with fake_server(tells_usage=False) as server:
+        summary = summarize(measure(server, closed(2, 4)))
+    assert summary.counted_by == "pieces"
+    assert summary.new_tokens == 4
+    assert summary.prompt_tokens is None and summary.total_tokens_per_second is None
+
+
+def test_the_first_event_of_a_chat_is_no_token(fake_server):
+    with fake_server(first=0.2, tells_usage=False) as server:
+        summary = summarize(measure(server, closed(1, 1), is_chat=True))
+    assert server.bodies[0]["messages"][0]["content"] == "How so?"
+    assert summary.new_tokens == 4
+    assert summary.first_token.p50 >= 0.2
+
+
+def test_percentiles():
+    found = Percentiles.of([float(n) for n in range(101)])
+    assert (found.p50, found.p95, found.p99) == pytest.approx((50.0, 95.0, 99.0))
+    found = Percentiles.of([None, 3.0, None, 1.0])
+    assert (found.p50, found.p95, found.p99) == pytest.approx((2.0, 2.9, 2.98))
+    assert Percentiles.of([None]) is None
+
+
+def test_prompts_have_about_as_many_tokens_as_asked_and_different_beginnings():
+    made = Workload(default_texts(), Mix((200, 300), 32, 0.8, seed=5), by_ratio(5.0))
+    requests = [made.request(number) for number in range(300)]
+    lengths = [len(request.prompt) / 5 for request in requests]
+    assert 199 <= min(lengths) < 205 and 295 < max(lengths) <= 301
+    assert len({request.prompt[:30] for request in requests}) == 300
+    new = [request.max_tokens for request in requests]
+    assert statistics.median(new) == pytest.approx(32, rel=0.2)
+    assert 1 <= min(new) < 10 and 100 < max(new) <= 128
+    assert made.request(7) == requests[7]
+    assert made.request(7) != Workload(
+        default_texts(), Mix((200, 300), 32, 0.8, seed=6), by_ratio(5.0)
+    ).request(7)
+
+
+def test_prompts_without_a_range_are_as_they_are(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    records = [{"turns": ["One?", "Two?"]}, {"prompt": "Three?"}, {"question": "Four?"}]
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    made = Workload(read_texts(path), Mix(None, 8, 0.0), by_ratio(5.0))
+    requests = [made.request(number) for number in range(4)]
+    assert [request.prompt for request in requests] == ["One?", "Three?", "Four?", "One?"]
+    assert {request.max_tokens for request in requests} == {8}
+
+
+def test_mt_bench(shared):
+    texts = read_texts(shared / "data" / "eval" / "mt_bench_question.jsonl")
+    assert len(texts) == 80 and texts[0].startswith("Compose an engaging travel blog")
+
+
+def test_loads_of_the_options():
+    assert list(make_loads([8, 32], [2.0], None)) == [
+        Load(8, None, 32), Load(32, None, 128), Load(None, 2.0, 60),
+    ]  # fmt: skip
+    assert list(make_loads([8], [], 5)) == [Load(8, None, 5)]
+
+
+def test_blocks_of_a_paged_cache():
+    # Two requests of 300 tokens take two pages of 256 each; a tenth and one more are spare.
+    assert PagedSize(clients=2, tokens=300).blocks == 6
+    assert PagedSize(clients=32, tokens=4096 + 512).blocks == 635
+
+
+# The command.
+
+
+def test_the_command_shows_a_table_and_writes_rows(tmp_path, capsys, monkeypatch, fake_server):
+    monkeypatch.setenv("H2OKV_API_KEY", "open-sesame")
+    rows = tmp_path / "rows.csv"
+    with fake_server(gap=0.01) as server:
+        code = run([
+            "bench", "serve", "--url", server.url, "--clients", "1,2", "--rate", "40",
+            "--requests", "4", "--new-tokens", "3", "--spread", "0", "--context", "64:96",
+            "--csv", str(rows),
+        ])  # fmt: skip
+    told = capsys.readouterr()
+    assert code == 0, told.err
+    assert "1 clients" in told.out and "40/s" in told.out and "4/4" in told.out
+    with rows.open(newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert tuple(found[0]) == (*ENVIRONMENT_COLUMNS, *COLUMNS)
+    assert [(row["loop"], row["clients"], row["rate"]) for row in found] == [
+        ("closed", "1", ""), ("closed", "2", ""), ("open", "", "40"),
+    ]  # fmt: skip
+    assert all(64 <= float(row["prompt_tokens"]) <= 97 for row in found)
+    assert {row["counted_by"] for row in found} == {"usage"}
+    assert set(server.keys) == {"Bearer open-sesame"}
+    # One to count, two to warm up, and three loads of four.
+    assert len(server.bodies) == 15
+    assert {body["model"] for body in server.bodies} == {"the-model"}
+
+
+def test_the_command_as_json_with_errors_and_extra_fields(capsys, fake_server):
+    with fake_server(faults={3: 429}) as server:
+        code = run([
+            "bench", "serve", "--url", server.url + "/v1", "--clients", "2", "--requests", "3",
+            "--json", "--extra", '{"top_p": 0.5}', "--chat",
+        ])  # fmt: skip
+    assert code == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["errors"] == {"HTTP 429": 1}
+    assert (row["requests"], row["finished"], row["failed"]) == (3, 2, 1)
+    assert {body["top_p"] for body in server.bodies} == {0.5}
+
+
+def test_a_server_that_does_not_know_stream_options_is_asked_without(capsys, fake_server):
+    with fake_server(knows_options=False) as server:
+        code = run(["bench", "serve", "--url", server.url, "--clients", "1", "--requests", "2"])
+    told = capsys.readouterr()
+    assert code == 0
+    assert "does not tell token counts; pieces of the stream are counted" in told.err
+
+
+def test_nothing_finished_is_exit_code_1(capsys, fake_server):
+    with fake_server(faults={n: 500 for n in range(1, 9)}) as server:
+        code = run(["bench", "serve", "--url", server.url, "--clients", "2", "--requests", "3"])
+    assert code == 1
+    assert "3 x HTTP 500" in capsys.readouterr().err
+
+
+BAD = {
+    "neither": ((), ("--url", "--model")),
+    "both": (("--url", "http://x", "--model", "bundled"), ("--url", "--model")),
+    "no URL": (("--url", "localhost:8000"), ("localhost:8000", "http://127.0.0.1:8000")),
+    "others with a URL": (("--url", "http://x", "--against", "transformers"), ("--model",)),
+    "unknown other": (("--model", "bundled", "--against", "vllm"), ("'vllm'", "sequential")),
+    "no clients": (("--url", "http://x", "--clients", "0"), ("--clients 0",)),
+    "clients in words": (("--url", "http://x", "--clients", "many"), ("--clients 'many'",)),
+    "no rate": (("--url", "http://x", "--rate", "0"), ("--rate 0", "such as 5")),
+    "endless rate": (("--url", "http://x", "--rate", "inf"), ("--rate 'inf'",)),
+    "context backwards": (("--url", "http://x", "--context", "96:64"), ("--context 96:64",)),
+    "context in words": (("--url", "http://x", "--context", "long"), ("--context 'long'",)),
+    "no tokens": (("--url", "http://x", "--new-tokens", "0"), ("--new-tokens 0",)),
+    "spread": (("--url", "http://x", "--spread", "-1"), ("--spread -1",)),
+    "no requests": (("--url", "http://x", "--requests", "0"), ("--requests 0",)),
+    "no time": (("--url", "http://x", "--timeout", "0"), ("--timeout 0",)),
+    "extra": (("--url", "http://x", "--extra", "[1]"), ("--extra '[1]'", "JSON object")),
+    "no file": (("--url", "http://x", "--prompts", "none.jsonl"), ("none.jsonl", "JSON lines")),
+    "no server": (("--url", "http://127.0.0.1:9"), ("no answer from", "--model bundled")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence(capsys, args, words):
+    assert run(["bench", "serve", *args]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert all(word in told.err for word in words), told.err
+
+
+def test_options_of_the_other_benchmark_are_refused_before_the_word(capsys):
+    assert run(["bench", "--rounds", "3", "serve", "--url", "http://x"]) == 2
+    assert "--rounds stands before the word serve" in capsys.readouterr().err
+
+
+def test_control_c_prints_what_was_measured(fake_server):
+    with fake_server(gap=0.05, faults={7: "hang", 8: "hang"}) as server:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "h2okv.cli", "bench", "serve", "--url", server.url,
+                "--clients", "2", "--requests", "50", "--new-tokens", "3", "--spread", "0",
+                "--warmup", "0",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # A test run in the background ignores SIGINT, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        try:
+            waiting = 600
+            while len(server.bodies) < 9 and process.poll() is None and waiting:
+                waiting -= 1
+                signal.sigtimedwait([], 0.1)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=WAIT)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    # One request found out how tokens are counted; six were answered; two hung.
+    assert "6/8" in out
+    assert "stopped; 2 requests were under way" in err
+    assert "Traceback" not in err
+
+
+def test_what_was_under_way_is_no_error():
+    whole = Outcome(0.0, 0.0, [1.0, 2.0], 2.0)
+    stopped = Outcome(0.0, 0.0, [1.0], 3.0, error=INTERRUPTED)
+    summary = summarize([whole, stopped])
+    assert (summary.finished, summary.failed, summary.interrupted) == (1, 0, 1)
+    assert summary.errors == {}
