@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from h2okv.engine.prompt_file import PromptFile, PromptLine
-from h2okv.engine.result_file import ResultFile
+from h2okv.engine.prompt_file import PromptLine
 from h2okv.engine.runner import Runner
 from h2okv.engine.sequence import Sequence
+
+
+class Prompts(Protocol):
+    """Where a job's prompts come from, such as a `PromptFile`."""
+
+    @property
+    def lines(self) -> SequenceOf[PromptLine]:
+        """Names of all prompts."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, line: PromptLine) -> Any:
+        """Reads the prompt of one of `lines`."""
+
+
+class Results(Protocol):
+    """Where a job's results go, such as a `ResultFile`."""
+
+    num_errors: int
+
+    @property
+    def finished(self) -> Mapping[str, str]:
+        """The digest of each prompt that has a result, by its id as JSON."""
+
+    def check_prompts(self, lines: SequenceOf[PromptLine]) -> None:
+        """Refuses results that are of other prompts."""
+
+    def append(self, records: SequenceOf[Mapping[str, Any]]) -> None:
+        """Adds results."""
 
 
 class _RefusedError(Exception):
@@ -50,7 +79,7 @@ class Job:
         ValueError: If the results are of other prompts.
     """
 
-    def __init__(self, prompts: PromptFile, results: ResultFile, wording: Wording) -> None:
+    def __init__(self, prompts: Prompts, results: Results, wording: Wording) -> None:
         results.check_prompts(prompts.lines)
         self.prompts = prompts
         self.results = results
@@ -83,13 +112,14 @@ class Job:
 
     def lengths(self) -> Iterator[int]:
         """Counts the tokens of each prompt that has no result and can be served."""
-        for line in self._unfinished():
+        for line in self.unfinished():
             try:
                 yield len(self._sequence(line, self.prompts.read(line)).prompt)
             except _RefusedError:
                 continue
 
-    def _unfinished(self) -> Iterator[PromptLine]:
+    def unfinished(self) -> Iterator[PromptLine]:
+        """Goes through the prompts that have no result."""
         for line in self.prompts.lines:
             if json.dumps(line.id) not in self.results.finished:
                 yield line
@@ -100,7 +130,7 @@ class Job:
             self.results.append(records)
 
     def _sequences(self) -> Iterator[Sequence]:
-        for line in self._unfinished():
+        for line in self.unfinished():
             try:
                 yield self._sequence(line, self.prompts.read(line))
             except _RefusedError as error:

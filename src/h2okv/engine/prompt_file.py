@@ -68,7 +68,7 @@ class PromptFile:
         try:
             with self.path.open("rb") as file:
                 file.seek(line.start)
-                _, prompt, digest = _parse(file.read(line.size))
+                _, prompt, digest = parse_line(file.read(line.size))
         except OSError as error:
             raise _unreadable(self.path, error) from error
         except ValueError:
@@ -88,7 +88,7 @@ class PromptFile:
                 for number, data in enumerate(file, start=1):
                     if data.strip(b"\xef\xbb\xbf \t\r\n"):
                         try:
-                            prompt_id, _, digest = _parse(data)
+                            prompt_id, _, digest = parse_line(data)
                         except ValueError as error:
                             raise ValueError(f"'{self.path}', line {number}: {error}") from error
                         name = json.dumps(prompt_id)
@@ -104,8 +104,18 @@ class PromptFile:
             raise _unreadable(self.path, error) from error
 
 
-def _parse(data: bytes) -> tuple[PromptId, Any, str]:
-    """Takes a line apart: id, prompt, and the prompt's short name."""
+def parse_line(data: bytes) -> tuple[PromptId, Any, str]:
+    """Takes a line apart.
+
+    Args:
+        data: The line, as it stands in the file.
+
+    Returns:
+        The id, the prompt (for a prompt that is none, anything), and the prompt's short name.
+
+    Raises:
+        ValueError: If it is no such object.
+    """
     try:
         content = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError:

@@ -1,0 +1,130 @@
+"""A Ray cluster to work on: one that is there, or one on this machine for the time of a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception): (.+)$", re.MULTILINE)
+
+
+def import_ray() -> ModuleType:
+    """Imports Ray.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    # Nothing is reported to anyone unless the user has said so.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What its C++ parts have to say stands in its log files; stderr is the command's.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        import ray
+    except ImportError:
+        raise ValueError(
+            "--ray needs Ray, which is not installed; pip install 'h2okv[ray]'"
+        ) from None
+    return ray
+
+
+@contextmanager
+def cluster() -> Iterator[ModuleType]:
+    """Joins the cluster of the environment variable RAY_ADDRESS, or one that runs on this machine.
+
+    Without one a cluster of this machine alone is started, and ended on leaving. A program that has
+    called ``ray.init`` itself keeps its cluster.
+
+    Yields:
+        The module ``ray``, connected.
+
+    Raises:
+        ValueError: If Ray is not installed, or the cluster cannot be reached.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        ray.init(
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            include_dashboard=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        address = os.environ.get("RAY_ADDRESS")
+        where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
+        raise ValueError(
+            f"{where} cannot be joined or started ({_first_line(error)}); check `ray status`"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def share_cpus(ray: Any, workers: int) -> int:
+    """CPUs for each of some workers that are spread over the cluster.
+
+    Args:
+        ray: From `cluster`.
+        workers: How many.
+
+    Returns:
+        What the smallest machine can give to each of its workers, at least 1.
+    """
+    sizes = [
+        int(node["Resources"].get("CPU", 0))
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+    ]
+    if not sizes:
+        return 1
+    return max(1, min(sizes) // -(-workers // len(sizes)))
+
+
+def count_workers(ray: Any, needs_gpu: bool) -> int:
+    """How many models a cluster has room for by its devices.
+
+    Args:
+        ray: From `cluster`.
+        needs_gpu: Whether each takes a GPU; otherwise each takes a machine.
+
+    Returns:
+        At least 1.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if needs_gpu:
+        return max(1, sum(int(node["Resources"].get("GPU", 0)) for node in nodes))
+    return max(1, len(nodes))
+
+
+def has_gpus(ray: Any) -> bool:
+    """Whether a machine of the cluster has a GPU."""
+    return ray.cluster_resources().get("GPU", 0) >= 1
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong on another machine, without Ray's report around it.
+
+    Args:
+        error: What Ray raised; its text ends with the traceback of the other machine, if the
+            error is one of our own.
+
+    Returns:
+        One line.
+    """
+    found = _RAISED.findall(str(error))
+    return found[-1][:500].rstrip(".") if found else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
