@@ -103,6 +103,29 @@ def test_int8_weights(job, model_folder, tmp_path):
     assert "begun with weight_bits 8, not None" in error
 
 
+def test_int4_weights(job, model_folder, tmp_path):
+    pytest.importorskip("torchao")
+    folder = tmp_path / "converted"
+    dtype = ("--dtype", "bfloat16", "--batch", 6)
+    options = (*dtype, "--weight-bits", 4, "--converted", folder)
+    _, exact = job(model_folder, *dtype, output="exact.jsonl")
+    _, in_memory = job(model_folder, *options, "--weights", "device", output="a.jsonl")
+    summary, streamed = job(model_folder, *options, "--weights", "disk", output="b.jsonl")
+    assert streamed == in_memory
+    assert set(streamed) == set(exact)
+    assert summary["bytes_read"] > 0
+    # The layers' matrices take 4.5 bits for each number, norms, head and table 16.
+    weights = load_file(model_folder / "model.safetensors")
+    layers = [w.numel() for n, w in weights.items() if "layers" in n and w.dim() == 2]
+    rest = sum(w.numel() for w in weights.values()) - sum(layers)
+    (converted,) = folder.iterdir()
+    assert converted.stat().st_size == pytest.approx(sum(layers) * 4.5 / 8 + 2 * rest, rel=0.1)
+    error, _ = job(model_folder, *dtype, output="b.jsonl", code=2)
+    assert "begun with weight_bits 4, not None" in error
+    error, _ = job(model_folder, "--weight-bits", 4, code=2)
+    assert "--dtype bfloat16" in error and "--weight-bits 8" in error
+
+
 def test_no_room_for_the_conversion(job, model_folder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
@@ -116,7 +139,7 @@ BAD = {
     "too much": (("--weights", "disk=70,cpu=70"), ("adds up to 140 percent",)),
     "twice": (("--weights", "disk=50,disk=50"), ("--weights 'disk=50,disk=50'",)),
     "no amount": (("--memory", "lots"), ("--memory 'lots'", "8GiB")),
-    "no such bits": (("--weight-bits", "3"), ("--weight-bits 3", "give 8")),
+    "no such bits": (("--weight-bits", "3"), ("--weight-bits 3", "give 8 or 4")),
     "no place for the cache": (("--cache", "disk"), ("--cache 'disk'", "device, cpu, file")),
     "no folder for the cache": (
         ("--cache", "file", "--cache-folder", "/nowhere"),

@@ -25,7 +25,7 @@ from h2okv.cli.options import (
     parse_positions,
 )
 from h2okv.cli.output import write_remark, write_text
-from h2okv.engine.packed_slot import WEIGHT_BITS
+from h2okv.engine.packed_layers import WEIGHT_BITS
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.tiers import CACHE_PLACES
 from h2okv.integration.loading import BUNDLED
@@ -45,7 +45,7 @@ Examples:
 
 WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
 CACHE_HELP = "Where keys and values are: auto, device, cpu, file, or percentages of the layers."
-WEIGHT_BITS_HELP = "8: int8 weights in the layers."
+WEIGHT_BITS_HELP = "8 or 4 (CPUs, bfloat16): weights of the layers in so many bits."
 MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
 
@@ -147,7 +147,7 @@ def batch(
 def check_weight_bits(bits: int | None) -> int | None:
     """Refuses a number of bits that there is no format for."""
     if bits is not None and bits not in WEIGHT_BITS:
-        raise ValueError(f"--weight-bits {bits} is not known; give 8, or leave it out")
+        raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
     return bits
 
 

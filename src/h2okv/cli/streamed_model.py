@@ -17,7 +17,7 @@ from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
 from h2okv.engine.conversion import convert, converted_path
 from h2okv.engine.demand import Demand, demand_of
 from h2okv.engine.memory import available_bytes, data_bytes
-from h2okv.engine.packed_slot import pack_layers
+from h2okv.engine.packed_layers import pack_layers
 from h2okv.engine.planner import Planner, Room, Workload
 from h2okv.engine.skeleton import Skeleton, make_skeleton
 from h2okv.engine.speeds import Speeds, measure_disk, measure_link, measure_products
@@ -66,7 +66,7 @@ def open_model(
             float32, as everywhere.
         device: Where it will compute.
         converted: Where converted checkpoints are kept; None for the user's cache folder.
-        weight_bits: 8 for int8 weights in the layers; None leaves them.
+        weight_bits: 8 or 4 for the layers' weights in so many bits; None leaves them.
 
     Returns:
         The model.
@@ -80,7 +80,7 @@ def open_model(
         dtype = torch.float32 if _is_small(described, device) else _own_dtype(described, files)
     skeleton = make_skeleton(described.config, dtype, str(folder))
     if weight_bits is not None:
-        skeleton = pack_layers(skeleton)
+        skeleton = pack_layers(skeleton, weight_bits, device)
     try:
         found = map_weights(skeleton, files)
         for unit in skeleton.units:
@@ -152,10 +152,8 @@ def find_room(device: torch.device, memory: int | None) -> Room:
             free.
 
     Returns:
-        The room.
-
-    Raises:
-        ValueError: If the process has more than was promised before the model is there.
+        The room; below zero if the process has more than was promised already, so that the
+        planner says how much would do.
     """
     if device.type == "cpu":
         # The threads of a product come with the first one, and stay.
@@ -165,15 +163,7 @@ def find_room(device: torch.device, memory: int | None) -> Room:
     else:
         used = torch.cuda.memory_allocated(device)
         free = available_bytes(device)
-    if memory is None:
-        room = int((free or 0) * _SPARE)
-    else:
-        room = memory - used
-        if room <= 0:
-            raise ValueError(
-                f"--memory {memory >> 20}MiB is too little: the process has {used >> 20}MiB before"
-                " the model is there; give more"
-            )
+    room = int((free or 0) * _SPARE) if memory is None else memory - used
     host = 0 if device.type == "cpu" else (available_bytes(torch.device("cpu")) or 0) // 2
     return Room(room, host, used)
 

@@ -45,9 +45,8 @@ def converted_path(folder: Path, files: CheckpointFiles, skeleton: Skeleton) -> 
     Returns:
         A path that no other checkpoint, dtype or model has.
     """
-    kinds = {f"{type(slot).__name__} {slot.dtype}" for u in skeleton.units for slot in u.slots}
-    dtypes = sorted(kinds)
-    source = [str(files.paths[0].resolve()), files.identity, dtypes, type(skeleton.model).__name__]
+    forms = sorted({slot.form for unit in skeleton.units for slot in unit.slots})
+    source = [str(files.paths[0].resolve()), files.identity, forms, type(skeleton.model).__name__]
     digest = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:16]
     return folder / f"{files.paths[0].resolve().parent.name}-{digest}.safetensors"
 

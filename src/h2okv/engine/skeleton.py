@@ -36,6 +36,11 @@ class Slot:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
+    def form(self) -> str:
+        """Says how its bytes lie; a file of another form must be written anew."""
+        return f"{type(self).__name__} {self.dtype}"
+
+    @property
     def count(self) -> int:
         """How many numbers it stands for."""
         return self.shape.numel()
