@@ -32,6 +32,7 @@ class Mix:
         new_tokens: The median of the new tokens asked for.
         spread: Standard deviation of their logarithm; 0 asks for the median every time.
         seed: Of all draws.
+        longest: More new tokens are never asked for; ``None`` for four times the median.
 
     Raises:
         ValueError: If a length makes no sense.
@@ -41,6 +42,7 @@ class Mix:
     new_tokens: int = 128
     spread: float = 0.8
     seed: int = 0
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         """Checks all values."""
@@ -57,7 +59,9 @@ class Mix:
     @property
     def most_new_tokens(self) -> int:
         """More than so many are never asked for."""
-        return self.new_tokens * (_LONGEST if self.spread else 1)
+        if not self.spread:
+            return self.new_tokens
+        return self.longest or self.new_tokens * _LONGEST
 
     def draw(self, number: int) -> tuple[int | None, int, random.Random]:
         """Draws what one request is to be.

@@ -1,0 +1,246 @@
+"""Serving many users: h2okv's engine beside transformers' continuous batching with a full cache.
+
+Two models in fp32: the bundled one, on real text of 1,024 to 1,792 tokens (its window of 2,048
+must hold the answer too), and a Llama with random weights (12 layers, hidden 768, 12 heads of 64,
+MLP of 3,072, vocabulary 32,000: the shape of cpu_generate.py) on random tokens, 2,048 to 4,096.
+Lengths are drawn evenly, answers from a log-normal distribution, and all contestants get the same
+requests, as many for each client. Every run is a process of its own, contestants take turns, and
+medians count. Answers go on past end tokens, so that all make as many tokens.
+
+First of all, greedy tokens of the engine with a budget that holds everything must be those of
+transformers' own `generate`; there is no figure without that. Then, for each model:
+
+- seconds for each new token of the whole load, prompts included, with many clients: h2o against
+  continuous batching (the target is twice its tokens/s) and against one request after another
+  (with few requests, as it has no use for clients);
+- bytes of cache for each user: a row, against the blocks of the same requests when they end (the
+  target is a quarter, so that four times as many users fit in equal memory);
+- what the process takes beside the model at most, for each user, by the system's own count;
+- seconds from one token of an answer to the next on average, 95th percentile of the answers, with
+  many clients against few (the target is at most twice as long).
+
+--parts http asks real servers over HTTP: `h2okv bench serve` with `h2okv serve`, `transformers
+serve --continuous-batching` and `transformers serve`, on the bundled model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import Target, append_csv, environment, progress, rows_for, show
+
+from h2okv.ops import compiled, dispatch
+
+CHILD = Path(__file__).with_name("serving_contestant.py")
+RESULTS = Path(__file__).parent / "results" / "serving.csv"
+SHARE = 0.2
+CHECK = {"context": [96, 320], "new_tokens": 24, "spread": 0.0}
+
+
+def settings_of(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What the runs of one model share."""
+    mix = {"new_tokens": args.new, "spread": 0.5, "longest": 2 * args.new, "seed": 1}
+    common = {"threads": args.threads, "batch_tokens": args.batch_tokens}
+    if part == "bundled":
+        return {
+            **common, "model": "bundled", "mix": {**mix, "context": args.bundled_context},
+            "kv_heads": 2, "each": args.each, "rounds": args.rounds,
+        }  # fmt: skip
+    shape = {
+        "vocab_size": args.vocabulary, "hidden_size": 64 * args.heads,
+        "num_hidden_layers": args.layers, "intermediate_size": 4 * 64 * args.heads, "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads or args.heads, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    name = f"llama-{args.layers}x{64 * args.heads}-{shape['intermediate_size']}"
+    return {
+        **common, "model": name, "shape": shape, "mix": {**mix, "context": args.shape_context},
+        "kv_heads": shape["num_key_value_heads"], "each": 1, "rounds": args.shape_rounds,
+    }  # fmt: skip
+
+
+def run(setting: dict[str, Any], kind: str, clients: int, label: str, **other: Any) -> Any:
+    """Runs one contestant in a process of its own."""
+    progress(f"{setting['model']}, {label}: {kind}, {clients} clients")
+    told = {
+        "tells_tokens": False, "half": SHARE / 2, "requests": clients * setting["each"],
+        **setting, "kind": kind, "clients": clients, **other,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(CHILD)], input=json.dumps(told), capture_output=True, text=True
+    )
+    if done.returncode:
+        progress("")
+        raise SystemExit(f"{kind} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(setting: dict[str, Any], args: argparse.Namespace) -> None:
+    """Ends the run if the engine does not say what `generate` says, with everything kept."""
+    mix = {**setting["mix"], **CHECK}
+    few = {"requests": args.check_requests, "tells_tokens": True, "mix": mix, "half": None}
+    clients = max(2, args.check_requests // 2)
+    expected = run(setting, "sequential", clients, "check", **few)["tokens"]
+    for kind in ("h2okv", "transformers"):
+        tokens = run(setting, kind, clients, "check", **few)["tokens"]
+        same = sum(one == two for one, two in zip(tokens, expected, strict=True))
+        progress("")
+        print(f"{setting['model']}: {kind} equals generate in {same} of {len(expected)} answers")
+        if kind == "h2okv" and same < len(expected):
+            raise SystemExit("the engine differs from generate: nothing was timed")
+
+
+def measure(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All figures of one model."""
+    setting = settings_of(part, args)
+    check(setting, args)
+    few, many = args.clients
+    found: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("h2o", "transformers", "few", "sequential")
+    }
+    turns = {
+        "h2o": lambda label: run(setting, "h2okv", many, label),
+        "transformers": lambda label: run(setting, "transformers", many, label),
+        "few": lambda label: run(setting, "h2okv", few, label),
+        "sequential": lambda label: run(
+            setting, "sequential", many, label, requests=args.sequential
+        ),
+    }
+    for number in range(setting["rounds"]):
+        names = list(turns) if number % 2 == 0 else list(reversed(turns))
+        for name in names:
+            result = turns[name](f"round {number + 1} of {setting['rounds']}")
+            found[name].append(result)
+            progress("")
+            tell(setting["model"], name, result)
+    return rows_of(setting, found, few, many)
+
+
+def tell(model: str, name: str, result: dict[str, Any]) -> None:
+    """Prints one run."""
+    print(
+        f"{model} {name}: {result['new_tokens_per_second']:.1f} new tokens/s,"
+        f" {result['seconds']:.1f} s; first token {result['first_token_p50']:.2f} s; per token"
+        f" p50 {1e3 * result['per_token_p50']:.1f}, p95 {1e3 * result['per_token_p95']:.1f} ms;"
+        f" gaps p95 {1e3 * result['gap_p95']:.1f}, p99 {1e3 * result['gap_p99']:.1f} ms",
+        flush=True,
+    )
+
+
+def rows_of(
+    setting: dict[str, Any], found: dict[str, list[dict[str, Any]]], few: int, many: int
+) -> list[dict[str, Any]]:
+    """The CSV rows of one model."""
+    context = setting["mix"]["context"]
+    told = {
+        **environment(), "threads": setting["threads"], "model": setting["model"], "dtype": "fp32",
+        "kv_heads": setting["kv_heads"], "prompt": f"{context[0]}:{context[1]}", "budget": SHARE,
+        "batch": many,
+    }  # fmt: skip
+
+    def of(value: Any, *names: str) -> dict[str, list[float]]:
+        return {name: [value(result) for result in found[name]] for name in names}
+
+    rows = []
+    per_token = of(lambda r: 1 / r["new_tokens_per_second"], "h2o", "transformers", "sequential")
+    targets = [Target("transformers", 2.0, True), Target("sequential", 1.0, True)]
+    rows += rows_for("serving: s per new token", "s", per_token, targets, told)
+    users = of(lambda r: r["user_bytes"], "h2o", "transformers")
+    rows += rows_for(
+        "serving: cache of a user", "B", users, [Target("transformers", 4.0, True)], told
+    )
+    beside = of(lambda r: r["beside_model_bytes"] / many, "h2o", "transformers")
+    rows += rows_for("serving: peak beside model, a user", "B", beside, [], told)
+    for name, value in (("p95 time per token", "per_token_p95"), ("p95 gap", "gap_p95")):
+        samples = of(lambda r, value=value: r[value], "h2o", "few")
+        samples = {"h2o": samples["h2o"], f"h2o, {few} clients": samples["few"]}
+        targets = [Target(f"h2o, {few} clients", 2.0)]
+        rows += rows_for(f"serving: {name}", "s", samples, targets, told)
+    first = of(lambda r: r["first_token_p50"], "h2o", "transformers")
+    rows += rows_for("serving: median first token", "s", first, [], told)
+    return rows
+
+
+def http(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Real servers on the bundled model, asked over HTTP."""
+    setting = settings_of("bundled", args)
+    low, high = setting["mix"]["context"]
+    many = args.clients[1]
+    options = (
+        f"--heavy {SHARE / 2} --recent {SHARE / 2} --rows {many} --max-prompt-tokens {high + 16}"
+    )
+    command = [
+        sys.executable, "-m", "h2okv.cli", "bench", "serve", "--model", "bundled",
+        "--against", "transformers,sequential", "--serve-options", options,
+        "--clients", str(many), "--requests", str(many * setting["each"]),
+        "--context", f"{low}:{high}", "--new-tokens", str(args.new), "--spread", "0",
+        "--json",
+    ]  # fmt: skip
+    samples: dict[str, list[float]] = {"h2o": [], "transformers": [], "sequential": []}
+    for number in range(args.http_rounds):
+        progress(f"over HTTP, round {number + 1} of {args.http_rounds}")
+        done = subprocess.run(command, capture_output=True, text=True)
+        progress("")
+        if done.returncode:
+            raise SystemExit(f"h2okv bench serve failed:\n{done.stderr[-3000:]}")
+        for row in json.loads(done.stdout)["rows"]:
+            name = "h2o" if row["server"] == "h2okv" else row["server"]
+            if row["failed"]:
+                raise SystemExit(f"{name}: {row['failed']} requests failed: {row['messages']}")
+            tell("over HTTP", name, row)
+            samples[name].append(1 / row["new_tokens_per_second"])
+    told = {
+        **environment(), "threads": torch.get_num_threads(), "model": "bundled", "dtype": "fp32",
+        "kv_heads": 2, "prompt": f"{low}:{high}", "budget": SHARE, "batch": many,
+    }  # fmt: skip
+    targets = [Target("transformers", 2.0, True), Target("sequential", 1.0, True)]
+    return rows_for("serving over HTTP: s per new token", "s", samples, targets, told)
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/serving.py --parts bundled --rounds 1 --clients 4 8",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", default="bundled,shape,http", help="in this order")
+    parser.add_argument("--clients", nargs=2, type=int, default=[8, 32], metavar=("FEW", "MANY"))
+    parser.add_argument("--new", type=int, default=128, help="median of the new tokens")
+    parser.add_argument("--each", type=int, default=2, help="requests of a client, bundled model")
+    parser.add_argument("--rounds", type=int, default=3, help="of the bundled model")
+    parser.add_argument("--shape-rounds", type=int, default=1)
+    parser.add_argument("--http-rounds", type=int, default=1)
+    parser.add_argument("--bundled-context", nargs=2, type=int, default=[1024, 1792])
+    parser.add_argument("--shape-context", nargs=2, type=int, default=[2048, 4096])
+    parser.add_argument("--sequential", type=int, default=4, help="requests, one after another")
+    parser.add_argument("--check-requests", type=int, default=6)
+    parser.add_argument("--batch-tokens", type=int, default=1024, help="of transformers' steps")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the parts and adds their rows to the CSV file."""
+    args = parse()
+    if dispatch.wanted() == "auto" and compiled.compiler() is not None:
+        os.environ[dispatch.VARIABLE] = "compiled"
+    for part in args.parts.split(","):
+        rows = http(args) if part == "http" else measure(part, args)
+        show(rows)
+        append_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
