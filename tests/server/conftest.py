@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ class FakeEngine:
         self.max_context, self.max_prompt_tokens, self.row_budget = 2048, 2048, 400
         self.is_healthy = True
         self.running = 0
+        self.retry_after = 2.5
         self.asked = []
         self.failing: dict[int, Exception] = {}
         self.counts = dict.fromkeys(("new_tokens", "finished", "failed", "aborted"), 0)
@@ -50,7 +50,7 @@ class FakeEngine:
         if not self.is_healthy:
             raise EngineStoppedError("the engine is shutting down.")
         if self.running >= self.rows + self.max_waiting:
-            raise QueueFullError(self.max_waiting, 2.5)
+            raise QueueFullError(self.max_waiting, self.retry_after)
         self.asked.append((tuple(prompt), params, budget))
         self.running += 1
         ended = "aborted"
@@ -156,9 +156,28 @@ def start():
     return begin
 
 
+@pytest.fixture(scope="session")
+def make_fake(bundled_tokenizer):
+    return lambda: FakeEngine(bundled_tokenizer)
+
+
 @pytest.fixture
-def fake(bundled_tokenizer):
-    return FakeEngine(bundled_tokenizer)
+def fake(make_fake):
+    return make_fake()
+
+
+@pytest.fixture(scope="session")
+def shared_server(start, make_fake):
+    """For tests that change nothing of it."""
+    served = start(make_fake(), max_new_tokens=64)
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def calm(shared_server):
+    shared_server.engine.asked.clear()
+    return shared_server
 
 
 @pytest.fixture
@@ -178,18 +197,3 @@ def serve(start):
 @pytest.fixture
 def served(serve, fake):
     return serve(fake)
-
-
-@pytest.fixture
-def raw(served):
-    """Sends bytes as they are, and returns all that comes back."""
-
-    def send(data: bytes, address=None) -> bytes:
-        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
-            connection.sendall(data)
-            found = b""
-            while part := connection.recv(65536):
-                found += part
-        return found
-
-    return send

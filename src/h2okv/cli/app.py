@@ -35,6 +35,8 @@ from h2okv.cli.lm_eval import lm_eval
 from h2okv.cli.output import OutputClosedError, write_text
 from h2okv.cli.plan import HELP as PLAN_HELP
 from h2okv.cli.plan import plan
+from h2okv.cli.serve import HELP as SERVE_HELP
+from h2okv.cli.serve import serve
 from h2okv.cli.stream import HELP as STREAM_HELP
 from h2okv.cli.stream import stream
 from h2okv.cli.view import HELP as VIEW_HELP
@@ -78,6 +80,7 @@ _app.add_typer(_bench_app, name="bench")
 _app.command("env", help=ENV_HELP)(env)
 _app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
 _app.add_typer(eval_app)
+_app.command("serve", help=SERVE_HELP)(serve)
 _app.command("batch", help=BATCH_HELP)(batch)
 _app.command("plan", help=PLAN_HELP)(plan)
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from h2okv.engine.serving.outputs import Piece
 from h2okv.server.api_error import ApiError, as_api_error, timed_out
 from h2okv.server.generation import Job, Progress, pieces
+from h2okv.server.guard import BodyTooLargeError
 from h2okv.server.presence import ClientGoneError, closed_after, while_present
 from h2okv.server.reply import Reply
 from h2okv.server.service import Service
@@ -88,6 +89,9 @@ async def answer(
     except (ClientGoneError, ClientDisconnect):
         account.close("gone")
         return Response(status_code=499)
+    except BodyTooLargeError:
+        account.close("refused")
+        raise
     except Exception as error:
         is_late = isinstance(error, TimeoutError)
         told = timed_out(service.settings.timeout) if is_late else as_api_error(error)

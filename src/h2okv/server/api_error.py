@@ -8,7 +8,12 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from h2okv.engine.serving.errors import EngineStoppedError, QueueFullError, RequestFailedError
+from h2okv.engine.serving.errors import (
+    EngineStoppedError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestFailedError,
+)
 
 LOG = logging.getLogger("h2okv.server")
 INVALID = "invalid_request_error"
@@ -104,6 +109,8 @@ def as_api_error(error: Exception) -> ApiError:
             )  # fmt: skip
         case RequestFailedError():
             return ApiError(500, str(error), kind=_SERVER, code="request_failed", outcome="failed")
+        case PromptTooLongError():
+            return ApiError(400, str(error), code="context_length_exceeded")
         case ValueError():
             return ApiError(400, str(error), code="invalid_value")
     LOG.error("a request failed", exc_info=error)

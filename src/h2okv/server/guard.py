@@ -19,7 +19,7 @@ _LINGER = 2.0
 """Seconds in which the rest of a body that is too large is thrown away."""
 
 
-class _TooLargeError(Exception):
+class BodyTooLargeError(Exception):
     """A body came without its length, and went on and on."""
 
 
@@ -53,7 +53,7 @@ class Guard:
 
         try:
             await self.app(scope, self._counted(receive), sending)
-        except _TooLargeError:
+        except BodyTooLargeError:
             if not started:
                 await _refuse(self._too_large(), receive, send)
 
@@ -96,7 +96,7 @@ class Guard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise _TooLargeError
+                raise BodyTooLargeError
             return message
 
         return counting

@@ -1,0 +1,138 @@
+"""`h2okv serve`: a model for clients of OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import h2okv
+from h2okv.cli.options import (
+    DTYPES,
+    KV_BITS_HELP,
+    POLICY_HELP,
+    parse_amount,
+    parse_device,
+    parse_dtype,
+    parse_positions,
+)
+from h2okv.cli.serve_run import ServeRequest, run_server
+from h2okv.engine.memory import parse_memory
+from h2okv.integration.loading import BUNDLED
+
+HELP = """Serve a model over HTTP, to clients of OpenAI's API.
+
+Every user has a row of cache entries of the same size, so that the number of users is known when
+it starts. SIGTERM or Ctrl-C finishes what runs and ends; a second one ends at once.
+
+With H2OKV_API_KEY in the environment, requests need that key.
+
+Examples:
+
+    h2okv serve --port 8000
+
+    h2okv serve --model ./my-model --name my-model --heavy 512 --recent 512 --memory 16GiB
+
+    H2OKV_API_KEY=... h2okv serve --model ./my-model --host 0.0.0.0 --system system.txt
+"""
+
+KEY_VARIABLE = "H2OKV_API_KEY"
+_MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the model.", show_default="the model's, or folder's"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 for any that is free.")] = 8000,
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
+    heavy: Annotated[
+        str, typer.Option(help="Heavy hitters to keep: tokens (64) or a share of the prompt (0.1).")
+    ] = "0.1",
+    recent: Annotated[
+        str, typer.Option(help="Newest tokens to keep: tokens (64) or a share (0.1).")
+    ] = "0.1",
+    sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
+    positions: Annotated[
+        str, typer.Option(help="original, rolling (past the trained window) or clamped (OPT).")
+    ] = "original",
+    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(help="Requests that generate together.", show_default="what fits, up to 64"),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help=_MEMORY_HELP, show_default="most of what is free")
+    ] = None,
+    max_prompt: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the longest prompt.", show_default="the context, up to 8192"),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait; more get HTTP 429.")
+    ] = 256,
+    max_tokens_limit: Annotated[
+        int, typer.Option(help="The most new tokens that a request may ask for.")
+    ] = 4096,
+    max_choices: Annotated[
+        int, typer.Option(help="The most outputs of a request: prompts times n.")
+    ] = 128,
+    max_body: Annotated[str, typer.Option(help="The largest request body.")] = "8MiB",
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a request may take, waiting included.")
+    ] = 600.0,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that running requests get to finish at the end.")
+    ] = 30.0,
+    prefix: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file with a text that many prompts begin with; may be repeated."),
+    ] = None,
+    system: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file with the system message of many chats; may be repeated."),
+    ] = None,
+    view_page: Annotated[
+        Path | None, typer.Option(help="A page of `h2okv view --export`, served at /view.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+) -> int:
+    """Serves until a signal, as `HELP` tells the user."""
+    cache = {"policy": policy, "positions": parse_positions(positions), "kv_bits": kv_bits}
+    request = ServeRequest(
+        model=model,
+        name=name,
+        host=host,
+        port=port,
+        budget=h2okv.Budget(parse_amount("heavy", heavy), parse_amount("recent", recent), sink),
+        cache={key: value for key, value in cache.items() if value is not None},
+        rows=rows,
+        memory=None if memory is None else parse_memory(memory),
+        max_prompt=max_prompt,
+        max_waiting=max_waiting,
+        max_new_tokens=max_tokens_limit,
+        max_choices=max_choices,
+        max_body=_body_bytes(max_body),
+        timeout=timeout,
+        drain=drain,
+        prefixes=tuple(prefix or ()),
+        systems=tuple(system or ()),
+        view_page=view_page,
+        dtype=parse_dtype(dtype),
+        device=parse_device(device),
+        api_key=os.environ.get(KEY_VARIABLE),
+    )
+    return run_server(request)
+
+
+def _body_bytes(text: str) -> int:
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise ValueError(f"--max-body {text!r} is no size; give one such as 8MiB.") from error

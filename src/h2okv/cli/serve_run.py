@@ -1,0 +1,181 @@
+"""A server from its options to its end."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h2okv.budget import Budget
+from h2okv.cli.output import write_remark, write_text
+from h2okv.engine.serving.async_llm import AsyncLLM
+from h2okv.integration.loading import BUNDLED, describe
+
+_NEEDED = ("fastapi", "uvicorn", "pydantic", "openai", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """What the user asked for; see `h2okv serve --help`.
+
+    Attributes:
+        model: A folder, a Hub id, or the bundled model.
+        name: What clients call it; ``None`` for its own name.
+        host: The address to listen at.
+        port: The port; 0 for any.
+        budget: Of requests that name none.
+        cache: Further options of the cache.
+        rows: Requests that generate together; ``None`` for as many as fit.
+        memory: Bytes that may be taken; ``None`` for most of what is free.
+        max_prompt: Tokens of the longest prompt; ``None`` for the model's context.
+        max_waiting: Requests that may wait.
+        max_new_tokens: The most new tokens of an output.
+        max_choices: The most outputs of a request.
+        max_body: Bytes of a request's body.
+        timeout: Seconds that a request may take.
+        drain: Seconds for what runs when the server ends.
+        prefixes: Files with texts that many prompts begin with; their caches are kept.
+        systems: Files with system messages of many chats, likewise.
+        view_page: A recorded page to serve.
+        dtype: Of the weights; ``None`` for the checkpoint's own.
+        device: Where the model runs.
+        api_key: What clients must send; ``None`` for nothing.
+    """
+
+    model: str = BUNDLED
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    budget: Budget = field(default_factory=Budget)
+    cache: dict[str, Any] = field(default_factory=dict)
+    rows: int | None = None
+    memory: int | None = None
+    max_prompt: int | None = None
+    max_waiting: int = 256
+    max_new_tokens: int = 4096
+    max_choices: int = 128
+    max_body: int = 8 << 20
+    timeout: float = 600.0
+    drain: float = 30.0
+    prefixes: tuple[Path, ...] = ()
+    systems: tuple[Path, ...] = ()
+    view_page: Path | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    api_key: str | None = None
+
+
+def run_server(request: ServeRequest) -> int:
+    """Serves until a signal.
+
+    Args:
+        request: What the user asked for.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: If an option, the model, a file or the port is at fault.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"a server needs {', '.join(missing)}, not installed here; pip install 'h2okv[serve]'"
+        )
+    # Only now: it imports what the extra brings.
+    from h2okv.server.app import make_app
+    from h2okv.server.listening import LOOPBACK, Listener, open_port
+    from h2okv.server.settings import ServerSettings
+
+    if not 0 <= request.drain < float("inf"):
+        raise ValueError(f"--drain {request.drain:g} is out of range; give seconds, 0 or more.")
+    is_local = request.host in LOOPBACK
+    settings = ServerSettings(
+        model_name=request.name or _name_of(request.model),
+        budget=request.budget,
+        api_key=request.api_key,
+        # A page elsewhere that points its own name at this machine must not get in.
+        hosts=frozenset(LOOPBACK) if is_local and request.api_key is None else None,
+        timeout=request.timeout,
+        max_body=request.max_body,
+        max_new_tokens=request.max_new_tokens,
+        max_choices=request.max_choices,
+        view_page=None if request.view_page is None else _read("view-page", request.view_page),
+    )
+    # Mistakes show before the model is loaded, but nobody is let in yet.
+    open_port(request.host, request.port).close()
+    engine = _engine(request)
+    app = make_app(engine, settings)
+    opened = open_port(request.host, request.port)
+    shown = f"[{request.host}]" if ":" in request.host else request.host
+    address = f"http://{shown}:{opened.getsockname()[1]}"
+    listener = Listener(app, engine, request.drain)
+
+    def announce() -> None:
+        write_remark(engine.describe())
+        if not is_local and request.api_key is None:
+            write_remark(
+                f"warning: whoever reaches {shown} may use this server; set H2OKV_API_KEY to ask"
+                " for a key."
+            )
+        write_remark(f"model {settings.model_name!r}; Ctrl-C finishes what runs and ends")
+        write_text(f"{address}/v1\n")
+
+    listener.on_started = announce
+    listener.run(sockets=[opened])
+    return 0
+
+
+def _engine(request: ServeRequest) -> AsyncLLM:
+    """Loads the model and lays out the rows."""
+    prefixes = _prefixes(request)
+    return AsyncLLM(
+        request.model,
+        dtype=request.dtype,
+        device=request.device,
+        heavy=request.budget.heavy,
+        recent=request.budget.recent,
+        sink=request.budget.sink,
+        rows=request.rows,
+        memory=request.memory,
+        max_prompt_tokens=request.max_prompt,
+        max_waiting=request.max_waiting,
+        prefixes=prefixes,
+        cache=request.cache,
+    )
+
+
+def _prefixes(request: ServeRequest) -> list[tuple[int, ...]]:
+    """The tokens of all beginnings that are read once and kept."""
+    from h2okv.server.api_error import ApiError
+    from h2okv.server.prefix_tokens import system_prefix, text_prefix
+
+    if not request.prefixes and not request.systems:
+        return []
+    # Without the line end that editors put last, which no client sends.
+    texts = [_read("prefix", path).rstrip("\n") for path in request.prefixes]
+    systems = [_read("system", path).rstrip("\n") for path in request.systems]
+    tokenizer = describe(request.model).tokenizer
+    try:
+        found = [text_prefix(tokenizer, text) for text in texts]
+        return found + [system_prefix(tokenizer, text) for text in systems]
+    except ApiError as error:
+        raise ValueError(f"--system: {error}") from error
+
+
+def _name_of(model: str) -> str:
+    """A folder's own name, so that clients do not see where it lies; a Hub id as it is."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(f"--{option} '{path}' cannot be read ({reason}); give a text file.") from (
+            error
+        )

@@ -1,0 +1,148 @@
+import copy
+
+import pytest
+
+from h2okv.integration.chat_text import chat_text
+from h2okv.server.prefix_tokens import system_prefix, text_prefix
+
+CHATML = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "A model."},
+    {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "I?"}]},
+]
+PLAIN = "Be brief.\n\nUser: Who are you?\n\nAssistant: A model.\n\nUser: And I?\n\nAssistant:"
+
+
+@pytest.fixture
+def served(calm):
+    return calm
+
+
+@pytest.fixture
+def fake(calm):
+    return calm.engine
+
+
+@pytest.fixture
+def templated(make_fake, bundled_tokenizer):
+    """An engine whose tokenizer has a chat template."""
+    fake = make_fake()
+    fake.tokenizer = copy.deepcopy(bundled_tokenizer)
+    fake.tokenizer.chat_template = CHATML
+    return fake
+
+
+def read_by(fake):
+    tokens, params, _ = fake.asked[-1]
+    return list(tokens), params
+
+
+def test_a_chat_in_the_plain_form(served, fake, bundled_tokenizer):
+    answer = served.client().chat.completions.create(model="fake", messages=CHAT, max_tokens=8)
+    tokens, params = read_by(fake)
+    assert tokens == bundled_tokenizer(PLAIN)["input_ids"]
+    assert tokens[0] == bundled_tokenizer.bos_token_id
+    assert params.stop == ("\n\nUser:", "\nUser:")
+    message = answer.choices[0].message
+    assert (
+        message.role == "assistant"
+        and message.content == "Be brief.\n\nUser"[: len(message.content)]
+    )
+    assert answer.object == "chat.completion" and answer.usage.completion_tokens == 8
+
+
+def test_a_chat_in_the_models_own_form(templated, serve):
+    client = serve(templated).client()
+    client.chat.completions.create(model="fake", messages=CHAT, max_tokens=2, stop="!")
+    tokens, params = read_by(templated)
+    text = "<system>Be brief.</s><user>Who are you?</s><assistant>A model.</s><user>And I?</s>"
+    expected = templated.tokenizer(text + "<assistant>", add_special_tokens=False)["input_ids"]
+    assert tokens == expected and params.stop == ("!",)
+
+
+def test_a_stream_says_who_speaks_and_then_the_text(served):
+    client = served.client()
+    whole = client.chat.completions.create(model="fake", messages=CHAT, max_tokens=8, n=2)
+    stream = client.chat.completions.create(
+        model="fake", messages=CHAT, max_tokens=8, n=2, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    first, second, *chunks, end = list(stream)
+    assert [c.choices[0].delta.role for c in (first, second)] == ["assistant"] * 2
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert end.usage == whole.usage
+    assert sum(chunk.choices[0].finish_reason == "length" for chunk in chunks) == 2
+
+
+def test_log_probabilities_of_an_answer(served, bundled_tokenizer):
+    client = served.client()
+    options = dict(model="fake", messages=CHAT, max_tokens=4, logprobs=True, top_logprobs=2)
+    told = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert len(told) == 4
+    assert all(bytes(one.bytes).decode() == one.token for one in told)
+    assert all(len(one.top_logprobs) == 2 and one.logprob == -1 for one in told)
+    assert "".join(one.token for one in told).strip() == bundled_tokenizer.decode(
+        bundled_tokenizer(PLAIN)["input_ids"][1:5]
+    )
+    streamed = []
+    for chunk in client.chat.completions.create(**options, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert streamed == told
+
+
+def test_without_a_number_an_answer_may_be_as_long_as_the_server_writes(serve, make_fake):
+    client = serve(make_fake(), max_new_tokens=12).client()
+    answer = client.chat.completions.create(model="fake", messages=CHAT)
+    assert answer.usage.completion_tokens == 12
+    answer = client.chat.completions.create(model="fake", messages=CHAT, max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3
+
+
+def test_an_answer_can_be_sent_back(served, fake):
+    client = served.client()
+    answer = client.chat.completions.create(model="fake", messages=CHAT[:2], max_tokens=3)
+    back = [*CHAT[:2], answer.choices[0].message, {"role": "user", "content": "Go on."}]
+    client.chat.completions.create(model="fake", messages=back, max_tokens=3)
+    client.chat.completions.create(
+        model="fake", messages=[message if isinstance(message, dict) else message.model_dump()
+                                for message in back], max_tokens=3,
+    )  # fmt: skip
+    assert fake.asked[1][0] == fake.asked[2][0] != fake.asked[0][0]
+
+
+def test_a_developer_message_is_a_system_message(served, fake):
+    client = served.client()
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "Be kind."}, *CHAT[1:2]]
+        client.chat.completions.create(model="fake", messages=messages, max_tokens=1)
+    assert fake.asked[0][0] == fake.asked[1][0]
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "template"])
+def test_a_prefix_is_what_all_chats_begin_with(bundled_tokenizer, template):
+    tokenizer = copy.deepcopy(bundled_tokenizer)
+    tokenizer.chat_template = template
+    shared = system_prefix(tokenizer, "You answer in one word.")
+    for question in ("Why?", "9", "two\nlines"):
+        chat = [{"role": "system", "content": "You answer in one word."}]
+        text = chat_text(tokenizer, [*chat, {"role": "user", "content": question}])
+        tokens = tokenizer(text, add_special_tokens=template is None)["input_ids"]
+        assert tuple(tokens[: len(shared)]) == shared
+    assert len(shared) > 5
+
+
+def test_a_prefix_of_texts_stops_where_a_word_could_go_on(bundled_tokenizer):
+    shared = text_prefix(bundled_tokenizer, "The story of a king")
+    for end in ("", "dom", " went", "."):
+        tokens = bundled_tokenizer("The story of a king" + end)["input_ids"]
+        assert tuple(tokens[: len(shared)]) == shared
+    assert bundled_tokenizer.decode(shared, skip_special_tokens=True).startswith("The story of a")

@@ -1,0 +1,190 @@
+import asyncio
+
+import openai
+import pytest
+
+from h2okv.budget import Budget
+
+PROMPT = "It was a bright morning, and the"
+
+
+@pytest.fixture
+def served(calm):
+    return calm
+
+
+@pytest.fixture
+def fake(calm):
+    return calm.engine
+
+
+@pytest.fixture
+def ids(bundled_tokenizer):
+    return bundled_tokenizer(PROMPT)["input_ids"]
+
+
+@pytest.fixture
+def text_after(bundled_tokenizer, ids):
+    """What the fake engine writes after the prompt."""
+
+    def after(tokens: int) -> str:
+        repeated = (ids * 10)[1 : 1 + tokens]
+        return "".join(bundled_tokenizer.decode([token]) for token in repeated)
+
+    return after
+
+
+def test_a_text_is_continued_and_counted(served, ids, text_after):
+    answer = served.client().completions.create(model="fake", prompt=PROMPT, max_tokens=5)
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert [choice.text for choice in answer.choices] == [text_after(5)]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == len(ids) + 5
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_sixteen_tokens_unless_asked_as_openai_does(served, fake):
+    served.client().completions.create(model="fake", prompt=PROMPT)
+    assert fake.asked[0][1].max_tokens == 16
+
+
+def test_a_stream_is_the_same_text_and_ends_with_the_counts(served, ids, text_after):
+    stream = served.client().completions.create(
+        model="fake", prompt=PROMPT, max_tokens=5, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text_after(5)
+    assert len(chunks) == 5 and all(chunk.usage is None for chunk in chunks)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 4 + ["length"]
+    assert last.choices == [] and last.usage.completion_tokens == 5
+    assert last.usage.prompt_tokens == len(ids)
+
+
+def test_a_stream_without_counts_ends_with_its_text(served):
+    stream = served.client().completions.create(
+        model="fake", prompt=PROMPT, max_tokens=2, stream=True
+    )
+    chunks = list(stream)
+    assert len(chunks) == 2 and "usage" not in chunks[-1].model_fields_set
+
+
+def test_the_asynchronous_client(served, text_after):
+    async def ask():
+        async with served.client(openai.AsyncOpenAI) as client:
+            whole = await client.completions.create(model="fake", prompt=PROMPT, max_tokens=4)
+            stream = await client.completions.create(
+                model="fake", prompt=PROMPT, max_tokens=4, stream=True
+            )
+            return whole.choices[0].text, [chunk.choices[0].text async for chunk in stream]
+
+    whole, pieces = asyncio.run(ask())
+    assert whole == "".join(pieces) == text_after(4)
+
+
+def test_all_four_kinds_of_prompts(served, fake, ids, bundled_tokenizer):
+    client = served.client()
+    other = bundled_tokenizer("A second prompt")["input_ids"]
+    for prompt, read in (
+        (PROMPT, [ids]),
+        ([PROMPT, "A second prompt"], [ids, other]),
+        (other, [other]),
+        ([other, ids[1:]], [other, ids[1:]]),
+    ):
+        fake.asked.clear()
+        answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2)
+        assert sorted(list(tokens) for tokens, _, _ in fake.asked) == sorted(read)
+        expected = ["".join(map(bundled_tokenizer.decode, ([t] for t in own[1:3]))) for own in read]
+        assert [choice.text for choice in answer.choices] == expected
+        assert [choice.index for choice in answer.choices] == list(range(len(read)))
+        assert answer.usage.prompt_tokens == sum(map(len, read))
+
+
+def test_several_prompts_with_several_outputs_in_one_stream(served, bundled_tokenizer):
+    stream = served.client().completions.create(
+        model="fake", prompt=[PROMPT, "the other text"], n=2, max_tokens=3, stream=True
+    )
+    texts, ends = ["", "", "", ""], 0
+    for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.text
+        ends += choice.finish_reason == "length"
+    assert texts[0] == texts[1] and texts[2] == texts[3] == "the other text"[: len(texts[2])]
+    assert texts[0] != texts[2] and ends == 4
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_echo_with_logprobs_tells_of_every_token(served, ids, text_after, streams):
+    answer = served.client().completions.create(
+        model="fake", prompt=PROMPT, max_tokens=1, echo=True, logprobs=2, stream=streams
+    )
+    parts = [chunk.choices[0] for chunk in answer] if streams else [answer.choices[0]]
+    text = "".join(part.text for part in parts)
+    assert text == PROMPT + text_after(1)
+    told = {
+        name: sum((getattr(part.logprobs, name) for part in parts), [])
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    assert {len(column) for column in told.values()} == {len(ids) + 1}
+    assert told["token_logprobs"] == [None] + [-1.0] * len(ids)
+    assert told["top_logprobs"][0] is None and len(told["top_logprobs"][1]) == 2
+    assert told["tokens"][0] == "<|bos|>" and "".join(told["tokens"][1:]) == text
+    for token, offset in zip(told["tokens"][1:], told["text_offset"][1:], strict=True):
+        assert text[offset : offset + len(token)] == token
+
+
+def test_echo_of_tokens_alone(served, ids, bundled_tokenizer):
+    answer = served.client().completions.create(
+        model="fake", prompt=ids, max_tokens=0, echo=True, logprobs=0
+    )
+    assert answer.choices[0].text == bundled_tokenizer.decode(ids)
+    assert answer.usage.completion_tokens == 0
+    assert len(answer.choices[0].logprobs.tokens) == len(ids)
+    assert answer.choices[0].logprobs.top_logprobs[1] == {"It": -1.0}
+
+
+def test_parts_of_characters_are_told_as_bytes(served, bundled_tokenizer):
+    ids = bundled_tokenizer("a 雪", add_special_tokens=False)["input_ids"]
+    answer = served.client().completions.create(
+        model="fake", prompt=ids, max_tokens=0, echo=True, logprobs=0
+    )
+    tokens = answer.choices[0].logprobs.tokens
+    parts = [token.removeprefix("bytes:") for token in tokens if token.startswith("bytes:")]
+    assert "".join(parts).endswith("\\xe9\\x9b\\xaa") and len(parts) > 1
+
+
+def test_parameters_reach_the_engine(served, fake):
+    served.client().completions.create(
+        model="fake", prompt=PROMPT, max_tokens=3, temperature=0.5, top_p=0.9, n=2, seed=7,
+        stop=["END", "\n\n"], presence_penalty=0.5, frequency_penalty=-0.5,
+        logit_bias={"5": -100, "6": 2.5}, logprobs=3, best_of=2, user="somebody",
+        extra_body={
+            "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True,
+            "stop_token_ids": [3, 4], "h2o": {"heavy": 30, "sink": 2},
+        },
+    )  # fmt: skip
+    _, params, budget = fake.asked[0]
+    assert (params.max_tokens, params.n, params.seed, params.logprobs) == (3, 2, 7, 3)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
+    assert params.stop == ("END", "\n\n") and params.stop_token_ids == (3, 4) and params.ignore_eos
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+    assert params.repetition_penalty == 1.2 and params.logit_bias == {5: -100, 6: 2.5}
+    assert budget == Budget(30, 0.1, 2)
+
+
+def test_null_is_the_same_as_nothing(served, fake):
+    names = ("max_tokens", "temperature", "stop", "n", "seed", "logprobs", "suffix", "stream",
+             "stream_options", "logit_bias", "echo", "best_of", "user", "h2o", "top_k")  # fmt: skip
+    body = {"model": "fake", "prompt": PROMPT, **dict.fromkeys(names)}
+    served.client().post("/completions", body=body, cast_to=object)
+    assert fake.asked[0][1].temperature == 1.0 and fake.asked[0][2] is None
+
+
+def test_models(served):
+    client = served.client()
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").owned_by == "h2okv"
+    with pytest.raises(openai.NotFoundError, match="model='gpt' is not served here; give 'fake'"):
+        client.models.retrieve("gpt")

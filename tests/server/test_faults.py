@@ -1,0 +1,226 @@
+import asyncio
+import http.client
+import json
+import socket
+import time
+
+import openai
+import pytest
+
+from h2okv.engine.serving.errors import RequestFailedError
+
+PROMPT = "It was a bright morning, and the"
+LONG = {"model": "fake", "prompt": PROMPT, "max_tokens": 1000}
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def slow(fake):
+    fake.pause = 0.02
+    return fake
+
+
+def send(served, body, path="/v1/completions"):
+    """Sends a request and leaves the connection open."""
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "a b"]], ids=["one prompt", "two"])
+def test_a_client_that_goes_away_frees_its_rows(serve, slow, streams, prompt):
+    served = serve(slow)
+    connection = send(served, {**LONG, "stream": streams, "prompt": prompt})
+    wait_until(lambda: slow.running == (1 if prompt is PROMPT else 2))
+    if streams:
+        assert connection.recv(20).startswith(b"HTTP/1.1 200")
+    connection.close()
+    wait_until(lambda: slow.running == 0, 1.0)
+    assert slow.counts["aborted"] == (1 if prompt is PROMPT else 2)
+    assert slow.counts["finished"] == 0
+
+
+def test_a_client_that_goes_away_while_it_waits_for_its_first_token(serve, fake):
+    fake.pause = 60
+    served = serve(fake)
+    connection = send(served, {**LONG, "stream": True})
+    wait_until(lambda: fake.running == 1)
+    connection.close()
+    wait_until(lambda: fake.running == 0, 1.0)
+
+
+def test_breaking_off_a_stream_with_the_official_client(serve, slow):
+    served = serve(slow)
+    client = served.client()
+    for number, _ in enumerate(client.completions.create(**LONG, stream=True)):
+        if number == 2:
+            break
+    client.close()
+    wait_until(lambda: slow.running == 0, 1.0)
+
+
+def test_a_full_queue_is_429_with_a_time_to_wait(serve, slow):
+    slow.rows, slow.max_waiting = 2, 2
+    served = serve(slow)
+    connections = [send(served, LONG) for _ in range(4)]
+    wait_until(lambda: slow.running == 4)
+    for streams in (False, True):
+        with pytest.raises(openai.RateLimitError) as caught:
+            served.client().completions.create(**LONG, stream=streams)
+        assert caught.value.response.headers["Retry-After"] == "3"  # 2.5 s, in whole seconds
+        assert caught.value.body["code"] == "queue_full"
+    assert slow.running == 4
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: slow.running == 0)
+    slow.pause = 0
+    assert served.client().completions.create(**{**LONG, "max_tokens": 3}).usage
+
+
+def test_one_prompt_that_finds_no_room_takes_its_others_along(serve, slow):
+    slow.rows, slow.max_waiting = 1, 1
+    served = serve(slow)
+    with pytest.raises(openai.RateLimitError):
+        served.client().completions.create(**{**LONG, "prompt": ["a", "b", "c"]})
+    wait_until(lambda: slow.running == 0, 1.0)
+
+
+def test_clients_of_openai_try_again_after_429(serve, slow):
+    slow.rows, slow.max_waiting, slow.pause, slow.retry_after = 1, 0, 0.1, 0.5
+    served = serve(slow)
+    connection = send(served, {**LONG, "max_tokens": 3})
+    wait_until(lambda: slow.running == 1)
+    answer = served.client(max_retries=2).completions.create(**{**LONG, "max_tokens": 2})
+    assert answer.usage.completion_tokens == 2
+    connection.close()
+
+
+def test_too_late_is_504(serve, fake):
+    fake.pause = 60
+    served = serve(fake, timeout=0.2)
+    for streams in (False, True):
+        with pytest.raises(openai.APIStatusError) as caught:
+            served.client().completions.create(**LONG, stream=streams)
+        assert caught.value.status_code == 504 and caught.value.body["code"] == "timeout"
+        assert "longer than 0.2 s" in caught.value.body["message"]
+        assert fake.running == 0
+
+
+def test_a_stream_that_has_begun_tells_of_an_error_in_an_event(serve, slow):
+    served = serve(slow, timeout=0.3)
+    stream = served.client().completions.create(**LONG, stream=True)
+    texts = []
+    with pytest.raises(openai.APIError, match="longer than 0.3 s") as caught:
+        for chunk in stream:
+            texts.append(chunk.choices[0].text)
+    assert texts and caught.value.code == "timeout"
+    assert slow.running == 0
+
+
+def test_a_body_that_never_ends_is_too_late_as_well(serve, fake):
+    served = serve(fake, timeout=0.2)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 504
+
+
+@pytest.mark.parametrize("at", [0, 3], ids=["at once", "on the way"])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_a_failure_is_its_own_requests(serve, slow, at, streams):
+    served = serve(slow)
+    client = served.client()
+
+    async def neighbours():
+        async with served.client(openai.AsyncOpenAI) as others:
+            asked = [
+                others.completions.create(model="fake", prompt=PROMPT, max_tokens=30)
+                for _ in range(2)
+            ]
+            running = [asyncio.create_task(one) for one in asked]
+            while slow.running < 2:
+                await asyncio.sleep(0.005)
+            await asyncio.to_thread(fail)
+            return [answer.usage.completion_tokens for answer in await asyncio.gather(*running)]
+
+    def fail():
+        failing = type(slow)(slow.tokenizer)
+        failing.failing[at] = RequestFailedError("the logits are not finite; ask again.")
+        slow.generate, generate = failing.generate, slow.generate
+        try:
+            with pytest.raises(openai.APIError, match="the logits are not finite") as caught:
+                got = client.completions.create(**LONG, stream=streams)
+                if streams:
+                    list(got)
+        finally:
+            slow.generate = generate
+        if not (streams and at):
+            assert caught.value.status_code == 500
+        assert caught.value.body["code"] == "request_failed"
+
+    assert asyncio.run(neighbours()) == [30, 30]
+
+
+def test_an_error_of_the_servers_own_tells_nothing_of_its_inside(serve, fake, caplog):
+    fake.failing[0] = KeyError("/a/secret/path")
+    with pytest.raises(openai.InternalServerError) as caught:
+        serve(fake).client().completions.create(**LONG)
+    assert "secret" not in str(caught.value.body) and "its log has" in caught.value.body["message"]
+    assert "/a/secret/path" in caplog.text
+
+
+def test_a_stopped_engine_is_503(served, fake):
+    fake.is_healthy = False
+    for streams in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            served.client().completions.create(**LONG, stream=streams)
+        assert caught.value.status_code == 503 and caught.value.body["code"] == "engine_stopped"
+
+
+def test_stopping_finishes_what_runs(start, slow):
+    served = start(slow)
+    connection = send(served, {**LONG, "max_tokens": 20})
+    wait_until(lambda: slow.running == 1)
+    served.stop()
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    assert answer.status == 200 and json.loads(answer.read())["usage"]["completion_tokens"] == 20
+    with pytest.raises(ConnectionRefusedError):
+        send(served, LONG)
+
+
+def test_many_prompts_at_once_leave_the_server_responsive(serve, fake):
+    # Reading a prompt of half a megabyte must not hold up the others.
+    fake.max_prompt_tokens = fake.max_context = 10**6
+    served = serve(fake)
+    text = "word " * 100_000
+
+    async def ask():
+        async with served.client(openai.AsyncOpenAI) as client:
+            big = asyncio.create_task(
+                client.completions.create(model="fake", prompt=text, max_tokens=1)
+            )
+            answered = 0
+            while not big.done():
+                await client.completions.create(model="fake", prompt="a b", max_tokens=1)
+                answered += 1
+            await big
+            return answered
+
+    assert asyncio.run(ask()) > 1

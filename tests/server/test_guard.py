@@ -1,0 +1,120 @@
+import contextlib
+import http.client
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+BODY = {"model": "fake", "prompt": "once upon a time", "max_tokens": 2}
+
+
+def get(served, path, **headers):
+    request = urllib.request.Request(served.address + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), error.headers
+
+
+@pytest.fixture
+def locked(serve, fake):
+    return serve(fake, api_key="a-long-secret")
+
+
+def test_the_right_key_opens(locked):
+    assert locked.client().completions.create(**BODY).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("key", ["wrong", "a-long-secre", "a-long-secrets"])
+def test_a_wrong_key_does_not(locked, fake, key):
+    with pytest.raises(openai.AuthenticationError, match="missing or wrong") as caught:
+        locked.client(api_key=key).completions.create(**BODY)
+    assert caught.value.body["code"] == "invalid_api_key"
+    assert fake.asked == []
+
+
+def test_a_key_that_is_no_ascii(locked):
+    connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=10)
+    connection.request("GET", "/v1/models", headers={"Authorization": "Bearer \xff\xfe"})
+    assert connection.getresponse().status == 401
+
+
+def test_what_is_open_and_what_needs_the_key(locked):
+    for path in ("/health", "/"):
+        assert get(locked, path)[0] == 200
+    for path in ("/metrics", "/stats", "/v1/models", "/nowhere"):
+        code, body, headers = get(locked, path)
+        assert code == 401 and headers["WWW-Authenticate"] == "Bearer"
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    for path in ("/metrics", "/stats", "/v1/models"):
+        assert get(locked, path, Authorization="Bearer a-long-secret")[0] == 200
+    assert get(locked, "/v1/models", Authorization="Basic a-long-secret")[0] == 401
+
+
+def test_other_names_are_refused_where_only_this_machine_may_ask(serve, fake):
+    served = serve(fake, hosts=frozenset({"127.0.0.1", "localhost", "::1"}))
+    assert get(served, "/v1/models")[0] == 200
+    assert get(served, "/v1/models", Host=f"localhost:{served.port}")[0] == 200
+    assert get(served, "/v1/models", Host="[::1]:80")[0] == 200
+    code, body, _ = get(served, "/v1/models", Host="evil.example")
+    assert code == 403 and b"evil.example" in body
+
+
+@pytest.fixture
+def tight(serve, fake):
+    return serve(fake, max_body=1000)
+
+
+def test_a_body_above_the_limit_is_not_read(tight, fake):
+    connection = http.client.HTTPConnection("127.0.0.1", tight.port, timeout=10)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(50 << 20))
+    connection.endheaders()
+    answer = connection.getresponse()  # nothing of the body was sent
+    assert answer.status == 413
+    error = json.loads(answer.read())["error"]
+    assert error["code"] == "body_too_large" and "more than 1000 bytes" in error["message"]
+
+
+def test_a_client_that_sends_50_mb_learns_why_not(tight, fake):
+    for body in ({**BODY, "prompt": "a" * (50 << 20)}, {**BODY, "prompt": "a" * 2000}):
+        with pytest.raises(openai.APIStatusError) as caught:
+            tight.client().completions.create(**body)
+        assert caught.value.status_code == 413
+    assert tight.client().completions.create(**BODY).usage.completion_tokens == 2
+    assert len(fake.asked) == 1
+
+
+def test_a_body_without_a_length_is_cut_at_the_limit(tight, fake):
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        yield b'{"model": "fake", "prompt": "'
+        while sent < 200 << 20:
+            sent += 65536
+            yield b"a" * 65536
+
+    connection = http.client.HTTPConnection("127.0.0.1", tight.port, timeout=30)
+    headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+    # The server listens no longer than some seconds; then it hangs up.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.request("POST", "/v1/completions", endless(), headers, encode_chunked=True)
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.getresponse().status == 413
+    connection.close()
+    assert fake.asked == []
+    assert tight.client().completions.create(**BODY).usage.completion_tokens == 2
+
+
+def test_a_short_body_without_a_length(tight):
+    connection = http.client.HTTPConnection("127.0.0.1", tight.port, timeout=10)
+    headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+    parts = iter([json.dumps(BODY).encode()])
+    connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
+    assert connection.getresponse().status == 200
+    connection.close()

@@ -1,0 +1,89 @@
+import json
+import re
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def get(served, path):
+    with urllib.request.urlopen(served.address + path, timeout=10) as answer:
+        return answer.read().decode(), answer.headers
+
+
+def status(served, path):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(served, path)
+    return caught.value.code
+
+
+def numbers(served):
+    text, headers = get(served, "/metrics")
+    assert headers["Content-Type"].startswith("text/plain")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_happened(served, fake):
+    before = numbers(served)
+    assert before["h2okv_rows",] == 4 and before["h2okv_rows_in_use",] == 0
+    client = served.client()
+    client.completions.create(model="fake", prompt="a b c", max_tokens=5)
+    list(client.completions.create(model="fake", prompt="a b", max_tokens=5, stream=True))
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="fake", prompt="a b", temperature=-1)
+    after = numbers(served)
+    assert after["h2okv_requests_total", "/v1/completions", "ok"] == 2
+    assert after["h2okv_requests_total", "/v1/completions", "refused"] == 1
+    assert after["h2okv_new_tokens_total",] == 10 and after["h2okv_finished_total",] == 2
+    assert after["h2okv_time_to_first_token_seconds_count",] == 2
+    assert after["h2okv_time_per_token_seconds_count",] == 2
+    assert after["h2okv_request_seconds_count", "/v1/completions"] == 3
+    assert after["h2okv_tokens_per_second",] == 1.0  # ten in the last ten seconds
+    for name in ("waiting", "cache_bytes", "full_bytes", "reserved_bytes", "healthy"):
+        assert (f"h2okv_{name}",) in after
+    assert ("h2okv_evictions_total",) in after
+
+
+def test_servers_in_one_process_count_for_themselves(served, serve, fake):
+    other = serve(type(fake)(fake.tokenizer))
+    other.client().completions.create(model="fake", prompt="a b c", max_tokens=5)
+    assert ("h2okv_requests_total", "/v1/completions", "ok") not in numbers(served)
+
+
+def test_health_and_stats(served, fake):
+    assert json.loads(get(served, "/health")[0]) == {"status": "ok"}
+    stats = json.loads(get(served, "/stats")[0])
+    assert (stats["model"], stats["rows"], stats["row_budget"]) == ("fake", 4, 400)
+    fake.is_healthy = False
+    assert status(served, "/health") == 503
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(served):
+    text, headers = get(served, "/")
+    policy = headers["Content-Security-Policy"]
+    nonce = re.search(r"script-src 'nonce-([\w-]+)'", policy).group(1)
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert text.count(f'nonce="{nonce}"') == 2 and "@NONCE@" not in text
+    assert not re.search(r"(src|href)=\"?(https?:)?//", text)
+    assert " style=" not in text and not re.search(r"\son\w+=", text)
+    again = get(served, "/")[1]["Content-Security-Policy"]
+    assert again != policy
+
+
+def test_a_recorded_page_is_served_where_one_is_given(serve, fake):
+    served = serve(fake, view_page="<!doctype html><p>recorded")
+    text, headers = get(served, "/view")
+    assert text == "<!doctype html><p>recorded"
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert 'id="view" href="/view"' in get(served, "/")[0]
+
+
+def test_without_one_there_is_no_link(served):
+    assert 'id="view" hidden' in get(served, "/")[0]
+    assert status(served, "/view") == 404

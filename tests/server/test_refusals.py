@@ -1,0 +1,216 @@
+import copy
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+BODY = {"model": "fake", "prompt": "once upon a time", "max_tokens": 2}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+@pytest.fixture
+def served(calm):
+    return calm
+
+
+@pytest.fixture
+def fake(calm):
+    return calm.engine
+
+
+def refusal(served, path, body) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as caught:
+        served.client().post(path, body=body, cast_to=object)
+    error = caught.value.body
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith(".") and "\n" not in error["message"]
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"temperture": 1}, "temperture", "not known; did you mean temperature"),
+        ({"nonsense": 1}, "nonsense", "nonsense is not known; leave it out"),
+        ({"temperature": "hot"}, "temperature", "temperature='hot' does not fit; give a valid num"),
+        ({"temperature": -1}, "temperature", "temperature=-1.0 is out of range; give"),
+        ({"top_p": 0}, "top_p", "leaves no token to draw"),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens=1.5 does not fit; give a valid integer"),
+        ({"max_tokens": -1}, "max_tokens", "out of range; give 0 or more"),
+        ({"max_tokens": 99}, "max_tokens", "max_tokens=99 is more than this server writes"),
+        ({"n": 0}, "n", "n=0 is out of range"),
+        ({"n": 1000}, "n", "1 x 1000 = 1000 outputs, but one request may have 128"),
+        ({"prompt": ["a"] * 129}, "prompt", "129 x 1 = 129 outputs"),
+        ({"stream": "yes"}, "stream", "stream='yes' does not fit"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "is not known"),
+        ({"stop": 5}, "stop", "stop=5 does not fit"),
+        ({"stop": [""]}, "stop", "an empty text would end every output"),
+        ({"stop": ["x"] * 65}, "stop", "65 entries; give 64 at most"),
+        ({"logprobs": 21}, "logprobs", "logprobs=21 is out of range"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "the key 'x', which is no token"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias", "give a number from -100 to 100"),
+        ({"best_of": 3}, "best_of", "chooses among no outputs"),
+        ({"suffix": "the end"}, "suffix", "suffix='the end': this server only continues"),
+        ({"prompt": ""}, None, None),
+        ({"prompt": []}, "prompt", "none of the lists empty"),
+        ({"prompt": [[]]}, "prompt", "none of the lists empty"),
+        ({"prompt": [1, "a"]}, "prompt", "does not fit; give a text"),
+        ({"prompt": [True]}, "prompt", "does not fit; give a text"),
+        ({"prompt": {"text": "a"}}, "prompt", "does not fit; give a text"),
+        ({"prompt": None}, "prompt", "does not fit; give a text"),
+        ({"prompt": [4096]}, "prompt", "the token 4096, but the model's tokens are 0 to 4095"),
+        ({"prompt": [-1]}, "prompt", "the token -1, but"),
+        ({"prompt": [10**30]}, "prompt", "the token 1000000000000000000000000000000, but"),
+        ({"h2o": {"heavy": 1000}}, "h2o", "= 1001 tokens for this prompt, but a row of this serv"),
+        ({"h2o": {"heavy": 0, "recent": 0}}, "h2o", "keep nothing"),
+        ({"h2o": {"heavy": "much"}}, None, "heavy"),
+        ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),
+        ({"seed": "x"}, "seed", "seed='x' does not fit"),
+    ],
+)
+def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, words):
+    if words is None:  # it is the model's tokenizer that decides whether nothing is something
+        served.client().post("/completions", body={**BODY, **change}, cast_to=object)
+        return
+    error = refusal(served, "/completions", {**BODY, **change})
+    assert error.status_code == 400 and error.body["type"] == "invalid_request_error"
+    assert words in error.body["message"]
+    if param is not None:
+        assert error.body["param"] == param
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "calls no tools; leave it out"),
+        ({"tool_choice": "required"}, "tool_choice", "calls no tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "calls no functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
+        ({"modalities": ["text", "audio"]}, "modalities", "writes text only"),
+        ({"audio": {"voice": "a"}}, "audio", "writes text only"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "no such setting"),
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": "hello"}, "messages", "messages='hello' does not fit"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role", "role='tool'"),
+        ({"messages": [{"content": "4"}]}, "messages[0].role", "messages[0].role is missing"),
+        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content", "content=4"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content", "part of type 'image_url'; this server reads text only"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+         "messages[0].tool_calls", "reads text only; leave it out"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "good"}]},
+         "messages[0].mood", "not known"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, None, "logprobs=21 is out of range"),
+        ({"max_completion_tokens": 7}, "max_tokens", "contradict each other"),
+        ({"prompt": "x"}, "prompt", "prompt is not known"),
+    ],
+)  # fmt: skip
+def test_a_bad_chat_names_field_and_remedy(served, fake, change, param, words):
+    error = refusal(served, "/chat/completions", {**CHAT, **change})
+    assert error.status_code == 400 and words in error.body["message"]
+    if param is not None:
+        assert error.body["param"] == param
+    assert fake.asked == []
+
+
+def test_what_changes_nothing_is_taken(served):
+    further = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "store": True,
+        "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "modalities": ["text"],
+        "response_format": {"type": "text"}, "safety_identifier": "x", "prompt_cache_key": "y",
+        "prediction": {"type": "content", "content": "x"}, "reasoning_effort": None,
+    }  # fmt: skip
+    served.client().post("/chat/completions", body={**CHAT, **further}, cast_to=object)
+
+
+def test_a_template_that_does_not_take_the_chat(serve, make_fake, bundled_tokenizer):
+    fake = make_fake()
+    fake.tokenizer = copy.deepcopy(bundled_tokenizer)
+    fake.tokenizer.chat_template = "{{ raise_exception('users must not be silent') }}"
+    error = refusal(serve(fake), "/chat/completions", CHAT)
+    assert error.status_code == 400 and error.body["param"] == "messages"
+    assert "does not take these messages (users must not be silent)" in error.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": "word " * 2100}, "prompt has 2103 tokens, but this server reads"),
+        ({"prompt": "x" * 100_000}, "prompt has 100000 characters, but"),
+        ({"prompt": [7] * 2049}, "prompt has 2049 tokens, but"),
+        ({"prompt": [7] * 2040, "max_tokens": 9}, "2040 tokens and max_tokens=9 are more than the"),
+    ],
+    ids=["text", "very long text", "tokens", "with its output"],
+)
+def test_what_does_not_fit_has_openais_code(served, change, words):
+    error = refusal(served, "/completions", {**BODY, **change})
+    assert error.status_code == 400 and error.body["code"] == "context_length_exceeded"
+    assert words in error.body["message"]
+
+
+def test_a_standard_output_is_as_long_as_there_is_room(served, fake):
+    body = {"model": "fake", "prompt": [7] * 2040}
+    served.client().post("/completions", body=body, cast_to=object)
+    assert fake.asked[0][1].max_tokens == 8
+
+
+def test_an_unknown_model(served):
+    error = refusal(served, "/completions", {**BODY, "model": "gpt-4"})
+    assert error.status_code == 404 and error.body["code"] == "model_not_found"
+    error = refusal(served, "/chat/completions", {**CHAT, "model": "gpt-4"})
+    assert error.status_code == 404 and error.body["param"] == "model"
+
+
+def test_a_streamed_request_is_refused_like_any_other(served):
+    error = refusal(served, "/completions", {**BODY, "stream": True, "temperature": -1})
+    assert error.status_code == 400
+
+
+def post(served, data, content_type="application/json", path="/v1/completions"):
+    request = urllib.request.Request(
+        served.address + path, data=data, headers={"Content-Type": content_type}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    return caught.value.code, json.loads(caught.value.read())["error"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"hello", b'{"model": "fake"', b'{"model": "\xff\xfe"}', b"\x00", b'{"a": "\\ud800"}',
+     b"[" * 100_000],
+    ids=["nothing", "words", "half", "not UTF-8", "zero", "half a character", "deep"],
+)  # fmt: skip
+def test_a_body_that_is_no_json(served, data):
+    code, error = post(served, data)
+    assert code == 400 and error["code"] == "invalid_json"
+    assert error["message"].startswith("the body is not JSON in UTF-8 (")
+
+
+@pytest.mark.parametrize("data", [b"[]", b"5", b'"text"', b"null"])
+def test_a_body_that_is_no_object(served, data):
+    code, error = post(served, data)
+    assert code == 400 and "not a JSON object" in error["message"]
+
+
+def test_numbers_that_json_does_not_have(served):
+    data = b'{"model": "fake", "prompt": "a", "temperature": NaN}'
+    assert post(served, data)[0] == 400
+
+
+def test_another_content_type(served):
+    data = json.dumps(BODY).encode()
+    code, error = post(served, data, "application/x-www-form-urlencoded")
+    assert code == 415 and "send the header 'Content-Type: application/json'" in error["message"]
+    assert post(served, data, "text/plain")[0] == 415
+
+
+def test_no_such_path_and_no_such_method(served):
+    assert post(served, b"{}", path="/v1/embeddings")[0] == 404
+    code, error = post(served, b"{}", path="/v1/models")
+    assert code == 405 and "/v1/chat/completions" in error["message"]
