@@ -5,6 +5,9 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
+import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -156,13 +159,25 @@ def test_bad_input(job, model_folder, args, words):
         assert word in error
 
 
-def test_too_little_memory_says_how_much_is_enough(job, model_folder):
-    used = data_bytes()
-    error, _ = job(model_folder, "--memory", used + (8 << 20), code=2)
-    assert "is too little: one layer of this model at a time and a batch of one need" in error
-    needed = error.split(" need ")[1].split(" ")[0]
-    summary, _ = job(model_folder, "--memory", int(needed.removesuffix("MiB")) + 64 << 20)
-    assert summary["plan"]["rows"] >= 1
+@pytest.mark.parametrize("memory", ["1MiB", "half of the model"])
+def test_too_little_memory_says_how_much_is_enough(
+    processes, model_folder, prompts, tmp_path, memory
+):
+    """The amount that is named is promised, and held by the system, in another process."""
+    args = ["batch", "--model", model_folder, "--input", prompts, "--max-new-tokens", 2]
+    beside = {} if memory == "1MiB" else {"promise_beside": 40 << 20}
+    given = ["--memory", memory] if memory == "1MiB" else []
+    refused = processes([*args, "--output", tmp_path / "none.jsonl", *given], **beside)
+    assert refused.code == 2 and refused.error.count("\n") == 1
+    assert "is too little: one layer of this model at a time and a batch of one need" in (
+        refused.error
+    )
+    needed = int(refused.error.split(" need ")[1].split("MiB")[0]) << 20
+    output = tmp_path / "out.jsonl"
+    done = processes([*args, "--output", output, "--memory", needed], data_limit=needed)
+    assert done.code == 0, done.error
+    assert done.data <= needed
+    assert len(output.read_text(encoding="utf-8").splitlines()) == len(PROMPTS)
 
 
 def damaged(model_folder, tmp_path, change):
@@ -210,35 +225,90 @@ def large_model(folder, model_folder):
     return sum(weight.nbytes for weight in weights.values())
 
 
-def run_within(promise_beside, args, pipe):
-    """In a process of its own: the command, with a limit on the data of the process."""
+def run_within(args, report, promise_beside, data_limit, file_size):
+    """In a process of its own: the command, within limits of the system."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(report, os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
-    promise = data_bytes() + promise_beside
-    resource.setrlimit(resource.RLIMIT_DATA, (promise, promise))
-    code = run([*(str(arg) for arg in args), "--memory", str(promise)])
-    pipe.send((code, data_bytes(), promise))
+    if promise_beside is not None:
+        data_limit = data_bytes() + promise_beside
+        args = [*args, "--memory", data_limit]
+    if data_limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_limit, data_limit))
+    if file_size is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    code = run([str(arg) for arg in args])
+    print(json.dumps([code, data_bytes(), data_limit]), file=sys.stderr, flush=True)
 
 
-def test_the_promise_is_kept(model_folder, tmp_path, prompts, h2okv_command):
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    data: int
+    promise: int | None
+    error: str
+
+
+@pytest.fixture
+def processes(tmp_path):
+    """Runs the command in processes that have everything imported when they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["h2okv.cli.app"])
+
+    def call(args, promise_beside=None, data_limit=None, file_size=None) -> Ended:
+        report = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"
+        limits = (promise_beside, data_limit, file_size)
+        child = context.Process(target=run_within, args=(args, report, *limits))
+        child.start()
+        child.join()
+        text = report.read_text()
+        assert child.exitcode == 0, text
+        *error, last = text.splitlines(keepends=True)
+        return Ended(*json.loads(last), "".join(error))
+
+    return call
+
+
+def test_the_promise_is_kept(processes, model_folder, tmp_path, prompts):
     folder = tmp_path / "large"
     size = large_model(folder, model_folder)
     beside = 196 << 20
     assert size > 1.5 * beside
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["h2okv.cli.app"])
-    receiver, sender = context.Pipe(duplex=False)
     output = tmp_path / "limited.jsonl"
     args = ["batch", "--model", folder, "--input", prompts, "--max-new-tokens", 2]
-    child = context.Process(
-        target=run_within, args=(beside, [*args, "--output", output, "--json"], sender)
-    )
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    code, data, promise = receiver.recv()
-    assert code == 0
-    assert data <= promise
+    ended = processes([*args, "--output", output, "--json"], promise_beside=beside)
+    assert ended.code == 0, ended.error
+    assert ended.data <= ended.promise
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert len(records) == len(PROMPTS)
     assert sum("error" in record for record in records) == 1
+
+
+def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, tmp_path, prompts):
+    # A limit on the size of files fails a write half-way, as a full disk does.
+    folder, output = tmp_path / "converted", tmp_path / "out.jsonl"
+    args = ["batch", "--model", model_folder, "--input", prompts, "--output", output,
+            "--max-new-tokens", STEPS, "--dtype", "bfloat16", "--weights", "disk",
+            "--converted", folder]  # fmt: skip
+    ended = processes(args, file_size=100_000)
+    assert ended.code == 2
+    assert "must be written anew" in ended.error and "(File too large)" in ended.error
+    assert "give another --converted folder" in ended.error and ended.error.count("\n") == 1
+    assert not list(folder.iterdir())
+    again = processes(args)
+    assert again.code == 0 and len(list(folder.iterdir())) == 1
+
+
+def test_a_full_disk_under_the_cache(processes, job, model_folder, tmp_path, prompts):
+    output = tmp_path / "out.jsonl"
+    args = ["batch", "--model", model_folder, "--input", prompts, "--output", output,
+            "--max-new-tokens", STEPS, "--weights", "device", "--cache", "file", "--batch", 2,
+            "--policy", "full"]  # fmt: skip
+    ended = processes(args, file_size=150_000)
+    assert ended.code == 2 and ended.error.count("\n") == 1
+    assert "the cache's file" in ended.error and "--cache-folder" in ended.error
+    again = processes(args)
+    assert again.code == 0
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len({record["id"] for record in records}) == len(records) == len(PROMPTS)

@@ -87,7 +87,7 @@ def plan(
     bits = check_weight_bits(weight_bits)
     opened = open_model(described, parse_dtype(dtype), wanted_device, None, bits)
     demand = opened.demand(empty)
-    speeds = measure_speeds(opened, demand)
+    speeds = measure_speeds(opened, demand, find_room(wanted_device, promised))
     room = find_room(wanted_device, promised)
     work = Workload(typical=prompt, longest=prompt, new=gen, prompts=prompts)
     planner = Planner(opened.skeleton, demand, empty, speeds, room, work, wanted_device)

@@ -27,6 +27,7 @@ from h2okv.integration.loading import BUNDLED, Described
 _SPARE = 0.9
 """Of what is free, where nothing was promised."""
 _SAMPLE_BYTES = 64 << 20
+_LEAST_SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -122,24 +123,28 @@ def checkpoint_folder(described: Described) -> Path:
         ) from error
 
 
-def measure_speeds(opened: OpenModel, demand: Demand) -> Speeds:
+def measure_speeds(opened: OpenModel, demand: Demand, room: Room) -> Speeds:
     """Measures the machine, in a second or two.
 
     Args:
         opened: The model; a part of it is read.
         demand: Its sizes.
+        room: Memory that may be taken meanwhile; the samples are smaller if it is little.
 
     Returns:
         The speeds.
     """
     device = opened.device
-    memory = measure_bandwidth(device, _SAMPLE_BYTES if device.type == "cpu" else None)
+    # A quarter each for the buffer and its copy, and for the matrices of the products.
+    sample = max(_LEAST_SAMPLE, min(_SAMPLE_BYTES, room.device // 4))
+    memory = measure_bandwidth(device, sample if device.type == "cpu" else None)
     dtype = opened.skeleton.table.dtype
+    width = min(demand.width, max(_LEAST_SAMPLE, room.device // 4) // (demand.hidden * 16))
     return Speeds(
-        disk=measure_disk(opened.files),
+        disk=measure_disk(opened.files, piece=sample // 4),
         link=memory if device.type == "cpu" else measure_link(device),
         memory=memory,
-        products=measure_products(demand.hidden, demand.width, dtype, device),
+        products=measure_products(demand.hidden, max(1, width), dtype, device),
     )
 
 
@@ -183,7 +188,7 @@ def make_planner(
         The planner.
     """
     demand = opened.demand(cache)
-    speeds = measure_speeds(opened, demand)
+    speeds = measure_speeds(opened, demand, find_room(opened.device, memory))
     room = find_room(opened.device, memory)
     return Planner(opened.skeleton, demand, cache, speeds, room, work, opened.device)
 

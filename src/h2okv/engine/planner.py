@@ -277,11 +277,12 @@ class Planner:
         # What lies elsewhere is brought into one of two workspaces.
         workspaces = int(2 * rows * mean * demand.entry_bytes) if away else 0
         free = self._room.device - weights - buffers - caches - workspaces - demand.fixed_bytes
-        waiting = int(max(0, free) * _WAITING_SHARE) // max(1, demand.waiting_bytes(1))
         at_once = int(max(0, free) * _LANE_SHARE) // max(1, demand.prompt_bytes(1))
         wanted = rows * work.typical
         lane = max(work.longest, min(_LANE_TOKENS, at_once, wanted))
-        tokens = max(lane, min(waiting, wanted))
+        # A long prompt may leave less than its share to those that wait.
+        left = max(0, min(int(free * _WAITING_SHARE), free - demand.prompt_bytes(lane)))
+        tokens = max(lane, min(left // max(1, demand.waiting_bytes(1)), wanted))
         temporary = (
             demand.fixed_bytes
             + workspaces

@@ -14,6 +14,7 @@ from h2okv.engine.checkpoint_files import CheckpointFiles
 
 _DISK_BYTES = 256 << 20
 _PIECE = 16 << 20
+_LEAST_PIECE = 1 << 16
 _ROWS = (1, 8, 32, 256)
 _LEAST_SECONDS = 0.05
 
@@ -47,23 +48,26 @@ class Speeds:
         return slow + (fast - slow) * (rows - low) / (high - low)
 
 
-def measure_disk(files: CheckpointFiles, num_bytes: int = _DISK_BYTES) -> float:
+def measure_disk(
+    files: CheckpointFiles, num_bytes: int = _DISK_BYTES, piece: int = _PIECE
+) -> float:
     """Reads a part of a checkpoint that the system does not hold in memory.
 
     Args:
         files: The checkpoint.
         num_bytes: How much at most.
+        piece: How much at once, if there is so much.
 
     Returns:
         Bytes in a second.
     """
-    buffer = memoryview(bytearray(_PIECE))
+    buffer = memoryview(bytearray(max(_LEAST_PIECE, min(_PIECE, piece))))
     largest = max(range(len(files.paths)), key=lambda index: files.identity[index][1])
     size = min(files.identity[largest][1], num_bytes)
     files.drop_pages(largest, 0, 0)
     start, done = time.perf_counter(), 0
     while done < size:
-        part = min(_PIECE, size - done)
+        part = min(len(buffer), size - done)
         files.read_into(largest, done, buffer[:part])
         done += part
     seconds = time.perf_counter() - start
