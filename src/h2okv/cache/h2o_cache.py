@@ -288,6 +288,20 @@ class H2OCache(Cache):
         """Bits of a number of keys and values, as given."""
         return self._kv_bits
 
+    def entries_for(self, length: int) -> int:
+        """Says how many entries a prompt is evicted down to, K.
+
+        Args:
+            length: its tokens.
+
+        Returns:
+            K for each layer and KV head, whatever a policy's own rule adds among them.
+
+        Raises:
+            ValueError: if the budget is above ``max_tokens``.
+        """
+        return self.policy.apportion(self.budget.resolve(length)).total
+
     def head_bytes(self, size: int, dtype: torch.dtype) -> int:
         """Says what one head's key, or value, of an entry takes.
 

@@ -19,7 +19,10 @@ def can_take_pieces(cache: H2OCache) -> bool:
         a layer keeps transformers' own cache.
     """
     return (
-        all(isinstance(layer, SlotLayer) and layer.is_plain for layer in cache.layers)
+        all(
+            isinstance(layer, SlotLayer) and layer.is_plain and not layer.marks_pattern
+            for layer in cache.layers
+        )
         and cache.kv_bits is None
         and not cache.rule.rolls
     )

@@ -293,7 +293,7 @@ class ScoredLayer(WeighingLayer):
             self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
             self.chosen = None
             # All caches of a policy have it or none, whatever their prompts, so that rows can join.
-            if self.policy.apportion(TokenBudget(0, 2, 2)).chosen:
+            if self.marks_pattern:
                 self.chosen = column("chosen")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]

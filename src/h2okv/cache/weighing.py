@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.rows import RowLayer
 from h2okv.policy import Policy
 from h2okv.policy.h2o import H2OPolicy
@@ -30,6 +31,11 @@ class WeighingLayer(RowLayer):
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""
         return (*super().row_tensors(), "norms", "chosen")
+
+    @property
+    def marks_pattern(self) -> bool:
+        """Whether the policy keeps entries by a rule of its own, in every cache it is used for."""
+        return self.policy.apportion(TokenBudget(0, 2, 2)).chosen > 0
 
     @property
     def is_plain(self) -> bool:

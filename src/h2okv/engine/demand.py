@@ -62,7 +62,7 @@ class Demand:
             A number of slots.
         """
         if cache.policy.is_bounded:
-            return cache.budget.resolve(prompt).total + 1
+            return cache.entries_for(prompt) + 1
         return prompt + -(-new // _GROWTH) * _GROWTH + _GROWTH
 
     def layer_bytes(self, slots: float) -> int:

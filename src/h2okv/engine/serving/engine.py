@@ -122,7 +122,7 @@ class Engine:
         check_fits_rows(probe)
         self.max_context = None if probe.rule.rolls else context
         self.max_prompt_tokens = self._longest_prompt(context)
-        self.row_budget = self._budget(None).resolve(self.max_prompt_tokens).total
+        self.row_budget = probe.entries_for(self.max_prompt_tokens)
         self._is_closed = False
         self._stack.enter_context(enable(self.model))
         try:
@@ -174,7 +174,7 @@ class Engine:
         self._check_length(len(tokens), params)
         if params.n > self.num_rows:
             raise ValueError(f"n={params.n} is more than the {self.num_rows} rows; ask for less.")
-        keeps = self._budget(budget).resolve(len(tokens)).total
+        keeps = self._make_cache(budget).entries_for(len(tokens))
         if keeps > self.row_budget:
             raise ValueError(
                 f"the budget of {keeps} entries is larger than a row of {self.row_budget}; lower "
@@ -223,7 +223,7 @@ class Engine:
         self._stack.close()
 
     def _make_cache(self, budget: Budget | None) -> H2OCache:
-        own = self._budget(budget)
+        own = budget or self.settings
         return H2OCache(
             self.model.config,
             heavy=own.heavy,
@@ -231,12 +231,6 @@ class Engine:
             sink=own.sink,
             **self.settings.cache,
         )
-
-    def _budget(self, budget: Budget | None) -> Budget:
-        if budget is not None:
-            return budget
-        settings = self.settings
-        return Budget(heavy=settings.heavy, recent=settings.recent, sink=settings.sink)
 
     def _longest_prompt(self, context: int | None) -> int:
         wished = self.settings.max_prompt_tokens

@@ -95,7 +95,7 @@ def _row_bytes(demand: Demand, cache: H2OCache, slots: int) -> int:
     """Bytes of a row, as `RowBlock` allocates it."""
     layer: Any = cache.layers[0]
     notes = _SLOT_BYTES + 4 * cache.rule.rolls + 4 * layer.scoring.uses_values
-    numbers = _ROW_BYTES + 8 * (layer.chosen is not None)
+    numbers = _ROW_BYTES + 8 * layer.marks_pattern
     heads = demand.num_kv_heads
     one = slots * (demand.entry_bytes + heads * notes) + heads * _HEAD_BYTES + numbers
     return int(demand.num_slot_layers * one)

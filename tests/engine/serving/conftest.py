@@ -1,0 +1,75 @@
+"""Tiny models behind the serving engine, and what each prompt gives alone."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import h2okv
+from h2okv.assets import bundled_model_path
+
+VOCABULARY = 97
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(bundled_model_path())
+
+
+@pytest.fixture(scope="session")
+def make_prompts():
+    """Random token lists of the given lengths."""
+
+    def make(lengths, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+            for length in lengths
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """The new tokens of a prompt by transformers' own generate."""
+
+    def generate(model, prompt, new, cache=None, **options):
+        if cache is None:
+            cache = h2okv.H2OCache(model.config, **({"heavy": 0.2, "recent": 0.2} | options))
+        ids = torch.tensor([prompt])
+        with h2okv.enable(model):
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=new,
+                do_sample=False,
+            )
+        return made[0, len(prompt) :].tolist()
+
+    return generate
+
+
+@pytest.fixture
+def make_llm(tokenizer):
+    """An engine on a loaded model, closed at the end of the test."""
+    made = []
+
+    def make(model, **settings):
+        llm = h2okv.LLM(model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "rows": 3} | settings))
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def greedy():
+    """Parameters of so many likeliest tokens."""
+
+    def make(new, **options):
+        return h2okv.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, **options)
+
+    return make

@@ -1,0 +1,113 @@
+"""The engine in its thread: tasks that come, go away, and a shutdown."""
+
+import asyncio
+import time
+
+import pytest
+
+import h2okv
+from h2okv.engine.serving.errors import EngineStoppedError, PromptTooLongError
+
+
+@pytest.fixture
+def make_async(tokenizer):
+    def make(model, **settings):
+        return h2okv.AsyncLLM(
+            model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "rows": 3} | settings)
+        )
+
+    return make
+
+
+async def tokens_of(llm, prompt, params):
+    return [token async for piece in llm.generate(prompt, params) for token in piece.token_ids]
+
+
+def test_tasks_get_what_generate_gives(make_llama, make_async, make_prompts, alone, greedy):
+    model = make_llama()
+    prompts = make_prompts([20, 3, 44, 31, 9, 60])
+    llm = make_async(model)
+
+    async def main():
+        made = await asyncio.gather(*(tokens_of(llm, own, greedy(12)) for own in prompts))
+        await llm.aclose()
+        return made
+
+    made = asyncio.run(main())
+    assert made == [alone(model, own, 12) for own in prompts]
+
+
+def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompts, greedy):
+    prompts = make_prompts([20, 20])
+    llm = make_async(make_llama(), rows=1)
+
+    async def main():
+        pieces = llm.generate(prompts[0], greedy(400))
+        async for _ in pieces:
+            break
+        assert llm.stats().rows_in_use == 1
+        await pieces.aclose()
+        task = asyncio.create_task(tokens_of(llm, prompts[0], greedy(400)))
+        while llm.stats().rows_in_use == 0 or llm.stats().aborted == 0:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        made = await tokens_of(llm, prompts[1], greedy(5))
+        assert len(made) == 5
+        stats = llm.stats()
+        await llm.aclose()
+        return stats
+
+    stats = asyncio.run(main())
+    assert (stats.aborted, stats.finished) == (2, 1)
+
+
+def test_a_shutdown_finishes_what_runs_and_refuses_the_rest(
+    make_llama, make_async, make_prompts, greedy
+):
+    prompts = make_prompts([20, 20])
+    llm = make_async(make_llama())
+
+    async def main():
+        task = asyncio.create_task(tokens_of(llm, prompts[0], greedy(60)))
+        while llm.stats().rows_in_use == 0:
+            await asyncio.sleep(0.001)
+        closing = asyncio.create_task(llm.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStoppedError, match="shutting down"):
+            await tokens_of(llm, prompts[1], greedy(5))
+        await closing
+        assert len(await task) == 60
+        assert not llm.is_healthy
+
+    asyncio.run(main())
+
+
+def test_a_shutdown_does_not_wait_for_ever(make_llama, make_async, make_prompts, greedy):
+    (prompt,) = make_prompts([20])
+    llm = make_async(make_llama())
+
+    async def main():
+        task = asyncio.create_task(tokens_of(llm, prompt, greedy(480)))
+        while llm.stats().rows_in_use == 0:
+            await asyncio.sleep(0.001)
+        begun = time.monotonic()
+        await llm.aclose(drain=0.01)
+        assert time.monotonic() - begun < 5
+        with pytest.raises(EngineStoppedError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_refusals_reach_the_task(make_llama, make_async, greedy):
+    llm = make_async(make_llama())
+
+    async def main():
+        with pytest.raises(PromptTooLongError):
+            await tokens_of(llm, [5] * 600, greedy(5))
+        with pytest.raises(ValueError, match="no tokens"):
+            await tokens_of(llm, [], greedy(5))
+        assert llm.is_healthy
+        await llm.aclose()
+
+    asyncio.run(main())

@@ -1,0 +1,154 @@
+"""Whatever shares the block, a request gets what its own generate gives."""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import h2okv
+from h2okv.cache.row_block import RowBlock
+
+LENGTHS = [40, 3, 25, 1, 61, 8, 30, 17]
+NEWS = [12, 30, 1, 20, 7, 25, 18, 9]
+
+
+def token_ids(outputs):
+    return [output.completions[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heavy": 5, "recent": 4},
+        {"heavy": 0.0, "recent": 1},
+        {"sink": 2},
+        {"heavy": 1.0, "recent": 0.0},
+        {"cache": {"positions": "rolling"}},
+        {"cache": {"positions": "rolling"}, "heavy": 6, "recent": 5},
+        {"cache": {"prefill_chunk": 8}},
+        {"cache": {"prefill_chunk": 1}},
+        {"cache": {"kv_bits": 8}},
+        {"cache": {"kv_bits": 4, "positions": "rolling"}},
+        {"cache": {"scoring": "mean"}},
+        {"cache": {"scoring": "decay", "decay": 0.9}},
+        {"cache": {"scoring": "value_norm"}},
+        {"cache": {"policy": "recent"}},
+        {"cache": {"policy": "sink_recent"}, "sink": 3},
+        {"cache": {"policy": "strided_heavy"}},
+        {"cache": {"policy": "random"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("piece_tokens", [7, 512])
+def test_every_request_equals_generate(
+    make_llama, make_llm, make_prompts, alone, greedy, options, piece_tokens
+):
+    model = make_llama()
+    prompts = make_prompts(LENGTHS)
+    llm = make_llm(model, piece_tokens=piece_tokens, max_prompt_tokens=64, **options)
+    made = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
+    llm.close()
+    cache = {name: options[name] for name in ("heavy", "recent", "sink") if name in options}
+    cache |= options.get("cache", {})
+    expected = [
+        alone(model, prompt, new, **cache) for prompt, new in zip(prompts, NEWS, strict=True)
+    ]
+    assert made == expected
+    stats = llm.stats()
+    assert (stats.finished, stats.rows_in_use, stats.waiting) == (len(prompts), 0, 0)
+    assert stats.new_tokens == sum(NEWS)
+    assert stats.prompt_tokens == sum(LENGTHS)
+
+
+def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
+    model = make_llama()
+    prompts = make_prompts([40, 33, 50])
+    llm = make_llm(model, heavy=10, recent=10)
+    small = llm.engine.request(prompts[0], greedy(20), lambda event: None, h2okv.Budget(3, 2, 1))
+    scheduler = llm.engine.core.scheduler
+    scheduler.submit(small)
+    made = token_ids(llm.generate(prompts[1:], greedy(30)))
+    llm.close()
+    assert small.is_over
+    assert small.outputs[0].tokens == alone(model, prompts[0], 20, heavy=3, recent=2, sink=1)
+    assert made == [alone(model, own, 30, heavy=10, recent=10) for own in prompts[1:]]
+
+
+@pytest.mark.parametrize("piece_tokens", [5, 512])
+def test_a_saved_prefix_goes_on_as_its_cache_would(
+    make_llama, make_llm, make_prompts, alone, greedy, piece_tokens
+):
+    model = make_llama()
+    prefix, other, *rests = make_prompts([30, 12, 1, 9, 20])
+    llm = make_llm(model, prefixes=[prefix, prefix + other], piece_tokens=piece_tokens)
+    prompts = [prefix + rest for rest in rests]
+    prompts += [prefix + other + rests[0], prefix, rests[2]]
+    outputs = llm.generate(prompts, greedy(15))
+    llm.close()
+    assert [own.prompt.num_reused for own in outputs] == [30, 30, 30, 42, 0, 0]
+
+    def after(read, prompt):
+        cache = h2okv.H2OCache(model.config, 0.2, 0.2)
+        with h2okv.enable(model):
+            h2okv.prefill(model, torch.tensor([read]), cache)
+        return alone(model, prompt, 15, cache=cache)
+
+    expected = [after(prefix, own) for own in prompts[:3]]
+    expected += [after(prefix + other, prompts[3])]
+    expected += [alone(model, own, 15) for own in prompts[4:]]
+    assert token_ids(outputs) == expected
+    assert llm.stats().reused_tokens == 30 * 3 + 42
+
+
+def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
+    """What a request with broken numbers leaves behind does not reach the next one."""
+    model = make_llama()
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+
+    def read(tokens, heavy):
+        cache = h2okv.H2OCache(model.config, heavy, 2)
+        model(tokens, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    with torch.no_grad():
+        block = RowBlock(read(ids[:1, :4], 1), 2, 12)
+        broken = read(ids[:1], 10)
+        for layer in broken.layers:
+            layer.values.fill_(torch.nan)
+        assert block.add(broken) == 0
+        assert block.give_back(0) is None
+        fine = read(ids[1:, :30], 3)
+        assert block.add(fine) == 0
+        for step in range(6):
+            position = torch.tensor([[30 + step]])
+            token = ids[1:, 30 + step : 31 + step]
+            made = model(token, position_ids=position, past_key_values=block.cache).logits
+            expected = model(token, position_ids=position, past_key_values=fine).logits
+            torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+            block.count_step()
+    assert kept_sets(block.cache) == kept_sets(fine)
+    block.cache.check_integrity()
+    assert (block.num_held, block.num_seen) == (5, 36)
+
+
+def test_what_does_not_fit_rows_is_refused(make_llama, make_llm):
+    with pytest.raises(ValueError, match="evicts nothing"):
+        make_llm(make_llama(), cache={"policy": "full"})
+    with pytest.raises(ValueError, match="full.attention"):
+        make_llm(sliding_model())
+
+
+def sliding_model():
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            vocab_size=97,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        )  # fmt: skip
+    )

@@ -1,0 +1,303 @@
+"""What requests may ask for, and what goes wrong with one of them alone."""
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.engine.serving.errors import (
+    PromptTooLongError,
+    QueueFullError,
+    RequestFailedError,
+)
+from h2okv.engine.serving.outputs import Piece
+from h2okv.engine.serving.request import Output
+from h2okv.engine.serving.sampler import RowSampler
+
+
+def run(llm):
+    while llm.engine.core.scheduler.has_work:
+        llm.engine.core.step()
+
+
+def submit(llm, prompt, params, budget=None):
+    events = []
+    request = llm.engine.request(prompt, params, events.append, budget)
+    llm.engine.core.scheduler.submit(request)
+    return request, events
+
+
+def test_several_outputs_share_one_reading(make_llama, make_llm, make_prompts):
+    model = make_llama()
+    (prompt,) = make_prompts([30])
+    params = h2okv.SamplingParams(max_tokens=12, n=3, seed=5)
+    llm = make_llm(model)
+    (together,) = llm.generate([prompt], params)
+    apart = [
+        llm.generate([prompt], h2okv.SamplingParams(max_tokens=12, seed=5 + index))[0]
+        for index in range(3)
+    ]
+    texts = [own.token_ids for own in together.completions]
+    assert texts == [own.completions[0].token_ids for own in apart]
+    assert len({tuple(own) for own in texts}) == 3
+    assert llm.stats().prompt_tokens == 4 * 30
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.4}], ids=str
+)
+def test_drawn_tokens_are_those_of_generate(make_llama, make_llm, make_prompts, options):
+    model = make_llama()
+    prompts = make_prompts([20, 30, 25])
+    llm = make_llm(model)
+    params = [
+        h2okv.SamplingParams(max_tokens=15, ignore_eos=True, seed=seed, **options)
+        for seed in range(3)
+    ]
+    made = [own.completions[0].token_ids for own in llm.generate(prompts, params)]
+    llm.close()
+    with h2okv.enable(model):
+        for seed, prompt in enumerate(prompts):
+            torch.manual_seed(seed)
+            settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options
+            ids = torch.tensor([prompt])
+            expected = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=h2okv.H2OCache(model.config, 0.2, 0.2),
+                max_new_tokens=15,
+                do_sample=True,
+                **settings,
+            )
+            assert made[seed] == expected[0, len(prompt) :].tolist()
+
+
+def test_penalties_and_bias_change_what_is_likeliest(make_llama, make_llm, make_prompts, greedy):
+    (prompt,) = make_prompts([20])
+    llm = make_llm(make_llama())
+    plain, biased, never_twice, penalised = (
+        own.completions[0].token_ids
+        for own in llm.generate(
+            [prompt] * 4,
+            [
+                greedy(10),
+                greedy(10, logit_bias={42: 100}),
+                greedy(10, presence_penalty=2.0, logit_bias={7: 60.0, 8: 59.0, 9: 58.0}),
+                greedy(10, repetition_penalty=1e6),
+            ],
+        )
+    )
+    assert set(biased) == {42}
+    assert plain != biased
+    # 7 leads by 1 and costs 2 once it is there, 8 likewise; then 7 leads again.
+    assert never_twice[:2] == [7, 8]
+    assert not set(penalised) & set(prompt)
+    assert len(set(penalised)) == len(penalised)
+
+
+def test_logprobs_are_those_of_the_model(make_llama, make_llm, make_prompts, greedy):
+    model = make_llama()
+    (prompt,) = make_prompts([20])
+    llm = make_llm(model, piece_tokens=6, heavy=1.0, recent=0.0)
+    params = greedy(1, logprobs=3, prompt_logprobs=2)
+    (output,) = llm.generate([prompt], params)
+    llm.close()
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0], dim=-1)
+    told = output.prompt.logprobs
+    assert told[0] is None
+    for place, own in enumerate(told[1:], start=1):
+        assert own.token == prompt[place]
+        assert own.logprob == pytest.approx(float(expected[place - 1, prompt[place]]), abs=1e-4)
+        values, indices = expected[place - 1].topk(2)
+        assert [token for token, _ in own.top] == indices.tolist()
+        assert [value for _, value in own.top] == pytest.approx(values.tolist(), abs=1e-4)
+    (new,) = output.completions[0].logprobs
+    assert new.logprob == pytest.approx(float(expected[-1].max()), abs=1e-4)
+    assert len(new.top) == 3
+
+
+def test_reading_alone_takes_no_row(make_llama, make_llm, make_prompts, greedy):
+    (prompt,) = make_prompts([20])
+    llm = make_llm(make_llama(), rows=1)
+    (output,) = llm.generate([prompt], greedy(0, prompt_logprobs=0))
+    assert len(output.prompt.logprobs) == 20
+    assert output.completions[0].token_ids == []
+    assert llm.stats().steps == 0
+
+
+def test_stop_texts_and_tokens(make_llama, make_llm, make_prompts, greedy, tokenizer):
+    (prompt,) = make_prompts([20])
+    llm = make_llm(make_llama())
+    (plain,) = llm.generate([prompt], greedy(20))
+    whole = plain.completions[0]
+    assert whole.finish_reason == "length"
+    stop = whole.text[8:10]
+    (stopped,) = llm.generate([prompt], greedy(20, stop=(stop,)))
+    assert stopped.text == whole.text[: whole.text.find(stop)]
+    assert (stopped.completions[0].finish_reason, stopped.completions[0].stop_reason) == (
+        "stop",
+        stop,
+    )
+    token = whole.token_ids[3]
+    (ended,) = llm.generate([prompt], greedy(20, stop_token_ids=(token,)))
+    assert ended.completions[0].token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+    assert ended.completions[0].stop_reason == token
+
+
+def test_the_end_token_ends_a_text_unless_it_is_ignored(make_llama, make_llm, make_prompts, greedy):
+    model = make_llama()
+    (prompt,) = make_prompts([20])
+    llm = make_llm(model)
+    (plain,) = llm.generate([prompt], greedy(20))
+    llm.close()
+    model.generation_config.eos_token_id = plain.completions[0].token_ids[5]
+    llm = make_llm(model)
+    params = h2okv.SamplingParams(max_tokens=20, temperature=0)
+    ended, ignored = (
+        own.completions[0] for own in llm.generate([prompt] * 2, [params, greedy(20)])
+    )
+    assert ended.finish_reason == "stop"
+    assert len(ended.token_ids) <= 6
+    assert len(ignored.token_ids) == 20
+
+
+def test_a_text_ends_where_the_context_does(make_llama, make_llm, make_prompts):
+    (prompt,) = make_prompts([500])
+    llm = make_llm(make_llama())
+    (output,) = llm.generate([prompt], h2okv.SamplingParams(temperature=0))
+    assert len(output.completions[0].token_ids) == 12
+    assert output.completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "budget", "error", "message"),
+    [
+        ([], {}, None, ValueError, "no tokens"),
+        ([5] * 512, {}, None, PromptTooLongError, "512 tokens, and at most 511"),
+        ([5, 97], {}, None, ValueError, "token 97 is not one of the model's 97"),
+        ([5, -1], {}, None, ValueError, "token -1"),
+        ([5], {"n": 4}, None, ValueError, "n=4 is more than the 3 rows"),
+        ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than a row"),
+    ],
+)
+def test_refused_before_anything_runs(make_llama, make_llm, prompt, params, budget, error, message):
+    llm = make_llm(make_llama())
+    with pytest.raises(error, match=message):
+        submit(llm, prompt, h2okv.SamplingParams(**params), budget)
+    assert not llm.engine.core.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0),
+        ("top_p", 1.5), ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0), ("n", 0),
+        ("presence_penalty", 3), ("logprobs", 21), ("stop", ("",)), ("logit_bias", {1: 101}),
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range(field, value):
+    with pytest.raises(ValueError, match=field):
+        h2okv.SamplingParams(**{field: value})
+
+
+def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_prompts, greedy):
+    prompts = make_prompts([10] * 5)
+    llm = make_llm(make_llama(), rows=1, max_waiting=2)
+    submit(llm, prompts[0], greedy(5))
+    llm.engine.core.step()
+    submit(llm, prompts[1], greedy(5))
+    submit(llm, prompts[2], greedy(5))
+    with pytest.raises(QueueFullError) as refused:
+        submit(llm, prompts[3], greedy(5))
+    assert refused.value.retry_after >= 1
+    run(llm)
+    submit(llm, prompts[4], greedy(5))
+    run(llm)
+    assert llm.stats().finished == 4
+
+
+def test_an_abort_frees_the_rows_within_a_step(make_llama, make_llm, make_prompts, greedy):
+    prompts = make_prompts([10, 20, 200, 15])
+    model = make_llama()
+    llm = make_llm(model, piece_tokens=50, prompt_share=0.99)
+    first, _ = submit(llm, prompts[0], greedy(50))
+    second, kept = submit(llm, prompts[1], greedy(50))
+    while llm.stats().rows_in_use < 2:
+        llm.engine.core.step()
+    third, _ = submit(llm, prompts[2], greedy(50))
+    waiting, _ = submit(llm, prompts[3], greedy(50))
+    llm.engine.core.abort(waiting)
+    while not 0 < third.num_read < 200:
+        llm.engine.core.step()
+    before = len(kept)
+    llm.engine.core.abort(third)
+    llm.engine.core.abort(first)
+    llm.engine.core.step()
+    assert llm.stats().rows_in_use == 1
+    assert len(kept) == before + 1
+    run(llm)
+    assert llm.stats().aborted == 3
+    assert sum(len(own.token_ids) for own in kept if isinstance(own, Piece)) == 50
+
+
+def test_numbers_that_are_none_hurt_only_their_own_request(
+    make_llama, make_llm, make_prompts, greedy, alone
+):
+    """A token whose embedding is broken: as a prompt it fails, and as a new token too."""
+    model = make_llama()
+    prompts = make_prompts([20, 30, 25])
+    expected = [alone(model, own, 12) for own in prompts]
+    poison = 2  # in none of the prompts
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+    assert all(poison not in own for own in [*prompts, *expected])
+    llm = make_llm(model)
+    good = [submit(llm, own, greedy(12))[0] for own in prompts[:2]]
+    _, in_prompt = submit(llm, [*prompts[2], poison, 5], greedy(12))
+    _, while_decoding = submit(llm, prompts[2], greedy(12, logit_bias={poison: 100.0}))
+    last = submit(llm, prompts[2], greedy(12))[0]
+    run(llm)
+    assert [own.outputs[0].tokens for own in [*good, last]] == expected
+    for events in (in_prompt, while_decoding):
+        assert isinstance(events[-1], RequestFailedError)
+    assert llm.stats().failed == 2
+    assert llm.stats().finished == 3
+
+
+def test_an_error_in_a_step_leaves_an_engine_that_works(
+    make_llama, make_llm, make_prompts, greedy, alone
+):
+    model = make_llama()
+    prompts = make_prompts([20, 30])
+    llm = make_llm(model)
+    _, events = submit(llm, prompts[0], greedy(12))
+    for _ in range(4):
+        llm.engine.core.step()
+    execute = llm.engine.core._execute
+
+    def broken(plan):
+        raise RuntimeError("out of something")
+
+    llm.engine.core._execute = broken
+    llm.engine.core.step()
+    llm.engine.core._execute = execute
+    assert isinstance(events[-1], RequestFailedError)
+    assert "out of something" in str(events[-1])
+    (output,) = llm.generate([prompts[1]], greedy(12))
+    llm.close()
+    assert output.completions[0].token_ids == alone(model, prompts[1], 12)
+
+
+def test_characters_of_several_tokens_come_whole(make_llama, make_llm, tokenizer):
+    """Pieces put together are the text, and none holds half a character."""
+    wanted = tokenizer("déjà vu, “naïve” 你好", add_special_tokens=False)["input_ids"]
+    model = make_llama()
+    llm = make_llm(model)
+    params = h2okv.SamplingParams(max_tokens=len(wanted))
+    request = llm.engine.request([5, 6], params, lambda event: None)
+    sampler = RowSampler(model, params, request.prompt, 0)
+    output = Output(request, 0, sampler, tokenizer)
+    pieces = [output.take(token, frozenset(), ()) for token in wanted]
+    assert "".join(own.text for own in pieces) == tokenizer.decode(wanted)
+    assert not any("\ufffd" in own.text for own in pieces)
+    assert pieces[-1].finish_reason == "length"
