@@ -1,0 +1,189 @@
+"""`h2okv serve` as a process."""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import openai
+import pytest
+
+from h2okv.cli.app import run
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Starts the command; returns the process and its address."""
+    processes = []
+
+    def start(*options, **environment):
+        command = [sys.executable, "-m", "h2okv.cli", "serve", "--rows", "4", "--heavy", "32",
+                   "--recent", "32", *map(str, options)]  # fmt: skip
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+            # Whoever runs the tests in the background ignores Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        processes.append(process)
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://"), process.stderr.read()
+        return process, address
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def ask(address, key="none", **options):
+    client = openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60)
+    return client.completions.create(
+        model="bundled", prompt="The sea", temperature=0, **{"max_tokens": 8, **options}
+    )
+
+
+def port_of(address):
+    return int(address.removesuffix("/v1").rsplit(":", 1)[1])
+
+
+def test_sigterm_finishes_what_runs_and_a_restart_takes_the_port_at_once(server):
+    process, address = server("--port", "0")
+    expected = ask(address, max_tokens=200, extra_body={"ignore_eos": True}).choices[0].text
+    stream = iter(ask(address, max_tokens=200, stream=True, extra_body={"ignore_eos": True}))
+    texts = [next(stream).choices[0].text]
+    process.send_signal(signal.SIGTERM)
+    texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(texts) == expected
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert "4 rows of 64 entries" in err and "warning" not in err
+    _, again = server("--port", port_of(address))
+    assert again == address and ask(again).usage.completion_tokens == 8
+
+
+def test_a_key_prefixes_limits_and_a_second_signal(server, tmp_path):
+    (tmp_path / "system.txt").write_text("You are a captain, and speak of ships only.\n")
+    (tmp_path / "view.html").write_text("<p>recorded")
+    process, address = server(
+        "--port", 0, "--system", "system.txt", "--view-page", "view.html", "--name", "captain",
+        "--max-tokens-limit", 1900, "--drain", 600, H2OKV_API_KEY="a-key",
+    )  # fmt: skip
+    root = address.removesuffix("/v1")
+    with urllib.request.urlopen(f"{root}/view", timeout=10) as page:
+        assert page.read() == b"<p>recorded"
+    with pytest.raises(openai.AuthenticationError):
+        ask(address)
+    client = openai.OpenAI(base_url=address, api_key="a-key", max_retries=0, timeout=60)
+    messages = [
+        {"role": "system", "content": "You are a captain, and speak of ships only."},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    answer = client.chat.completions.create(model="captain", messages=messages, max_tokens=4)
+    assert answer.usage.prompt_tokens_details.cached_tokens > 8
+    pieces = client.completions.create(
+        model="captain", prompt="The sea", max_tokens=1900, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(pieces)
+    reading = threading.Thread(target=lambda: _drain(pieces))
+    reading.start()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    reading.join(10)
+    assert process.returncode == 130 and "before all requests had finished" in err
+
+
+def _drain(pieces):
+    with contextlib.suppress(Exception):  # the server goes away in the middle
+        for _ in pieces:
+            pass
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(*options):
+        code = run(["serve", *map(str, options)])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--port", 70000), "--port 70000 is out of range"),
+        (("--host", "300.1.1.1"), "--host '300.1.1.1'"),
+        (("--host", "192.0.2.1"), "of 192.0.2.1 cannot be opened"),
+        (("--max-body", "large"), "--max-body 'large' is no size"),
+        (("--timeout", 0), "timeout=0.0 is too little"),
+        (("--drain", -1), "--drain -1 is out of range"),
+        (("--max-tokens-limit", 0), "max_new_tokens=0 is too little"),
+        (("--max-waiting", -1), "max_waiting=-1 is out of range"),
+        (("--rows", 0), "rows=0 is out of range"),
+        (("--heavy", "much"), "--heavy 'much' is not an amount"),
+        (("--heavy", 0, "--recent", 0), "keep nothing"),
+        (("--memory", "10MiB"), "has no room for a single row"),
+        (("--max-prompt", 5000), "max_prompt_tokens=5000 is more than the model's context"),
+        (("--system", "nowhere.txt"), "--system 'nowhere.txt' cannot be read"),
+        (("--view-page", "nowhere.html"), "--view-page 'nowhere.html' cannot be read"),
+        (("--model", "nowhere/at/all"), "nowhere/at/all"),
+        (("--dtype", "int3"), "--dtype 'int3' is not known"),
+    ],
+)
+def test_bad_options_are_one_sentence(command, options, words):
+    code, err = command("--port", 0, *options)
+    assert code == 2 and words in err
+    assert err.startswith("h2okv: ") and err.count("\n") == 1
+
+
+def test_a_taken_port_is_one_sentence(command):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, err = command("--port", port)
+    assert code == 2 and f"--port {port} of 127.0.0.1 cannot be opened" in err
+
+
+def test_an_empty_key_is_no_key(command, monkeypatch):
+    monkeypatch.setenv("H2OKV_API_KEY", " ")
+    code, err = command("--port", 0)
+    assert code == 2 and "the API key is empty" in err
+
+
+def test_what_is_not_installed_is_named(command, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else find(name)
+    )
+    code, err = command("--port", 0)
+    assert code == 2 and "needs uvicorn, not installed here; pip install 'h2okv[serve]'" in err
+
+
+def test_a_warning_where_everybody_may_ask(command, monkeypatch):
+    from h2okv.server import listening
+
+    def announce_only(listener, sockets):
+        listener.on_started()
+        sockets[0].close()
+        asyncio.run(listener._engine.aclose(0))
+
+    monkeypatch.setattr(listening.Listener, "run", announce_only)
+    warning = "warning: whoever reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
+    options = ("--port", 0, "--rows", 1, "--max-prompt", 64)
+    assert warning in command("--host", "0.0.0.0", *options)[1]
+    assert "warning" not in command(*options)[1]
+    monkeypatch.setenv("H2OKV_API_KEY", "a-key")
+    assert "warning" not in command("--host", "0.0.0.0", *options)[1]
