@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from h2okv.budget import Budget
 from h2okv.cli.output import write_remark, write_text
 from h2okv.engine.serving.async_llm import AsyncLLM
 from h2okv.integration.loading import BUNDLED, describe
+
+if TYPE_CHECKING:
+    from h2okv.server.settings import ServerSettings
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "openai", "prometheus_client")
 
@@ -80,31 +83,13 @@ def run_server(request: ServeRequest) -> int:
     Raises:
         ValueError: If an option, the model, a file or the port is at fault.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"a server needs {', '.join(missing)}, not installed here; pip install 'h2okv[serve]'"
-        )
+    check_installed()
     # Only now: it imports what the extra brings.
     from h2okv.server.app import make_app
     from h2okv.server.listening import LOOPBACK, Listener, open_port
-    from h2okv.server.settings import ServerSettings
 
-    if not 0 <= request.drain < float("inf"):
-        raise ValueError(f"--drain {request.drain:g} is out of range; give seconds, 0 or more.")
+    settings = settings_of(request)
     is_local = request.host in LOOPBACK
-    settings = ServerSettings(
-        model_name=request.name or _name_of(request.model),
-        budget=request.budget,
-        api_key=request.api_key,
-        # A page elsewhere that points its own name at this machine must not get in.
-        hosts=frozenset(LOOPBACK) if is_local and request.api_key is None else None,
-        timeout=request.timeout,
-        max_body=request.max_body,
-        max_new_tokens=request.max_new_tokens,
-        max_choices=request.max_choices,
-        view_page=None if request.view_page is None else _read("view-page", request.view_page),
-    )
     # Mistakes show before the model is loaded, but nobody is let in yet.
     open_port(request.host, request.port).close()
     engine = _engine(request)
@@ -129,23 +114,57 @@ def run_server(request: ServeRequest) -> int:
     return 0
 
 
+def check_installed() -> None:
+    """Refuses to go on without what the extra brings."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"a server needs {', '.join(missing)}, not installed here; pip install 'h2okv[serve]'"
+        )
+
+
+def settings_of(request: ServeRequest) -> ServerSettings:
+    """What the application needs to know; checks the options that it is made of."""
+    from h2okv.server.listening import LOOPBACK
+    from h2okv.server.settings import ServerSettings
+
+    if not 0 <= request.drain < float("inf"):
+        raise ValueError(f"--drain {request.drain:g} is out of range; give seconds, 0 or more.")
+    is_local = request.host in LOOPBACK
+    return ServerSettings(
+        model_name=request.name or _name_of(request.model),
+        budget=request.budget,
+        api_key=request.api_key,
+        # A page elsewhere that points its own name at this machine must not get in.
+        hosts=frozenset(LOOPBACK) if is_local and request.api_key is None else None,
+        timeout=request.timeout,
+        max_body=request.max_body,
+        max_new_tokens=request.max_new_tokens,
+        max_choices=request.max_choices,
+        view_page=None if request.view_page is None else _read("view-page", request.view_page),
+    )
+
+
 def _engine(request: ServeRequest) -> AsyncLLM:
     """Loads the model and lays out the rows."""
-    prefixes = _prefixes(request)
     return AsyncLLM(
-        request.model,
-        dtype=request.dtype,
-        device=request.device,
-        heavy=request.budget.heavy,
-        recent=request.budget.recent,
-        sink=request.budget.sink,
-        rows=request.rows,
-        memory=request.memory,
-        max_prompt_tokens=request.max_prompt,
-        max_waiting=request.max_waiting,
-        prefixes=prefixes,
-        cache=request.cache,
+        request.model, dtype=request.dtype, device=request.device, **engine_options(request)
     )
+
+
+def engine_options(request: ServeRequest) -> dict[str, Any]:
+    """What `AsyncLLM` is told of the rows; reads the files of prefixes."""
+    return {
+        "heavy": request.budget.heavy,
+        "recent": request.budget.recent,
+        "sink": request.budget.sink,
+        "rows": request.rows,
+        "memory": request.memory,
+        "max_prompt_tokens": request.max_prompt,
+        "max_waiting": request.max_waiting,
+        "prefixes": _prefixes(request),
+        "cache": request.cache,
+    }
 
 
 def _prefixes(request: ServeRequest) -> list[tuple[int, ...]]:
