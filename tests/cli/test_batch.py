@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from h2okv.cli.app import run
 
@@ -169,6 +170,21 @@ def test_output_of_another_job(job, prompts):
     write_prompts(prompts, 12, seed=1)
     outcome, _ = job(prompts, code=2)
     assert "a result for another prompt with id" in outcome.err
+
+
+def test_output_of_other_weights(job, save_model, prompts, tmp_path, h2okv_command):
+    folder, output = save_model(), tmp_path / "out.jsonl"
+    args = ("batch", "--model", folder, "--input", prompts, "--output", output,
+            "--max-new-tokens", 2)  # fmt: skip
+    assert h2okv_command(*args).code == 0
+    # Trained on: the same sizes, the same config, other numbers.
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(weights, path, metadata={"format": "pt"})
+    refused = h2okv_command(*args)
+    assert refused.code == 2
+    assert "was begun with weights " in refused.err and "give another --output" in refused.err
 
 
 def run_quietly(args, file_size=None):

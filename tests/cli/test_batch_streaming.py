@@ -204,11 +204,11 @@ def test_weights_that_are_not_numbers(job, model_folder, tmp_path):
     assert "not finite" in error
 
 
-def large_model(folder, model_folder):
-    """A model of 300 MB with the tiny one's tokenizer."""
+def large_model(folder, model_folder, layers=12):
+    """A model of 25 MB in each layer with the tiny one's tokenizer."""
     shutil.copytree(model_folder, folder)
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=8,
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=300, max_position_embeddings=256, bos_token_id=0,
         eos_token_id=None, dtype="bfloat16",
     )  # fmt: skip
@@ -283,6 +283,43 @@ def test_the_promise_is_kept(processes, model_folder, tmp_path, prompts):
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert len(records) == len(PROMPTS)
     assert sum("error" in record for record in records) == 1
+
+
+def test_the_promise_is_kept_for_any_lengths(processes, model_folder, tmp_path):
+    # A library that keeps machine code for each shape of a product would take 200 MB here.
+    folder, prompts, output = (tmp_path / name for name in ("large", "many.jsonl", "out.jsonl"))
+    large_model(folder, model_folder, layers=3)
+    texts = ["the cat sat on the mat " * (2 + n) for n in range(30)]
+    lines = [json.dumps({"id": n, "prompt": text}) for n, text in enumerate(texts)]
+    prompts.write_text("\n".join(lines))
+    args = ["batch", "--model", folder, "--input", prompts, "--output", output]
+    options = ["--max-new-tokens", 1, "--batch", 1, "--weights", "disk"]
+    ended = processes([*args, *options], promise_beside=160 << 20)
+    assert ended.code == 0, ended.error
+    assert ended.data <= ended.promise
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len({record["prompt_tokens"] for record in records}) == len(texts)
+    assert not any("error" in record for record in records)
+
+
+def test_prompts_that_the_promise_has_no_room_for(processes, model_folder, tmp_path):
+    folder, prompts = tmp_path / "large", tmp_path / "mixed.jsonl"
+    large_model(folder, model_folder, layers=2)
+    texts = ["the cat", "the cat sat on the mat and the dog sat on the log, " * 8, "the dog"]
+    lines = [json.dumps({"id": n, "prompt": text}) for n, text in enumerate(texts)]
+    args = ["batch", "--model", folder, "--max-new-tokens", 2, "--json"]
+    prompts.write_text("\n".join(lines[::2]))
+    output = tmp_path / "out.jsonl"
+    refused = processes([*args, "--input", prompts, "--output", output, "--memory", "1MiB"])
+    enough_for_short = int(refused.error.split(" need ")[1].split("MiB")[0]) << 20
+    prompts.write_text("\n".join(lines))
+    given = ["--input", prompts, "--output", output, "--memory", enough_for_short]
+    ended = processes([*args, *given], data_limit=enough_for_short)
+    assert ended.code == 0, ended.error
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    by_id = {record["id"]: record for record in records}
+    assert [by_id[n]["new_tokens"] for n in (0, 2)] == [2, 2]
+    assert "the memory that was promised is enough for" in by_id[1]["error"]
 
 
 def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, tmp_path, prompts):

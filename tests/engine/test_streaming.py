@@ -151,17 +151,60 @@ def test_scattered_and_half_precision_checkpoints_are_converted_once(
         assert len(list(kept.iterdir())) == 1
 
 
-def test_a_file_that_changes_while_it_is_read(llama_folder, tmp_path, make_sequences, run_engine):
+@pytest.mark.parametrize("change", ["cut off", "written anew"])
+def test_a_file_that_changes_while_it_is_read(
+    llama_folder, tmp_path, make_sequences, run_engine, change
+):
     folder = tmp_path / "changing"
     shutil.copytree(llama_folder, folder)
     assembled = stream(folder, everything_on_disk)
     path = folder / "model.safetensors"
     data = path.read_bytes()
     with path.open("r+b") as file:
-        file.truncate(len(data) // 2)
+        if change == "cut off":
+            file.truncate(len(data) // 2)
+        else:  # other bytes, as many as before
+            file.seek(len(data) // 2)
+            file.write(bytes(len(data) - len(data) // 2))
     with pytest.raises(ValueError, match="has changed while the model ran from it"):
         run_engine(assembled.skeleton.model, make_sequences((9,), 20), passing=assembled.passing)
     assembled.close()
+
+
+def shard(folder, target):
+    """Saves a model in several files."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(target, max_shard_size="100KB")
+    shards = sorted(target.glob("*.safetensors"))
+    assert len(shards) > 2
+    return shards
+
+
+def test_shards_are_one_checkpoint(llama_folder, tmp_path, make_sequences, run_engine):
+    shard(llama_folder, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    expected = run_engine(model, make_sequences(LENGTHS))
+    assembled = stream(tmp_path, everything_on_disk)
+    model = assembled.skeleton.model
+    assert run_engine(model, make_sequences(LENGTHS), passing=assembled.passing) == expected
+    assembled.close()
+
+
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("kind", ["cut off", "gone", "the index"])
+def test_a_damaged_shard_is_named(llama_folder, tmp_path, kind, number):
+    path = shard(llama_folder, tmp_path)[number]
+    if kind == "gone":
+        path.unlink()
+        words = f"{path.name}' cannot be read .No such file"
+    elif kind == "cut off":
+        path.write_bytes(path.read_bytes()[:-7])
+        words = f"{path.name}' is cut off: it has"
+    else:
+        (tmp_path / "model.safetensors.index.json").write_text("{")
+        words = "index.json' is damaged"
+    with pytest.raises(ValueError, match=f"{words}.*get the model again"):
+        stream(tmp_path, everything_on_disk)
 
 
 def damage(folder, kind):

@@ -129,7 +129,7 @@ def _streamed(
     if most < work.longest:
         fitting = [length for length in lengths if length <= most]
         if fitting:
-            planner = make_planner(opened, cache, _workload(fitting, new), request.memory)
+            planner = planner.with_work(_workload(fitting, new))
         # Without any, the planner says what would be needed.
     plan = planner.choose(request.rows, request.shares, caches)
     store = _store(request, plan, cache)

@@ -22,6 +22,7 @@ from h2okv.engine.prompt_file import PromptFile
 from h2okv.engine.result_file import ResultFile, Setting
 from h2okv.engine.runner import Runner
 from h2okv.engine.sequence import Sequence
+from h2okv.engine.weights_digest import weights_digest
 from h2okv.integration.loading import Described, describe
 
 
@@ -135,6 +136,7 @@ def _settings(request: BatchRequest, config: PreTrainedConfig) -> dict[str, Sett
     return {
         "model": request.model,
         "config": hashlib.sha256(described.encode()).hexdigest()[:16],
+        "weights": weights_digest(config),
         **asdict(request.choice),
         **asdict(request.sampling),
         "dtype": dtype,

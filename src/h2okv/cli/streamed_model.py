@@ -188,8 +188,10 @@ def make_planner(
         The planner.
     """
     demand = opened.demand(cache)
-    speeds = measure_speeds(opened, demand, find_room(opened.device, memory))
+    # Before measuring: what the libraries keep of it, the first forward would take too, and that
+    # is counted. So a refusal and the next try, which measures more, count alike.
     room = find_room(opened.device, memory)
+    speeds = measure_speeds(opened, demand, room)
     return Planner(opened.skeleton, demand, cache, speeds, room, work, opened.device)
 
 

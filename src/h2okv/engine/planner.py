@@ -130,6 +130,19 @@ class Planner:
         self._most_slots = demand.slots_of(cache, work.longest, work.new)
         self._sizes = [unit.nbytes for unit in skeleton.units]
 
+    def with_work(self, work: Workload) -> Planner:
+        """Makes a planner of the same memory and speeds for another job.
+
+        Args:
+            work: What it asks for.
+
+        Returns:
+            The planner.
+        """
+        return Planner(
+            self._skeleton, self._demand, self._cache, self._speeds, self._room, work, self._device
+        )
+
     def choose(
         self,
         rows: int | None = None,
@@ -193,11 +206,7 @@ class Planner:
         low, high = 0, self._work.longest
         while low < high:
             tokens = (low + high + 1) // 2
-            work = Workload(tokens, tokens, self._work.new, 1)
-            other = Planner(
-                self._skeleton, self._demand, self._cache, self._speeds, self._room, work,
-                self._device,
-            )  # fmt: skip
+            other = self.with_work(Workload(tokens, tokens, self._work.new, 1))
             if other._fit(1, shares, cache_shares or {"file": 1.0}) is None:
                 high = tokens - 1
             else:
