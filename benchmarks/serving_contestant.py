@@ -7,14 +7,21 @@ Started by serving.py. The contestants answer the same requests, sent by the sam
 - transformers: its `ContinuousBatchingManager`, with SDPA, which is what `transformers serve
   --continuous-batching` runs on a CPU; prefixes are not shared, and no prompt begins as another.
 - sequential: `generate`, one request after another.
+
+With "steps" in the setting only steps are timed, all users under way: few prompts are read, each
+goes on in several outputs of its own, and the tokens count that come from when the last user has
+its first one until each has got so many more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +42,9 @@ from h2okv.benchmarking.load.loops import closed_loop
 from h2okv.benchmarking.load.outcome import LoadRequest, Outcome
 from h2okv.benchmarking.load.summary import summarize
 from h2okv.benchmarking.load.workload import Mix
+
+Arrived = Callable[[tuple[int, int]], None]
+"""Told of every token: whose prompt, and which output."""
 
 PAGE = 256
 """Tokens of a block of transformers' paged cache: its own default."""
@@ -95,6 +105,15 @@ class EngineTarget:
                 outcome.token_ids.extend(piece.token_ids)
         finish(outcome, request)
 
+    async def stream(self, request: LoadRequest, copies: int, arrived: Arrived) -> None:
+        """Reads a prompt once and goes on from it in so many outputs, until it is cancelled."""
+        params = h2okv.SamplingParams(
+            max_tokens=request.max_tokens, temperature=0, ignore_eos=True, n=copies
+        )
+        async for piece in self.llm.generate(request.prompt, params):
+            for _ in piece.token_ids:
+                arrived((request.number, piece.index))
+
     async def close(self) -> dict[str, Any]:
         """Stops; tells the bytes of a row, and of the entries of the longest prompt."""
         block = self.llm.engine.worker.block
@@ -111,14 +130,22 @@ class PagedTarget:
     """transformers' continuous batching with its full, paged cache."""
 
     def __init__(self, model: Any, setting: dict[str, Any], requests: list[LoadRequest]) -> None:
-        self.blocks = [-(-(len(own.prompt) + own.max_tokens) // PAGE) for own in requests]
+        # When only steps are timed, answers are cut off; a user's has the length it would have.
+        new = [setting["answer"] or own.max_tokens for own in requests]
+        self.blocks = [
+            -(-(len(own.prompt) + count) // PAGE) for own, count in zip(requests, new, strict=True)
+        ]
         # Room for the largest that can be under way at once, and the tenth that it keeps free.
         most = sum(sorted(self.blocks)[-setting["clients"] :])
+        copies = setting["copies"]
         config = ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=most * 5 // 4 + 2, max_batch_tokens=setting["batch_tokens"],
-            max_requests_per_batch=setting["clients"], allow_block_sharing=False,
+            page_size=PAGE, num_blocks=copies * most * 5 // 4 + 2, allow_block_sharing=False,
+            max_batch_tokens=setting["batch_tokens"],
+            max_requests_per_batch=setting["at_once"] or setting["clients"],
         )  # fmt: skip
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        # Refused together with greedy decoding when it is given above.
+        generation.num_return_sequences = copies
         self.manager = model.init_continuous_batching(generation, config)
         self.manager.start()
 
@@ -144,6 +171,27 @@ class PagedTarget:
         if error is not None:
             raise RuntimeError(error)
         finish(outcome, request)
+
+    async def stream(self, request: LoadRequest, copies: int, arrived: Arrived) -> None:
+        """Reads a prompt once and goes on from it in so many outputs, until it is cancelled."""
+        name = f"request-{request.number}"
+        names = [name, *(f"{name}__child#{number}" for number in range(copies - 1))]
+
+        def take(number: int, output: Any) -> None:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            arrived((request.number, number))
+
+        for number, own in enumerate(names):
+            self.manager.register_result_handler(own, partial(take, number))
+        self.manager.add_request(
+            list(request.prompt), name, max_new_tokens=request.max_tokens, streaming=True
+        )
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for own in names:
+                self.manager.cancel_request(own)
 
     async def close(self) -> dict[str, Any]:
         """Stops; tells the bytes that a request's blocks take, when it ends."""
@@ -212,6 +260,60 @@ def memory(name: str) -> int:
     raise RuntimeError(f"this system does not report {name}")
 
 
+async def run_decode(setting: dict[str, Any]) -> dict[str, Any]:
+    """Times steps with all users under way."""
+    model = load_model(setting)
+    low, high = setting["mix"]["context"]
+    source = random.Random(1)
+    requests = []
+    for number in range(setting["requests"]):
+        length = low + (high - low) * number // max(1, setting["requests"] - 1)
+        prompt = tuple(source.randrange(3, model.config.vocab_size) for _ in range(length))
+        # More than will come: the answers are cut off when enough was timed.
+        requests.append(LoadRequest(number, prompt, setting["most"]))
+    loaded = memory("VmRSS")
+    target: Any
+    if setting["kind"] == "h2okv":
+        target = EngineTarget(model, setting)
+    else:
+        target = PagedTarget(model, setting, requests)
+    users: dict[tuple[int, int], list[float]] = {}
+    copies, enough = setting["copies"], asyncio.Event()
+    number_of_users = copies * len(requests)
+
+    def arrived(user: tuple[int, int]) -> None:
+        times = users.setdefault(user, [])
+        times.append(time.perf_counter())
+        if len(users) == number_of_users:
+            begin = max(own[0] for own in users.values())
+            enough_came = all(
+                sum(at > begin for at in own) > setting["steps"] for own in users.values()
+            )
+            if enough_came:
+                enough.set()
+
+    tasks = [asyncio.create_task(target.stream(own, copies, arrived)) for own in requests]
+    waiting = asyncio.create_task(enough.wait())
+    await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    end = time.perf_counter()
+    if not enough.is_set():
+        await asyncio.gather(*tasks)
+        raise RuntimeError("an answer ended before enough tokens had come; give more new tokens")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    begin = max(own[0] for own in users.values())
+    outcomes = []
+    for own in users.values():
+        times = [at for at in own if begin < at <= end]
+        outcomes.append(Outcome(begin, begin, times, times[-1], new_tokens=len(times)))
+    summary = summarize(outcomes)
+    told = await target.close()
+    return {
+        **summary.cells(), **told, "beside_model_bytes": memory("VmHWM") - loaded, "tokens": None,
+    }  # fmt: skip
+
+
 async def run(setting: dict[str, Any]) -> dict[str, Any]:
     """Runs one contestant under one load."""
     model = load_model(setting)
@@ -244,7 +346,7 @@ def main() -> None:
     """Runs one setting."""
     setting = json.load(sys.stdin)
     torch.set_num_threads(setting["threads"])
-    print(json.dumps(asyncio.run(run(setting))))
+    print(json.dumps(asyncio.run(run_decode(setting) if setting["steps"] else run(setting))))
 
 
 if __name__ == "__main__":
