@@ -18,6 +18,8 @@ from h2okv.cli.options import (
     parse_dtype,
     parse_positions,
 )
+from h2okv.cli.ray_options import check_copies
+from h2okv.cli.serve_ray import run_server_on_ray
 from h2okv.cli.serve_run import ServeRequest, run_server
 from h2okv.engine.memory import parse_memory
 from h2okv.integration.loading import BUNDLED
@@ -35,10 +37,14 @@ Examples:
 
     h2okv serve --model ./my-model --name my-model --heavy 512 --recent 512 --memory 16GiB
 
+    h2okv serve --ray --replicas 4 --model ./my-model --host 0.0.0.0
+
     H2OKV_API_KEY=... h2okv serve --model ./my-model --host 0.0.0.0 --system system.txt
 """
 
 KEY_VARIABLE = "H2OKV_API_KEY"
+_RAY_HELP = "Copies of the model on a Ray cluster: that of RAY_ADDRESS, or this machine alone."
+_REPLICAS_HELP = "With --ray: how many copies."
 _MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
 
@@ -100,10 +106,15 @@ def serve(
     view_page: Annotated[
         Path | None, typer.Option(help="A page of `h2okv view --export`, served at /view.")
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help=_RAY_HELP)] = False,
+    replicas: Annotated[
+        int | None, typer.Option(help=_REPLICAS_HELP, show_default="one on each GPU or machine")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
 ) -> int:
     """Serves until a signal, as `HELP` tells the user."""
+    check_copies("--replicas", replicas, ray, device)
     cache = {"policy": policy, "positions": parse_positions(positions), "kv_bits": kv_bits}
     request = ServeRequest(
         model=model,
@@ -125,9 +136,11 @@ def serve(
         systems=tuple(system or ()),
         view_page=view_page,
         dtype=parse_dtype(dtype),
-        device=parse_device(device),
+        device=parse_device("cpu" if ray else device),
         api_key=os.environ.get(KEY_VARIABLE),
     )
+    if ray:
+        return run_server_on_ray(request, device, replicas)
     return run_server(request)
 
 

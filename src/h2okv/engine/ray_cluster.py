@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -53,11 +54,8 @@ def cluster() -> Iterator[ModuleType]:
         yield ray
         return
     try:
-        ray.init(
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            include_dashboard=False,
-        )
+        with _quiet_stderr():
+            ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         address = os.environ.get("RAY_ADDRESS")
         where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
@@ -68,6 +66,21 @@ def cluster() -> Iterator[ModuleType]:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Keeps a line away that Ray's C++ parts write when they are told to write less."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def share_cpus(ray: Any, workers: int) -> int:

@@ -14,7 +14,7 @@ from h2okv.server.settings import ServerSettings
 
 REPLICA = "model"
 FRONT = "front"
-_HEALTH_PERIOD = 2.0
+_HEALTH_PERIOD = 1.0
 _SLACK = 1024
 """Requests that the front looks at beyond those that wait, to refuse them in our own words."""
 
@@ -46,17 +46,17 @@ class Deployed:
     drain: float
 
 
-def application(deployed: Deployed) -> Application:
+def application(deployed: Deployed, board: Any) -> Application:
     """Puts the application together.
 
     Args:
         deployed: What is served. With another number of rows, the application of a second call
             updates that of the first one in place, without new replicas.
+        board: From `make_board`.
 
     Returns:
         What ``serve.run`` takes.
     """
-    room = deployed.replicas * deployed.rows
     replica = serve.deployment(
         name=REPLICA,
         num_replicas=deployed.replicas,
@@ -67,13 +67,13 @@ def application(deployed: Deployed) -> Application:
         graceful_shutdown_timeout_s=deployed.drain,
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": deployed.cpus, "num_gpus": deployed.gpus},
-    )(Replica).bind(deployed.model, deployed.options, deployed.settings)
+    )(Replica).bind(deployed.model, deployed.options, deployed.settings, board)
     return serve.deployment(
         name=FRONT,
         num_replicas=1,
-        max_ongoing_requests=room + deployed.waiting + _SLACK,
+        max_ongoing_requests=deployed.replicas * deployed.rows + deployed.waiting + _SLACK,
         health_check_period_s=_HEALTH_PERIOD,
         graceful_shutdown_timeout_s=deployed.drain,
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0},
-    )(Front).bind(replica, deployed.settings, room)
+    )(Front).bind(replica, deployed.settings, board)

@@ -22,11 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2okv.engine.serving.errors import EngineStoppedError, QueueFullError
 from h2okv.server.guard import Guard
 from h2okv.server.merged_metrics import merge_metrics, merge_stats
+from h2okv.server.ray_board import Numbers
 from h2okv.server.relay import CopyLostError, Relay, RelayCounts
 from h2okv.server.settings import ServerSettings
 
 _PATIENCE = 2.0
-"""Seconds that replicas have to tell their numbers."""
+"""Seconds that the board has to tell what is on it."""
 _INERTIA = 0.9
 """How much of the mean time of a request stays with each further one."""
 
@@ -40,12 +41,11 @@ class Front:
     Args:
         replicas: The handle of the deployment of `Replica`.
         settings: Of the server: the key, the names and the limits.
-        room: Requests that all replicas take together.
+        board: Where replicas leave their numbers.
     """
 
-    def __init__(self, replicas: DeploymentHandle, settings: ServerSettings, room: int) -> None:
-        self._replicas = replicas
-        self._room = room
+    def __init__(self, replicas: DeploymentHandle, settings: ServerSettings, board: Any) -> None:
+        self._replicas, self._board = replicas, board
         self._mean_seconds = 1.0
         self._counts = RelayCounts()
         self._relay = Relay(self._ask, settings.timeout, self._counts)
@@ -68,7 +68,7 @@ class Front:
         """Hands a request to a replica, and tells the router's errors by our names."""
         begin = time.monotonic()
         handle = self._replicas.options(method_name="answer", stream=True)
-        stream = handle.remote(scope, body)
+        stream: Any = handle.remote(scope, body)
         is_over = False
         try:
             async for messages in stream:
@@ -77,8 +77,9 @@ class Front:
             passed = time.monotonic() - begin
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
         except BackPressureError as error:
-            waiting = error.num_queued_requests
-            raise QueueFullError(waiting, waiting * self._mean_seconds / self._room) from None
+            waiting = int(error.args[0])
+            rows = sum(one.stats["rows"] for one in await self._numbers())
+            raise QueueFullError(waiting, waiting * self._mean_seconds / max(1, rows)) from None
         except DeploymentUnavailableError:
             raise EngineStoppedError("no copy of the model could be started.") from None
         except (RayActorError, ReplicaUnavailableError):
@@ -88,13 +89,12 @@ class Front:
                 # The client has gone: its row shall be free at once.
                 stream.cancel()
 
-    async def _numbers(self) -> list[tuple[str, dict[str, Any], str]]:
-        asked = self._replicas.broadcast("numbers")
+    async def _numbers(self) -> list[Numbers]:
         try:
-            found = await asked.results_async(timeout_s=_PATIENCE, return_exceptions=True)
-        except TimeoutError:
+            async with asyncio.timeout(_PATIENCE):
+                return await self._board.get.remote()
+        except (TimeoutError, RayActorError):
             return []
-        return [one for one in found if not isinstance(one, BaseException)]
 
     async def _health(self) -> Response:
         alive = len(await self._numbers())
@@ -102,11 +102,11 @@ class Front:
         return JSONResponse(state, 200 if alive else 503)
 
     async def _stats(self) -> Response:
-        merged = merge_stats([stats for _, stats, _ in await self._numbers()], self._counts)
+        merged = merge_stats([one.stats for one in await self._numbers()], self._counts)
         return JSONResponse(merged, headers={"Cache-Control": "no-store"})
 
     async def _metrics(self) -> Response:
-        texts = {name: text for name, _, text in await self._numbers()}
+        texts = {one.replica: one.metrics for one in await self._numbers()}
         # Parsing several pages takes longer than streams should wait for.
         page = await asyncio.to_thread(merge_metrics, texts, self._counts)
         return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -12,6 +12,7 @@ from starlette.types import Message
 
 from h2okv.engine.serving.async_llm import AsyncLLM
 from h2okv.server.app import make_app
+from h2okv.server.ray_board import Numbers
 from h2okv.server.relay import messages_of, plain_scope
 from h2okv.server.settings import ServerSettings
 
@@ -23,9 +24,13 @@ class Replica:
         model: What `AsyncLLM` takes first.
         options: What it takes else; picklable.
         settings: Of the server.
+        board: Where its numbers go.
     """
 
-    def __init__(self, model: str, options: dict[str, Any], settings: ServerSettings) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any], settings: ServerSettings, board: Any
+    ) -> None:
+        self._board = board
         self._engine = AsyncLLM(model, **options)
         # The front has checked who asks.
         self._app = make_app(self._engine, dataclasses.replace(settings, api_key=None, hosts=None))
@@ -47,16 +52,16 @@ class Replica:
         """Says what is served with which memory, and how many rows there are."""
         return self._engine.describe(), self._engine.stats().rows
 
-    async def numbers(self) -> tuple[str, dict[str, Any], str]:
-        """Tells this replica's name, its ``/stats`` and its ``/metrics``."""
-        name = serve.get_replica_context().replica_id.unique_id
-        stats, metrics = [await self._page(path) for path in ("/stats", "/metrics")]
-        return name, json.loads(stats), metrics.decode()
+    async def check_health(self) -> None:
+        """Tells the board how it is doing, and Serve to replace it if its engine has stopped.
 
-    def check_health(self) -> None:
-        """Tells Serve to replace this replica if its engine has stopped."""
+        Serve calls this every second, however many requests there are.
+        """
         if not self._engine.is_healthy:
             raise RuntimeError("the engine has stopped")
+        name = serve.get_replica_context().replica_id.unique_id
+        stats, metrics = [await self._page(path) for path in ("/stats", "/metrics")]
+        self._board.put.remote(Numbers(name, json.loads(stats), metrics.decode()))
 
     async def __del__(self) -> None:
         """Stops the engine; Serve calls this after the replica's last request."""

@@ -7,10 +7,12 @@ import logging
 from types import TracebackType
 from typing import Any
 
+import ray
 from ray import serve
 
 from h2okv.engine.ray_cluster import reason
 from h2okv.server.ray_app import REPLICA, Deployed, application
+from h2okv.server.ray_board import make_board
 
 APP = "h2okv"
 
@@ -41,6 +43,8 @@ class RayService:
             logging_config={"enable_access_log": False, "log_level": "ERROR"},
         )
 
+        self._board = make_board()
+
     def __enter__(self) -> RayService:
         return self
 
@@ -53,6 +57,7 @@ class RayService:
         """Takes no more requests, and ends when those that run have finished."""
         serve.delete(APP)
         serve.shutdown()
+        ray.kill(self._board)
 
     def deploy(self, deployed: Deployed) -> tuple[str, int]:
         """Loads the models, and begins to take requests.
@@ -68,13 +73,13 @@ class RayService:
         """
         logs = {"enable_access_log": False, "log_level": "ERROR"}
         try:
-            serve.run(application(deployed), name=APP, logging_config=logs)
+            serve.run(application(deployed, self._board), name=APP, logging_config=logs)
             handle = serve.get_deployment_handle(REPLICA, APP)
             told: Any = handle.broadcast("describe").results(timeout_s=60)
             description, rows = min(told, key=lambda one: one[1])
             if rows != deployed.rows:
                 serve.run(
-                    application(dataclasses.replace(deployed, rows=rows)),
+                    application(dataclasses.replace(deployed, rows=rows), self._board),
                     name=APP,
                     logging_config=logs,
                 )

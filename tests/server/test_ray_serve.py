@@ -1,0 +1,198 @@
+"""Two copies of the bundled model behind Ray Serve's proxy, one of which is killed."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+
+from h2okv.engine.serving.sampling_params import SamplingParams
+from h2okv.server.listening import open_port
+from h2okv.server.settings import ServerSettings
+
+ROWS, WAITING = 2, 16
+TOKENS = 700
+PROMPT = "It was a dark and stormy night, and the"
+KEY = "a key of some length"
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The server on a cluster of this machine alone, with more processors than it has."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
+    pytest.importorskip("ray.serve")
+    from h2okv.server.ray_app import Deployed
+    from h2okv.server.ray_service import RayService
+
+    opened = open_port("127.0.0.1", 0)
+    port = opened.getsockname()[1]
+    opened.close()
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR",
+        log_to_driver=False, object_store_memory=100 << 20, _system_config={"worker_niceness": 0},
+    )  # fmt: skip
+    deployed = Deployed(
+        model="bundled",
+        options={"rows": ROWS, "max_prompt_tokens": 256},
+        settings=ServerSettings(model_name="books", api_key=KEY),
+        replicas=2,
+        rows=ROWS,
+        waiting=WAITING,
+        cpus=1,
+        gpus=0,
+        drain=5,
+    )
+    try:
+        with RayService("127.0.0.1", port, True) as service:
+            description, rows = service.deploy(deployed)
+            assert rows == ROWS
+            assert "2 rows of" in description
+            yield f"http://127.0.0.1:{port}"
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What one engine gives, by number of tokens."""
+    from h2okv.engine.serving.async_llm import AsyncLLM
+
+    async def texts():
+        engine = AsyncLLM("bundled", rows=ROWS, max_prompt_tokens=256)
+        found = {}
+        for count in (20, TOKENS):
+            params = SamplingParams(max_tokens=count, temperature=0)
+            found[count] = "".join([p.text async for p in engine.generate(PROMPT, params)])
+        await engine.aclose(drain=0)
+        return found
+
+    return asyncio.run(texts())
+
+
+def ask(client, count, stream=False):
+    """Returns the text, and the error that ended it."""
+    options = {"model": "books", "prompt": PROMPT, "max_tokens": count, "temperature": 0}
+    if not stream:
+        return client.completions.create(**options).choices[0].text, None
+    text = ""
+    try:
+        for chunk in client.completions.create(**options, stream=True):
+            text += chunk.choices[0].text
+    except openai.APIError as error:
+        return text, error
+    return text, None
+
+
+def get(address, page):
+    import httpx2
+
+    return httpx2.get(f"{address}{page}", headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+
+
+def numbers(address):
+    return get(address, "/stats").json()
+
+
+def wait_for(address, **wanted):
+    """Waits until the numbers, which replicas tell once in a second, are these."""
+    until = time.monotonic() + 60
+    while (stats := {name: numbers(address).get(name) for name in wanted}) != wanted:
+        assert time.monotonic() < until, stats
+        time.sleep(0.1)
+
+
+def test_answers_are_those_of_one_engine(address, client, expected):
+    assert ask(client, 20) == (expected[20], None)
+    assert ask(client, 20, stream=True) == (expected[20], None)
+    assert [model.id for model in client.models.list()] == ["books"]
+    wait_for(address, replicas=2, rows=2 * ROWS, model="books", finished=2)
+    page = get(address, "/metrics").text
+    assert "h2okv_replicas 2.0" in page
+    assert page.count("h2okv_rows{replica=") == 2
+    assert get(address, "/health").json() == {"status": "ok", "replicas": 2}
+
+
+def test_what_is_wrong_is_refused_in_front(address, client):
+    with (
+        openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        ask(stranger, 20)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_a_full_queue_and_a_client_that_goes_away(address, client):
+    begun = [
+        client.completions.create(
+            model="books", prompt=PROMPT, max_tokens=1500, temperature=0, stream=True
+        )
+        for _ in range(2 * ROWS)
+    ]
+    for stream in begun:
+        next(iter(stream))
+    wait_for(address, rows_in_use=2 * ROWS)
+    with ThreadPoolExecutor(WAITING + 4) as pool:
+        waiting = [pool.submit(ask, client, 20) for _ in range(WAITING + 4)]
+        refused = []
+        while len(refused) < 4:
+            refused = [one for one in waiting if one.done()]
+            time.sleep(0.05)
+        for one in refused:
+            error = one.exception()
+            assert isinstance(error, openai.RateLimitError)
+            assert int(error.response.headers["retry-after"]) >= 1
+        # Their rows go to those that wait.
+        for stream in begun:
+            stream.close()
+        assert sum(one.exception() is None for one in waiting) == WAITING
+    wait_for(address, rows_in_use=0, aborted=2 * ROWS)
+
+
+def replicas():
+    """Processes with a copy of the model."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any("ServeReplica:h2okv:model" in part for part in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_replica_is_killed_in_the_middle(address, client, expected):
+    with ThreadPoolExecutor(12) as pool:
+        streams = [pool.submit(ask, client, TOKENS, stream=True) for _ in range(4)]
+        wholes = [pool.submit(ask, client, TOKENS) for _ in range(8)]
+        wait_for(address, rows_in_use=2 * ROWS)
+        victim, other = replicas()
+        victim.kill()
+        answers = [one.result() for one in wholes]
+        streamed = [one.result() for one in streams]
+    assert answers == [(expected[TOKENS], None)] * 8
+    broken = [(text, error) for text, error in streamed if error is not None]
+    for text, error in broken:
+        # It had begun, so the client keeps what it got and learns that there is no more.
+        assert error.code == "replica_lost"
+        assert expected[TOKENS].startswith(text) and text
+    assert [text for text, error in streamed if error is None] == [expected[TOKENS]] * (
+        4 - len(broken)
+    )
+    stats = numbers(address)
+    assert stats["broken"] == len(broken)
+    assert stats["broken"] + stats["retried"] >= ROWS
+    assert other.is_running()
+
+
+def test_another_replica_takes_its_place(address, client, expected):
+    wait_for(address, replicas=2)
+    assert ask(client, 20) == (expected[20], None)
