@@ -14,6 +14,7 @@ from h2okv.assets import bundled_model_path, sample_prompt
 
 ROWS = 16
 BUDGET = 48
+ROW = 2 * BUDGET
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def own_loglikelihood():
     return measure
 
 
-CONTEXT = "The captain looked at the sea. The"
+CONTEXT = sample_prompt()[:1500].strip() + " The captain looked at the sea. The"
 ENDINGS = (" ship was near the shore.", " purple of of seven", " sea was calm, and the")
 
 
@@ -181,6 +182,7 @@ def test_lm_evals_local_completions(served, own_loglikelihood, concurrent):
     for ending in ENDINGS:
         context, rest = harness._encode_pair(CONTEXT, ending)
         requests.append(((CONTEXT, ending), context, rest))
+    assert len(requests[0][1]) > 2 * ROW  # what is scored is not evicted before
     found = harness._loglikelihood_tokens(requests)
     expected = [own_loglikelihood(context, rest) for _, context, rest in requests]
     for (logprob, is_greedy), (own, greedy) in zip(found, expected, strict=True):

@@ -89,6 +89,12 @@ def test_a_client_that_sends_50_mb_learns_why_not(tight, fake):
     assert len(fake.asked) == 1
 
 
+def test_a_body_below_the_limit_is_read(serve, fake):
+    served = serve(fake)
+    with pytest.raises(openai.BadRequestError, match="has 8000000 characters"):
+        served.client().completions.create(**{**BODY, "prompt": "a" * 8_000_000})
+
+
 def test_a_body_without_a_length_is_cut_at_the_limit(tight, fake):
     sent = 0
 

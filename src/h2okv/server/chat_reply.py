@@ -59,7 +59,8 @@ class ChatReply(Reply):
                 Choice.construct(
                     index=completion.index,
                     message=ChatCompletionMessage(role="assistant", content=text),
-                    finish_reason=completion.finish_reason,
+                    # None is told where nothing was asked for.
+                    finish_reason=completion.finish_reason or "length",
                     logprobs=logprobs,
                 )
             )

@@ -46,7 +46,7 @@ class CompletionReply(Reply):
         choices = []
         for completion in progress.completions:
             number = completion.index // progress.job.choices_per_prompt
-            text, offset = completion.text, 0
+            text = completion.text
             table = _LogprobTable(self.tokens) if self.logprobs else None
             if self.echo:
                 text = progress.job.prompts[number].text + text
@@ -54,9 +54,9 @@ class CompletionReply(Reply):
                     self._add_prompt(table, progress, number)
             if table is not None:
                 table.add(completion.logprobs)
-                offset = table.offset
-            self._offsets[completion.index] = offset
-            choices.append(self._choice(completion.index, text, completion.finish_reason, table))
+            # No end is told of an output for which no token was asked.
+            ending = completion.finish_reason or "length"
+            choices.append(self._choice(completion.index, text, ending, table))
         return self._completion(choices, usage=usage_of(progress))
 
     def opening(self, progress: Progress) -> Iterable[Completion]:
