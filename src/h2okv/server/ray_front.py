@@ -69,11 +69,9 @@ class Front:
         begin = time.monotonic()
         handle = self._replicas.options(method_name="answer", stream=True)
         stream: Any = handle.remote(scope, body)
-        is_over = False
         try:
             async for messages in stream:
                 yield messages
-            is_over = True
             passed = time.monotonic() - begin
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
         except BackPressureError as error:
@@ -84,10 +82,10 @@ class Front:
             raise EngineStoppedError("no copy of the model could be started.") from None
         except (RayActorError, ReplicaUnavailableError):
             raise CopyLostError from None
-        finally:
-            if not is_over:
-                # The client has gone: its row shall be free at once.
-                stream.cancel()
+        except (asyncio.CancelledError, GeneratorExit):
+            # The client has gone: its row shall be free at once.
+            stream.cancel()
+            raise
 
     async def _numbers(self) -> list[Numbers]:
         try:
