@@ -15,13 +15,13 @@ from h2okv.benchmarking.load.outcome import Outcome
 from h2okv.benchmarking.load.summary import summarize
 from h2okv.benchmarking.load.workload import Cut, Mix, Workload, by_ratio
 from h2okv.cli.bench_progress import BenchProgress
+from h2okv.cli.serve import KEY_VARIABLE
 from h2okv.integration.loading import describe
-
-KEY_VARIABLE = "H2OKV_API_KEY"
-"""The environment variable with the API key, for servers that want one."""
 
 # Common English in a common tokenizer, where a server does not count for us.
 _USUAL_RATIO = 4.0
+# Characters of the first request: enough to tell how many are a token, and no long prompt.
+_PROBE = 600
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ServeRun:
             )
             target = await stack.enter_async_context(OpenAITarget(endpoint))
             self._progress.doing(f"{name or endpoint.url}: first requests")
-            ratio = await target.connect(wanted.texts[0])
+            ratio = await target.connect(wanted.texts[0][:_PROBE])
             workload = Workload(wanted.texts, wanted.mix, self._cut(ratio))
             await warm_up(target, workload, wanted.warmup)
             for load in wanted.loads:

@@ -10,10 +10,11 @@ import statistics
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS
-from h2okv.benchmarking.load.child_server import PagedSize
+from h2okv.benchmarking.load.child_server import ChildServer, Command, PagedSize
 from h2okv.benchmarking.load.loops import arrival_times
 from h2okv.benchmarking.load.measurement import (
     COLUMNS,
@@ -333,3 +334,35 @@ def test_what_was_under_way_is_no_error():
     summary = summarize([whole, stopped])
     assert (summary.finished, summary.failed, summary.interrupted) == (1, 0, 1)
     assert summary.errors == {}
+
+
+def test_a_server_that_does_not_start_is_named_with_its_last_words():
+    words = (sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)")
+
+    async def start():
+        async with ChildServer(Command("mine", words)):
+            pass
+
+    with pytest.raises(ValueError, match=r"'mine' ended with code 3 \(no such model\)"):
+        asyncio.run(start())
+
+
+def test_our_own_server_under_load(tmp_path, capsys):
+    pytest.importorskip("fastapi", reason="fastapi is in the [serve] extra")
+    rows = tmp_path / "rows.csv"
+    code = run([
+        "bench", "serve", "--model", "bundled", "--serve-options", "--rows 2 --max-prompt 256",
+        "--context", "96:128", "--new-tokens", "6", "--spread", "0", "--clients", "2",
+        "--requests", "5", "--csv", str(rows), "--json", "--device", "cpu",
+    ])  # fmt: skip
+    told = capsys.readouterr()
+    assert code == 0, told.err
+    row = json.loads(told.out)["rows"][0]
+    assert (row["server"], row["finished"], row["failed"]) == ("h2okv", 5, 0), row
+    assert row["counted_by"] == "usage"
+    # The bundled model may end a text by itself, but seldom this early.
+    assert 1 <= row["new_tokens"] <= 6
+    assert 96 <= row["prompt_tokens"] <= 130
+    assert row["first_token_p50"] > 0
+    # The server has gone with the run.
+    assert psutil.Process().children() == []
