@@ -1,0 +1,87 @@
+"""Products with weights in bf16, int8 and int4 on the CPU, as of `h2okv batch --weight-bits`.
+
+One linear layer of 4096 outputs and 1536 inputs, for numbers of rows from one sequence's step to a
+prompt; it needs pip install 'h2okv[quant]'. Correctness comes first: a product that is too far
+from that in bf16 ends the run without a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from record import Target, append_csv, environment, interleave, rows_for, show
+
+from h2okv.engine.int4_slot import Int4Slot
+from h2okv.engine.int8_slot import Int8Slot
+from h2okv.engine.skeleton import Slot
+
+RESULTS = Path(__file__).parent / "results" / "weight_bits.csv"
+KINDS = {"int8": Int8Slot, "int4": Int4Slot}
+CLOSE = {"int8": 0.02, "int4": 0.2}
+"""Norm of the difference, by that of the product, that counts as an error of the code."""
+
+
+def packed(
+    kind: type[Int8Slot] | type[Int4Slot], weight: torch.Tensor
+) -> tuple[torch.nn.Linear, int]:
+    """A layer with the weight in few bits, and its bytes."""
+    outputs, inputs = weight.shape
+    layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
+    slot = kind.of(Slot("layer.weight", layer, "weight", weight.shape, weight.dtype))
+    stored = slot.to_bytes(weight)
+    slot.fill(stored)
+    return layer, stored.nbytes
+
+
+def main() -> None:
+    """Checks, measures, shows and writes the rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/weight_bits.py --rounds 40",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
+    parser.add_argument("--csv", type=Path, default=RESULTS, help="file to add rows to")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4096, 1536, generator=generator).bfloat16()
+    made = {name: packed(kind, weight) for name, kind in KINDS.items()}
+    print(
+        ", ".join(
+            f"{name}: {size / weight.nbytes:.3f} of the bytes" for name, (_, size) in made.items()
+        )
+    )
+    setting = environment() | {"model": "linear-4096x1536", "dtype": "bf16"}
+    with torch.inference_mode():
+        for count in args.rows:
+            rows = torch.randn(count, 1536, generator=generator).bfloat16()
+            whole = torch.nn.functional.linear(rows, weight)
+            for name, (layer, _) in made.items():
+                error = float((layer(rows) - whole).float().norm() / whole.float().norm())
+                if not error < CLOSE[name]:
+                    sys.exit(f"{name} is {error:.2g} from the product in bf16; nothing was timed.")
+            runs = {"bf16": partial(torch.nn.functional.linear, rows, weight)}
+            runs |= {name: partial(layer, rows) for name, (layer, _) in made.items()}
+            samples = interleave(runs, args.rounds, 3, f"{count} rows")
+            for name in KINDS:
+                # `record` calls what is held to another h2o; there is no target here.
+                pair = {"h2o": samples[name], "bf16": samples["bf16"]}
+                own = rows_for("product", "s", pair, [Target("bf16", float("inf"))], setting)
+                for row in own:
+                    row |= {"batch": count, "target": "", "met": ""}
+                    row["implementation"] = str(row["implementation"]).replace("h2o", name)
+                    row["against"] = str(row.get("against", "")).replace("h2o", name)
+                show(own)
+                append_csv(args.csv, own)
+
+
+if __name__ == "__main__":
+    main()
