@@ -19,6 +19,7 @@ from h2okv.cli.options import (
     parse_positions,
 )
 from h2okv.cli.ray_options import check_copies
+from h2okv.cli.serve_parts import follow, is_first_rank
 from h2okv.cli.serve_ray import run_server_on_ray
 from h2okv.cli.serve_run import ServeRequest, run_server
 from h2okv.engine.memory import parse_memory
@@ -37,6 +38,8 @@ Examples:
 
     h2okv serve --model ./my-model --name my-model --heavy 512 --recent 512 --memory 16GiB
 
+    torchrun --nproc-per-node 2 -m h2okv.cli serve --tensor-parallel --model ./my-model
+
     h2okv serve --ray --replicas 4 --model ./my-model --host 0.0.0.0
 
     H2OKV_API_KEY=... h2okv serve --model ./my-model --host 0.0.0.0 --system system.txt
@@ -44,6 +47,7 @@ Examples:
 
 KEY_VARIABLE = "H2OKV_API_KEY"
 _RAY_HELP = "Copies of the model on a Ray cluster: that of RAY_ADDRESS, or this machine alone."
+_PARTS_HELP = "Under torchrun: each process holds a part of the model (transformers' own plan)."
 _REPLICAS_HELP = "With --ray: how many copies."
 _MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
@@ -107,6 +111,7 @@ def serve(
         Path | None, typer.Option(help="A page of `h2okv view --export`, served at /view.")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help=_RAY_HELP)] = False,
+    tensor_parallel: Annotated[bool, typer.Option("--tensor-parallel", help=_PARTS_HELP)] = False,
     replicas: Annotated[
         int | None, typer.Option(help=_REPLICAS_HELP, show_default="one on each GPU or machine")
     ] = None,
@@ -138,7 +143,12 @@ def serve(
         dtype=parse_dtype(dtype),
         device=parse_device("cpu" if ray else device),
         api_key=os.environ.get(KEY_VARIABLE),
+        in_parts=tensor_parallel,
     )
+    if tensor_parallel and ray:
+        raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
+    if tensor_parallel and not is_first_rank():
+        return follow(request)
     if ray:
         return run_server_on_ray(request, device, replicas)
     return run_server(request)

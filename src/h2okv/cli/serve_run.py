@@ -46,6 +46,7 @@ class ServeRequest:
         dtype: Of the weights; ``None`` for the checkpoint's own.
         device: Where the model runs.
         api_key: What clients must send; ``None`` for nothing.
+        in_parts: Whether each process that ``torchrun`` has started holds a part of the model.
     """
 
     model: str = BUNDLED
@@ -69,6 +70,7 @@ class ServeRequest:
     dtype: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     api_key: str | None = None
+    in_parts: bool = False
 
 
 def run_server(request: ServeRequest) -> int:
@@ -148,7 +150,11 @@ def settings_of(request: ServeRequest) -> ServerSettings:
 def _engine(request: ServeRequest) -> AsyncLLM:
     """Loads the model and lays out the rows."""
     return AsyncLLM(
-        request.model, dtype=request.dtype, device=request.device, **engine_options(request)
+        request.model,
+        dtype=request.dtype,
+        device=request.device,
+        in_parts=request.in_parts,
+        **engine_options(request),
     )
 
 

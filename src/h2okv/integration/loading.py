@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from h2okv.assets import bundled_model_path
 from h2okv.cache.support import check_model
@@ -65,7 +66,10 @@ def describe(name: str) -> Described:
 
 
 def load_weights(
-    described: Described, dtype: torch.dtype | None, device: torch.device
+    described: Described,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    in_parts: bool = False,
 ) -> PreTrainedModel:
     """Loads a described model, ready to generate.
 
@@ -74,6 +78,8 @@ def load_weights(
         dtype: The data type; None for the checkpoint's own, and for the bundled model on a CPU
             float32.
         device: Where it shall run.
+        in_parts: Whether each of the processes that ``torchrun`` has started loads its part, by
+            transformers' own tensor parallelism; `device` only says whether on GPUs.
 
     Returns:
         The model, in evaluation mode.
@@ -93,6 +99,7 @@ def load_weights(
             dtype=dtype or "auto",
             output_loading_info=True,
             trust_remote_code=False,
+            **({"distributed_config": DistributedConfig(tp_plan="auto")} if in_parts else {}),
         ),
     )
     check_complete(described.name, sorted(info["missing_keys"]))
@@ -100,7 +107,8 @@ def load_weights(
     if model.generation_config is not None:
         # A checkpoint may ask for a cache of its own; here the command brings the cache.
         model.generation_config.cache_implementation = None
-    model.to(device)
+    if not in_parts:
+        model.to(device)
     model.eval()
     return model
 

@@ -32,6 +32,8 @@ class AsyncLLM:
         tokenizer: The loaded model's; ``None`` to load it from where the model came from.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
+        in_parts: Whether each process that ``torchrun`` has started holds a part of the model. Only
+            the first one has an `AsyncLLM`; the others follow (`Engine.follow`).
         **settings: See `h2okv.engine.serving.engine.EngineSettings`; ``cache`` takes further
             options of `H2OCache`.
 
@@ -46,10 +48,16 @@ class AsyncLLM:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        in_parts: bool = False,
         **settings: Any,
     ) -> None:
         self.engine = Engine(
-            model, tokenizer, EngineSettings(**settings), dtype=dtype, device=device
+            model,
+            tokenizer,
+            EngineSettings(**settings),
+            dtype=dtype,
+            device=device,
+            in_parts=in_parts,
         )
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stops = False
@@ -143,7 +151,7 @@ class AsyncLLM:
                 self._orders.put(lambda: self._abort(request))
 
     async def aclose(self, drain: float = 30.0) -> None:
-        """Refuses new requests, finishes what runs, and stops the engine.
+        """Refuses new requests, finishes what runs, stops the engine, and lets other ranks go.
 
         Args:
             drain: Seconds after which what still runs is given up.
@@ -154,6 +162,8 @@ class AsyncLLM:
         self._stops = True
         self._orders.put(None)
         await asyncio.to_thread(self._thread.join)
+        if self.engine.ranks is not None and self._error is None:
+            self.engine.ranks.let_go()
         self.engine.close()
 
     def _order(self, order: Callable[[], None]) -> None:

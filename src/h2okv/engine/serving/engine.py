@@ -19,6 +19,7 @@ from h2okv.engine.serving.core import Core
 from h2okv.engine.serving.errors import PromptTooLongError
 from h2okv.engine.serving.outputs import Piece
 from h2okv.engine.serving.plan import PromptStart
+from h2okv.engine.serving.ranks import Ranks, check_divides
 from h2okv.engine.serving.request import Request
 from h2okv.engine.serving.row_count import RowSizes, row_sizes
 from h2okv.engine.serving.sampling_params import SamplingParams
@@ -93,9 +94,11 @@ class Engine:
         settings: How it shall serve.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
+        in_parts: Whether each process that ``torchrun`` has started holds a part of the model.
 
     Attributes:
         name: The model's name.
+        ranks: The processes that hold the parts; ``None`` if the model is whole.
         core: The loop's body.
         num_rows: Rows.
         row_budget: The most entries that a request may keep.
@@ -114,16 +117,19 @@ class Engine:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.settings = settings or EngineSettings()
         self._stack = ExitStack()
-        self.model, self.tokenizer, self.name, context = _load(model, tokenizer, dtype, device)
+        self.model, self.tokenizer, self.name, context = _load(
+            model, tokenizer, dtype, device, in_parts
+        )
+        self.ranks = Ranks() if in_parts else None
         probe = self._make_cache(None)
         check_fits_rows(probe)
         self.max_context = None if probe.rule.rolls else context
         self.max_prompt_tokens = self._longest_prompt(context)
         self.row_budget = probe.entries_for(self.max_prompt_tokens)
-        self._is_closed = False
         self._stack.enter_context(enable(self.model))
         try:
             self.sizes = self._sizes(probe)
@@ -139,14 +145,17 @@ class Engine:
             self.settings.max_waiting,
             self.settings.prompt_share,
         )
+        execute, recover = self.worker.execute, self.worker.reset
+        if self.ranks is not None:
+            execute, recover = self.ranks.leading(execute), self.ranks.give_up
         self.core = Core(
-            self.model,
-            self.tokenizer,
-            scheduler,
-            self.worker.execute,
-            self.worker.reset,
-            lambda: self.worker.block,
+            self.model, self.tokenizer, scheduler, execute, recover, lambda: self.worker.block
         )
+
+    def follow(self) -> None:
+        """Runs the plans of the first of several ranks, until it closes or ends a call."""
+        assert self.ranks is not None
+        self.ranks.follow(self.worker.execute)
 
     def request(
         self,
@@ -202,8 +211,9 @@ class Engine:
         cache = self._make_cache(None)
         longest = self.max_context or self.max_prompt_tokens
         full = longest * block.token_bytes
+        parts = "" if self.ranks is None else f" in {self.ranks.count} parts"
         lines = [
-            f"{self.name} in {dtype} on {self.model.device}, {cache!r}",
+            f"{self.name} in {dtype} on {self.model.device}{parts}, {cache!r}",
             f"{self.num_rows} rows of {self.row_budget} entries (prompts up to "
             f"{self.max_prompt_tokens:,} tokens): {block.nbytes / self.num_rows / _MIB:.2f} MiB "
             f"each, {block.nbytes / _MIB:.1f} MiB together",
@@ -219,18 +229,21 @@ class Engine:
 
     def close(self) -> None:
         """Gives the model its own attention back."""
-        self._is_closed = True
         self._stack.close()
 
     def _make_cache(self, budget: Budget | None) -> H2OCache:
         own = budget or self.settings
-        return H2OCache(
+        cache = H2OCache(
             self.model.config,
             heavy=own.heavy,
             recent=own.recent,
             sink=own.sink,
             **self.settings.cache,
         )
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.checks_numbers = self.ranks is None
+        return cache
 
     def _longest_prompt(self, context: int | None) -> int:
         wished = self.settings.max_prompt_tokens
@@ -253,6 +266,7 @@ class Engine:
             row_budget=self.row_budget,
             max_prompt=self.max_prompt_tokens,
             piece=self.settings.piece_tokens,
+            ranks=1 if self.ranks is None else self.ranks.count,
         )
 
     def _count_rows(self) -> int:
@@ -275,7 +289,7 @@ class Engine:
                 f"memory of {promised / _MIB:.0f} MiB has no room for a single row; give "
                 f"{least / _MIB + 1:.0f} MiB, or lower the budget, the longest prompt or the piece."
             )
-        return rows
+        return rows if self.ranks is None else self.ranks.smallest(rows)
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -327,6 +341,7 @@ def _load(
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    in_parts: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, int | None]:
     """The model, its tokenizer, name and context."""
     if not isinstance(model, str):
@@ -335,8 +350,10 @@ def _load(
             tokenizer = describe(name).tokenizer
         return model.eval(), tokenizer, name, context_of(model.config)
     described = describe(model)
+    if in_parts:
+        check_divides(described.config)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_weights(described, dtype, torch.device(where))
+    loaded = load_weights(described, dtype, torch.device(where), in_parts)
     return loaded, tokenizer or described.tokenizer, described.name, described.context
 
 

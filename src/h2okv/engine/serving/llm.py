@@ -34,6 +34,8 @@ class LLM:
         tokenizer: The loaded model's; ``None`` to load it from where the model came from.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
+        in_parts: Whether each process that ``torchrun`` has started holds a part of the model. All
+            of them make the same calls, and only the first one gets outputs.
         **settings: See `h2okv.engine.serving.engine.EngineSettings`; ``cache`` takes further
             options of `H2OCache`.
 
@@ -48,10 +50,16 @@ class LLM:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        in_parts: bool = False,
         **settings: Any,
     ) -> None:
         self.engine = Engine(
-            model, tokenizer, EngineSettings(**settings), dtype=dtype, device=device
+            model,
+            tokenizer,
+            EngineSettings(**settings),
+            dtype=dtype,
+            device=device,
+            in_parts=in_parts,
         )
 
     def __enter__(self) -> LLM:
@@ -94,12 +102,16 @@ class LLM:
             show_progress: Whether to draw a bar, on a terminal.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in their order; none on ranks but the first.
 
         Raises:
             ValueError: If a prompt is refused; nothing is generated then.
             RequestFailedError: If one fails on the way; the others of the call are given up.
         """
+        ranks = self.engine.ranks
+        if ranks is not None and not ranks.is_first:
+            self.engine.follow()
+            return []
         texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
         wanted = _for_each(params, len(texts))
         collected = [_Collected(own) for own in wanted]
@@ -114,6 +126,8 @@ class LLM:
             for request in requests:  # those that an error or Ctrl-C has left
                 self.engine.core.abort(request)
             self.engine.core.step()  # gives their rows back
+            if ranks is not None:
+                ranks.let_go()
         return [part.output() for part in collected]
 
     def _run(

@@ -1,0 +1,68 @@
+"""A model in two parts, on two processes, gives what the whole model gives."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, OPTConfig
+
+from h2okv.engine.serving.ranks import check_divides
+
+SCRIPT = Path(__file__).with_name("generate_in_parts.py")
+
+
+def torchrun(asked):
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            str(SCRIPT), json.dumps(asked),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )  # fmt: skip
+
+
+def test_two_ranks_generate_what_one_does(
+    make_llama, make_prompts, alone, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = make_llama()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    prompts = make_prompts([40, 3, 25, 61])
+    settings = {"heavy": 0.2, "recent": 0.2, "rows": 3, "piece_tokens": 16}
+    done = torchrun(
+        {
+            "model": str(tmp_path / "model"),
+            "settings": settings,
+            "calls": [prompts, prompts[:1]],
+            "output": str(tmp_path / "made.json"),
+        }
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads((tmp_path / "made.json").read_text())
+    expected = [alone(model, own, 12) for own in prompts]
+    assert told == {"made": [expected, expected[:1]], "heads": 1, "rows": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "message"),
+    [
+        (LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 3, "start 1 or 2 of them"),
+        (LlamaConfig(num_attention_heads=8, num_key_value_heads=1), 2, "start a single one"),
+        (OPTConfig(), 2, "'opt' has no plan for tensor parallelism"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(monkeypatch, config, count, message):
+    monkeypatch.setenv("WORLD_SIZE", str(count))
+    with pytest.raises(ValueError, match=message):
+        check_divides(config)
+
+
+def test_parts_need_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node"):
+        check_divides(LlamaConfig())
