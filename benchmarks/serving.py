@@ -13,9 +13,9 @@ transformers' own `generate`; there is no figure without that. Then:
   twice its tokens/s), with all clients in its batch and with only --at-once of them, and against
   one request after another (with few requests, as it has no use for clients). Of the bundled model
   the whole load counts, prompts included. Of the shape only steps do, while all users are under
-  way, with prompts of four lengths, each of which goes on in as many outputs as make
-  up the clients: reading 32 such prompts into one batch takes transformers half an hour here,
-  as each token of a prompt is multiplied with the keys of all users (--parts shape-load does it).
+  way, with prompts of four lengths, each of which goes on in as many outputs as make up the
+  clients: on a CPU transformers multiplies each token of a prompt with the keys of all users, so
+  that reading 32 such prompts takes longer than all the rest (--parts shape-load does it);
 - bytes of cache for each user: a row, against the blocks of the same requests when they end (the
   target is a quarter, so that four times as many users fit in equal memory);
 - what the process takes beside the model at most, for each user, by the system's own count;
