@@ -41,7 +41,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     from h2okv.cli.cache_choice import CacheChoice
     from h2okv.cli.options import Sampling
     from h2okv.engine.chooser import Chooser
-    from h2okv.engine.process_memory import data_bytes, peak_resident_bytes
+    from h2okv.engine.memory import data_bytes, peak_resident_bytes
     from h2okv.engine.runner import Runner
     from h2okv.engine.sequence import Sequence
     from h2okv.integration.loading import describe

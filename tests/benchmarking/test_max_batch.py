@@ -5,9 +5,9 @@ import h2okv.benchmarking.max_batch as module
 from h2okv.benchmarking.demand import Demand
 from h2okv.benchmarking.footprint import footprint_of
 from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch
-from h2okv.benchmarking.memory import peak_resident_bytes
 from h2okv.benchmarking.settings import CacheChoice, Settings
 from h2okv.benchmarking.trial import Peak, Trial, TrialFailedError, measure_peak
+from h2okv.engine.memory import peak_resident_bytes
 
 CONTEXT = 100
 FULL, OWN = CONTEXT * 512, 21 * (512 + 32)

@@ -18,12 +18,12 @@ from h2okv.benchmarking.contestant import static_shapes
 from h2okv.benchmarking.demand import Demand
 from h2okv.benchmarking.footprint import Footprint
 from h2okv.benchmarking.lineup import contestant_class
-from h2okv.benchmarking.memory import available_bytes
 from h2okv.benchmarking.requirement import cache_bytes
 from h2okv.benchmarking.row import flat, flat_names
 from h2okv.benchmarking.settings import CacheChoice, Settings
 from h2okv.benchmarking.source import ModelSource
 from h2okv.benchmarking.trial import Peak, Trial, TrialFailedError, measure_peak, prompt_ids
+from h2okv.engine.memory import available_bytes
 
 _MOST_CORRECTIONS = 3
 

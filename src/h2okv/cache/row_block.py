@@ -8,10 +8,8 @@ import torch
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.h2o_cache import H2OCache
+from h2okv.cache.rows import empty_value
 from h2okv.cache.slots import SlotLayer
-
-_EMPTY: dict[str, Any] = {"positions": -1, "enabled": False}
-"""What stands in an empty slot; 0 where nothing is said."""
 
 
 class RowBlock:
@@ -61,7 +59,7 @@ class RowBlock:
                 shape = [self.num_rows, *held.shape[1:]]
                 if held.dim() > 2 and held.shape[2] == slots:
                     shape[2] = num_slots
-                storage[name] = held.new_full(shape, _filling(name, num_slots))
+                storage[name] = held.new_full(shape, empty_value(name, num_slots))
             storage["enabled"] = torch.zeros(
                 storage["positions"].shape, dtype=torch.bool, device=layer.device
             )
@@ -229,14 +227,8 @@ def _copy_row(layer: Any, storage: dict[str, torch.Tensor], row: int) -> None:
         elif held.dim() > 2 and held.shape[2] == slots:
             target[:, :slots] = held[0]
             # What a request before has left there may not even be a number.
-            target[:, slots:] = _filling(name, num_slots)
+            target[:, slots:] = empty_value(name, num_slots)
             if name == "ranks":  # of an empty slot the last one
                 target[:, :slots].masked_fill_(layer.positions[0] < 0, num_slots - 1)
         else:
             target.copy_(held[0])
-
-
-def _filling(name: str, num_slots: int) -> Any:
-    """What stands in an empty slot."""
-    # The rank of an empty slot is the last one.
-    return num_slots - 1 if name == "ranks" else _EMPTY.get(name, 0)

@@ -7,6 +7,22 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.budget import TokenBudget
 
+_EMPTY: dict[str, int] = {"positions": -1, "enabled": False}
+
+
+def empty_value(name: str, num_slots: int) -> int:
+    """Says what stands in a slot that holds nothing.
+
+    Args:
+        name: Of the layer's tensor.
+        num_slots: S.
+
+    Returns:
+        The number.
+    """
+    # The rank of an empty slot is the last one.
+    return num_slots - 1 if name == "ranks" else _EMPTY.get(name, 0)
+
 
 class RowLayer(CacheLayerMixin):
     """What a layer holds for each sequence, whatever is done with it.

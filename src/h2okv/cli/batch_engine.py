@@ -12,17 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 import h2okv
-from h2okv.benchmarking.memory import available_bytes
 from h2okv.cli.batch_progress import StageProgress
 from h2okv.cli.batch_request import BatchRequest
 from h2okv.cli.streamed_model import OpenModel, checkpoint_folder, make_planner, open_model
 from h2okv.engine.assembly import Assembled, assemble
 from h2okv.engine.demand import Demand, demand_of
 from h2okv.engine.job import Job
+from h2okv.engine.memory import available_bytes, give_memory_back
 from h2okv.engine.passing import OneByOne, Passing
 from h2okv.engine.placement import spread
 from h2okv.engine.planner import Plan, Workload
-from h2okv.engine.process_memory import give_memory_back
 from h2okv.engine.runner import Limits
 from h2okv.engine.tiers import TieredStore
 from h2okv.integration.loading import Described, load_weights

@@ -11,13 +11,13 @@ from transformers import AutoConfig
 import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.benchmarking.footprint import Footprint, footprint_of
-from h2okv.benchmarking.memory import available_bytes, parse_memory
 from h2okv.benchmarking.requirement import check_fits
 from h2okv.benchmarking.roofline import check_plot
 from h2okv.benchmarking.settings import Settings
 from h2okv.benchmarking.shape import parse_shape
 from h2okv.benchmarking.source import ModelSource
 from h2okv.cache.support import trained_window
+from h2okv.engine.memory import available_bytes, parse_memory
 from h2okv.integration.checkpoint import locate
 from h2okv.integration.loading import BUNDLED
 

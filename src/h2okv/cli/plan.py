@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 import h2okv
-from h2okv.benchmarking.memory import parse_memory
 from h2okv.cli.batch import (
     CACHE_HELP,
     MEMORY_HELP,
@@ -26,9 +25,9 @@ from h2okv.cli.options import DTYPES, KV_BITS_HELP, parse_amount, parse_device, 
 from h2okv.cli.output import write_text
 from h2okv.cli.report import format_bytes
 from h2okv.cli.streamed_model import find_room, measure_speeds, open_model
+from h2okv.engine.memory import give_memory_back, parse_memory
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.planner import Plan, Planner, Workload
-from h2okv.engine.process_memory import give_memory_back
 from h2okv.engine.speeds import Speeds
 from h2okv.engine.tiers import CACHE_PLACES
 from h2okv.integration.loading import BUNDLED, describe

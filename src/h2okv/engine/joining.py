@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from h2okv.cache import H2OCache
+from h2okv.cache.rows import empty_value
 from h2okv.cache.slots import SlotLayer
 from h2okv.engine.cache_store import CacheStore
-
-_EMPTY: dict[str, Any] = {"positions": -1, "enabled": False}
-"""What stands in a slot that is added to a row; 0 where nothing is said."""
 
 
 def can_join(cache: H2OCache) -> bool:
@@ -76,9 +74,7 @@ def _join_layer(upper: Any, lower: Any) -> None:
         if parts[0] is None:
             continue
         if parts[0].dim() > 2 and parts[0].shape[2] == widths[0]:
-            # The rank of an empty slot is the last one.
-            filling = max(widths) - 1 if name == "ranks" else _EMPTY.get(name, 0)
-            joined[name] = _stack(parts, max(widths), filling)
+            joined[name] = _stack(parts, max(widths), empty_value(name, max(widths)))
         else:
             joined[name] = torch.cat(parts)
         # One tensor of both caches is there twice, not the whole layer.

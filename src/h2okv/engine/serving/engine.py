@@ -18,13 +18,13 @@ from h2okv.engine.memory import available_bytes, data_bytes, give_memory_back
 from h2okv.engine.serving.core import Core
 from h2okv.engine.serving.errors import PromptTooLongError
 from h2okv.engine.serving.outputs import Piece
-from h2okv.engine.serving.plan import PromptStart
+from h2okv.engine.serving.plan import Plan, PromptStart
 from h2okv.engine.serving.ranks import Ranks, check_divides
 from h2okv.engine.serving.request import Request
 from h2okv.engine.serving.row_count import RowSizes, row_sizes
 from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.engine.serving.scheduler import Scheduler
-from h2okv.engine.serving.worker import Worker
+from h2okv.engine.serving.worker import Done, Worker
 from h2okv.integration import enable
 from h2okv.integration.loading import context_of, describe, load_weights
 
@@ -145,7 +145,8 @@ class Engine:
             self.settings.max_waiting,
             self.settings.prompt_share,
         )
-        execute, recover = self.worker.execute, self.worker.reset
+        execute: Callable[[Plan], Done] = self.worker.execute
+        recover: Callable[[], None] = self.worker.reset
         if self.ranks is not None:
             execute, recover = self.ranks.leading(execute), self.ranks.give_up
         self.core = Core(
