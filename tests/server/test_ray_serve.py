@@ -1,6 +1,11 @@
 """Two copies of the bundled model behind Ray Serve's proxy, one of which is killed."""
 
 import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +14,6 @@ import psutil
 import pytest
 
 from h2okv.engine.serving.sampling_params import SamplingParams
-from h2okv.server.listening import open_port
-from h2okv.server.settings import ServerSettings
 
 ROWS, WAITING = 2, 16
 TOKENS = 700
@@ -19,39 +22,45 @@ KEY = "a key of some length"
 
 
 @pytest.fixture(scope="module")
-def address():
-    """The server on a cluster of this machine alone, with more processors than it has."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
-    pytest.importorskip("ray.serve")
-    from h2okv.server.ray_app import Deployed
-    from h2okv.server.ray_service import RayService
-
-    opened = open_port("127.0.0.1", 0)
-    port = opened.getsockname()[1]
-    opened.close()
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR",
-        log_to_driver=False, object_store_memory=100 << 20, _system_config={"worker_niceness": 0},
+def server(tmp_path_factory):
+    """`h2okv serve --ray` on a cluster of this machine alone; ended as an operator ends it."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
+    command = (
+        "serve", "--ray", "--replicas", "2", "--rows", ROWS, "--max-prompt", "256",
+        "--max-waiting", WAITING, "--name", "books", "--port", "0", "--drain", "5",
     )  # fmt: skip
-    deployed = Deployed(
-        model="bundled",
-        options={"rows": ROWS, "max_prompt_tokens": 256},
-        settings=ServerSettings(model_name="books", api_key=KEY),
-        replicas=2,
-        rows=ROWS,
-        waiting=WAITING,
-        cpus=1,
-        gpus=0,
-        drain=5,
-    )
+    environment = os.environ | {
+        "RAY_ADDRESS": "local",
+        "RAY_worker_niceness": "0",
+        "H2OKV_API_KEY": KEY,
+        "OMP_NUM_THREADS": "1",
+    }
+    remarks = tmp_path_factory.mktemp("serve") / "stderr"
+    with remarks.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "h2okv.cli", *map(str, command)],
+            stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+        )  # fmt: skip
     try:
-        with RayService("127.0.0.1", port, True) as service:
-            description, rows = service.deploy(deployed)
-            assert rows == ROWS
-            assert "2 rows of" in description
-            yield f"http://127.0.0.1:{port}"
+        line = process.stdout.readline()
+        assert line.endswith("/v1\n"), remarks.read_text()
+        assert f"2 replicas with {ROWS} rows each" in remarks.read_text()
+        process.address = line.removesuffix("/v1\n")
+        yield process
+        helpers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+        assert process.wait(timeout=30) == 0, remarks.read_text()
+        assert psutil.wait_procs(helpers, timeout=15)[1] == []
     finally:
-        ray.shutdown()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def address(server):
+    return server.address
 
 
 @pytest.fixture
@@ -157,10 +166,10 @@ def test_a_full_queue_and_a_client_that_goes_away(address, client):
     wait_for(address, rows_in_use=0, aborted=2 * ROWS)
 
 
-def replicas():
+def replicas(server):
     """Processes with a copy of the model."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(server.pid).children(recursive=True):
         try:
             if any("ServeReplica:h2okv:model" in part for part in process.cmdline()):
                 found.append(process)
@@ -169,12 +178,23 @@ def replicas():
     return found
 
 
-def test_a_replica_is_killed_in_the_middle(address, client, expected):
+def names(address):
+    """Of the replicas that have told their numbers lately."""
+    return set(re.findall(r'h2okv_rows{replica="(\w+)"}', get(address, "/metrics").text))
+
+
+@pytest.fixture(scope="module")
+def before(address):
+    """The names of the replicas that the server began with."""
+    return names(address)
+
+
+def test_a_replica_is_killed_in_the_middle(server, address, before, client, expected):
     with ThreadPoolExecutor(12) as pool:
         streams = [pool.submit(ask, client, TOKENS, stream=True) for _ in range(4)]
         wholes = [pool.submit(ask, client, TOKENS) for _ in range(8)]
         wait_for(address, rows_in_use=2 * ROWS)
-        victim, other = replicas()
+        victim, other = replicas(server)
         victim.kill()
         answers = [one.result() for one in wholes]
         streamed = [one.result() for one in streams]
@@ -193,6 +213,9 @@ def test_a_replica_is_killed_in_the_middle(address, client, expected):
     assert other.is_running()
 
 
-def test_another_replica_takes_its_place(address, client, expected):
-    wait_for(address, replicas=2)
+def test_another_replica_takes_its_place(address, before, client, expected):
+    until = time.monotonic() + 60
+    while len(before | names(address)) < 3 or len(names(address)) != 2:
+        assert time.monotonic() < until
+        time.sleep(0.2)
     assert ask(client, 20) == (expected[20], None)

@@ -44,11 +44,13 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
     is_local = request.host in LOOPBACK
     shown = f"[{request.host}]" if ":" in request.host else request.host
     ended, stdout = threading.Event(), sys.stdout
-    with _told_by_signals(ended), ExitStack() as stack:
+    with ExitStack() as stack:
         # Ray tells stdout at length of every actor that ends.
         silence = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(redirect_stdout(silence))
         ray = stack.enter_context(cluster())
+        # After Ray, which takes SIGTERM for itself.
+        stack.enter_context(_told_by_signals(ended))
         on_gpu = has_gpus(ray) if device == "auto" else device == "cuda"
         copies = replicas or count_workers(ray, on_gpu)
         service = stack.enter_context(RayService(request.host, port, is_local))

@@ -83,7 +83,7 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def share_cpus(ray: Any, workers: int) -> int:
+def share_cpus(ray: Any, workers: int) -> float:
     """CPUs for each of some workers that are spread over the cluster.
 
     Args:
@@ -91,7 +91,7 @@ def share_cpus(ray: Any, workers: int) -> int:
         workers: How many.
 
     Returns:
-        What the smallest machine can give to each of its workers, at least 1.
+        What the smallest machine can give to each of its workers: whole ones, if at least one.
     """
     sizes = [
         int(node["Resources"].get("CPU", 0))
@@ -100,7 +100,8 @@ def share_cpus(ray: Any, workers: int) -> int:
     ]
     if not sizes:
         return 1
-    return max(1, min(sizes) // -(-workers // len(sizes)))
+    share = min(sizes) / -(-workers // len(sizes))
+    return int(share) if share >= 1 else share
 
 
 def count_workers(ray: Any, needs_gpu: bool) -> int:
