@@ -128,10 +128,14 @@ def bench_serve(
         if file is not None:
             file.append({**told, **row.cells()})
 
-    stopped = _run(wanted, keep)
-    if file is not None:
-        file.close()
-    _show(rows, told, json)
+    try:
+        stopped = _run(wanted, keep)
+    finally:
+        # Also when a later server fails: what the earlier ones gave is there.
+        if file is not None:
+            file.close()
+        if rows:
+            _show(rows, told, json)
     if stopped:
         return INTERRUPTED
     return 0 if all(row.summary.finished for row in rows) else NOTHING_FINISHED
@@ -145,7 +149,8 @@ def _run(wanted: Wanted, keep: ServeRun.Keep) -> bool:
         try:
             asyncio.run(run.all())
         except KeyboardInterrupt:
-            run.keep_unfinished()
+            if not run.keep_unfinished():
+                write_remark("stopped before a load was finished")
             return True
     return False
 
@@ -153,9 +158,6 @@ def _run(wanted: Wanted, keep: ServeRun.Keep) -> bool:
 def _show(rows: Sequence[Measured], told: dict[str, str], as_json: bool) -> None:
     if as_json:
         write_text(serve_json(told, rows) + "\n")
-        return
-    if not rows:
-        write_remark("stopped before anything was measured")
         return
     write_text(serve_table(rows))
     for line in serve_remarks(rows):

@@ -80,10 +80,12 @@ class ServeRun:
         for server in self._wanted.servers:
             await self._one(server)
 
-    def keep_unfinished(self) -> None:
-        """Keeps what the load that was interrupted gave, if it gave anything."""
-        if self._make_row is not None and self._outcomes:
-            self._keep(self._make_row())
+    def keep_unfinished(self) -> bool:
+        """Keeps what the load that was interrupted gave; whether it gave anything."""
+        if self._make_row is None or not self._outcomes:
+            return False
+        self._keep(self._make_row())
+        return True
 
     async def _one(self, server: Command | Endpoint) -> None:
         wanted = self._wanted

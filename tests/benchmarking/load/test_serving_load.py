@@ -255,6 +255,21 @@ def test_a_server_that_does_not_know_stream_options_is_asked_without(capsys, fak
     assert "does not tell token counts; pieces of the stream are counted" in told.err
 
 
+def test_rows_before_a_server_that_fails_are_kept(fake_server, tmp_path, capsys, monkeypatch):
+    def choose(*_):
+        gone = Endpoint("http://127.0.0.1:9")
+        return Endpoint(server.url), gone
+
+    monkeypatch.setattr("h2okv.cli.bench_serve.choose_servers", choose)
+    rows = tmp_path / "rows.csv"
+    with fake_server() as server:
+        code = run(["bench", "serve", "--clients", "1", "--requests", "2", "--csv", str(rows)])
+    told = capsys.readouterr()
+    assert code == 2
+    assert "2/2" in told.out and "no answer from http://127.0.0.1:9" in told.err
+    assert len(rows.read_text(encoding="utf-8").splitlines()) == 2
+
+
 def test_nothing_finished_is_exit_code_1(capsys, fake_server):
     with fake_server(faults={n: 500 for n in range(1, 9)}) as server:
         code = run(["bench", "serve", "--url", server.url, "--clients", "2", "--requests", "3"])
