@@ -1,6 +1,7 @@
 """The server on the real engine and the bundled model."""
 
 import asyncio
+import threading
 import time
 
 import openai
@@ -121,6 +122,21 @@ def test_a_client_that_goes_away_frees_its_row(served):
         assert time.monotonic() < end
         time.sleep(0.005)
     assert served.engine.stats().aborted == 1
+
+
+def test_what_runs_after_the_drain_is_told_so(start):
+    engine = h2okv.AsyncLLM("bundled", rows=1, heavy=8, recent=8, max_prompt_tokens=64)
+    served = start(engine, model_name="bundled", drain=0.1)
+    stream = iter(ask(served.client(), "Once", max_tokens=1900, stream=True,
+                      extra_body={"ignore_eos": True}))  # fmt: skip
+    next(stream)
+    stopping = threading.Thread(target=served.stop)
+    stopping.start()
+    with pytest.raises(openai.APIError, match="shutting down") as caught:
+        for _ in stream:
+            pass
+    assert caught.value.code == "engine_stopped"
+    stopping.join(30)
 
 
 def test_a_request_that_is_refused_hurts_nobody(served, openings):

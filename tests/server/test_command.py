@@ -71,9 +71,11 @@ def test_sigterm_finishes_what_runs_and_a_restart_takes_the_port_at_once(server)
 
 def test_a_key_prefixes_limits_and_a_second_signal(server, tmp_path):
     (tmp_path / "system.txt").write_text("You are a captain, and speak of ships only.\n")
+    beginning = "The story of a captain who sailed to the north, and of his ship"
+    (tmp_path / "prefix.txt").write_text(beginning)
     (tmp_path / "view.html").write_text("<p>recorded")
     process, address = server(
-        "--port", 0, "--system", "system.txt", "--view-page", "view.html", "--name", "captain",
+        "--port", 0, "--system", "system.txt", "--prefix", "prefix.txt", "--view-page", "view.html", "--name", "captain",
         "--max-tokens-limit", 1900, "--drain", 600, H2OKV_API_KEY="a-key",
     )  # fmt: skip
     root = address.removesuffix("/v1")
@@ -87,6 +89,8 @@ def test_a_key_prefixes_limits_and_a_second_signal(server, tmp_path):
         {"role": "user", "content": "Who are you?"},
     ]
     answer = client.chat.completions.create(model="captain", messages=messages, max_tokens=4)
+    assert answer.usage.prompt_tokens_details.cached_tokens > 8
+    answer = client.completions.create(model="captain", prompt=f"{beginning}, which", max_tokens=4)
     assert answer.usage.prompt_tokens_details.cached_tokens > 8
     pieces = client.completions.create(
         model="captain", prompt="The sea", max_tokens=1900, stream=True,

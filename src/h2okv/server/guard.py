@@ -84,7 +84,7 @@ class Guard:
             return True
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         # In constant time, so that the time tells nothing of how much of a guess is right.
-        is_right = secrets.compare_digest(key.strip(), self.settings.api_key.encode())
+        is_right = secrets.compare_digest(key.strip(), self.settings.api_key.strip().encode())
         return is_right and scheme.lower() == b"bearer"
 
     def _counted(self, receive: Receive) -> Receive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from h2okv.budget import Budget
@@ -43,5 +44,7 @@ class ServerSettings:
         for name in ("timeout", "max_body", "max_new_tokens", "max_choices"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too little; give more than 0.")
+        if not math.isfinite(self.timeout):
+            raise ValueError(f"timeout={self.timeout!r} is no time; give a number of seconds.")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("the API key is empty; set one of some length, or none at all.")
