@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 import h2okv
-from h2okv.benchmarking.memory import parse_memory
 from h2okv.cli.batch_job import run_batch
+from h2okv.cli.batch_ray import run_batch_on_ray
 from h2okv.cli.batch_request import BatchRequest, Stopped
 from h2okv.cli.cache_choice import CacheChoice
 from h2okv.cli.exit_codes import INTERRUPTED
@@ -25,6 +25,8 @@ from h2okv.cli.options import (
     parse_positions,
 )
 from h2okv.cli.output import write_remark, write_text
+from h2okv.cli.ray_options import check_copies
+from h2okv.engine.memory import parse_memory
 from h2okv.engine.packed_layers import WEIGHT_BITS
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.tiers import CACHE_PLACES
@@ -41,11 +43,15 @@ Examples:
     h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
 
     h2okv batch --model ./large-model --memory 4GiB --input prompts.jsonl --output texts.jsonl
+
+    h2okv batch --ray --actors 8 --model ./model --input prompts.jsonl --output texts.jsonl
 """
 
 WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
 CACHE_HELP = "Where keys and values are: auto, device, cpu, file, or percentages of the layers."
 WEIGHT_BITS_HELP = "8 or 4 (CPUs, bfloat16): weights of the layers in so many bits."
+RAY_HELP = "Run on a Ray cluster: that of RAY_ADDRESS, or this machine alone."
+ACTORS_HELP = "With --ray: how many models."
 MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
 
 
@@ -101,6 +107,10 @@ def batch(
         bool,
         typer.Option("--keep-pages", help="Let the system keep streamed weights in free memory."),
     ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help=RAY_HELP)] = False,
+    actors: Annotated[
+        int | None, typer.Option(help=ACTORS_HELP, show_default="one on each GPU or machine")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
 ) -> int:
     """Runs a job, as `HELP` tells the user."""
@@ -122,7 +132,7 @@ def batch(
         choice=choice,
         sampling=Sampling(max_new_tokens, temperature, top_p, seed),
         dtype=parse_dtype(dtype),
-        device=parse_device(device),
+        device=parse_device("cpu" if ray else device),
         rows=parse_rows(batch),
         shares=parse_shares("weights", weights, PLACES),
         cache_shares=parse_shares("cache", cache, CACHE_PLACES),
@@ -132,8 +142,11 @@ def batch(
         weight_bits=check_weight_bits(weight_bits),
         keep_pages=keep_pages,
     )
+    check_copies("--actors", actors, ray, device)
+    if ray:
+        check_whole(request)
     try:
-        summary = run_batch(request)
+        summary = run_batch_on_ray(request, device, actors) if ray else run_batch(request)
     except Stopped as stopped:
         write_remark(str(stopped))
         return INTERRUPTED
@@ -149,6 +162,25 @@ def check_weight_bits(bits: int | None) -> int | None:
     if bits is not None and bits not in WEIGHT_BITS:
         raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
     return bits
+
+
+def check_whole(request: BatchRequest) -> None:
+    """Refuses with --ray what is planned for one machine alone."""
+    given = {
+        "--memory": request.memory,
+        "--weights": request.shares,
+        "--cache": request.cache_shares,
+        "--cache-folder": request.cache_folder,
+        "--converted": request.converted,
+        "--weight-bits": request.weight_bits,
+        "--keep-pages": request.keep_pages or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is planned for one machine, and with --ray every actor holds the whole"
+                f" model in its memory; leave out {name} or --ray"
+            )
 
 
 def parse_rows(text: str) -> int | None:

@@ -17,7 +17,7 @@ from h2okv.cli.batch_request import BatchRequest, Stopped, Summary
 from h2okv.cli.text_stream import TextStream
 from h2okv.engine.chooser import Chooser
 from h2okv.engine.job import Job, Wording
-from h2okv.engine.process_memory import data_bytes, peak_resident_bytes
+from h2okv.engine.memory import data_bytes, peak_resident_bytes
 from h2okv.engine.prompt_file import PromptFile
 from h2okv.engine.result_file import ResultFile, Setting
 from h2okv.engine.runner import Runner
@@ -39,17 +39,22 @@ def run_batch(request: BatchRequest) -> Summary:
         ValueError: If something about the input, the output, the model or the memory is wrong.
         Stopped: If Ctrl-C ended it.
     """
-    described = _described(request)
+    described = described_of(request)
     prompts = PromptFile(request.input)
-    with ResultFile(request.output, _settings(request, described.config)) as results:
-        job = Job(prompts, results, _wording(request, described))
+    with ResultFile(request.output, settings_of(request, described.config)) as results:
+        job = Job(prompts, results, wording_of(request, described))
         try:
             return _run(request, described, job)
         except KeyboardInterrupt:
-            raise Stopped(
-                f"stopped; {job.num_finished} of {len(prompts)} prompts are finished, and the same"
-                " command goes on from there"
-            ) from None
+            raise stopped(job) from None
+
+
+def stopped(job: Job) -> Stopped:
+    """Says how far a job is that Ctrl-C ends."""
+    return Stopped(
+        f"stopped; {job.num_finished} of {len(job.prompts)} prompts are finished, and the same"
+        " command goes on from there"
+    )
 
 
 def _run(request: BatchRequest, described: Described, job: Job) -> Summary:
@@ -99,7 +104,7 @@ def _go_through(job: Job, runner: Runner, engine: Engine, max_new_tokens: int) -
     )
 
 
-def _described(request: BatchRequest) -> Described:
+def described_of(request: BatchRequest) -> Described:
     """The model's description; a bad budget is heard about before anything is long."""
     described = describe(request.model)
     request.choice.make(described.config, request.sampling.seed)
@@ -108,7 +113,8 @@ def _described(request: BatchRequest) -> Described:
     return described
 
 
-def _wording(request: BatchRequest, described: Described) -> Wording:
+def wording_of(request: BatchRequest, described: Described) -> Wording:
+    """How the model's tokenizer turns prompts into tokens and tokens into texts."""
     tokenizer = described.tokenizer
 
     def decode(sequence: Sequence) -> str:
@@ -129,7 +135,7 @@ def _wording(request: BatchRequest, described: Described) -> Wording:
     )
 
 
-def _settings(request: BatchRequest, config: PreTrainedConfig) -> dict[str, Setting]:
+def settings_of(request: BatchRequest, config: PreTrainedConfig) -> dict[str, Setting]:
     """What the results depend on; not where the weights are or how large a batch is."""
     dtype = "auto" if request.dtype is None else str(request.dtype).removeprefix("torch.")
     described = json.dumps(config.to_dict(), sort_keys=True, default=str)

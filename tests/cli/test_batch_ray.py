@@ -1,0 +1,163 @@
+"""`h2okv batch --ray`: the results of `h2okv batch`, whichever actors die."""
+
+import json
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from h2okv.cli.app import run
+
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log,"]
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    """A cluster of this machine alone, with more processors than it has: the models are tiny."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
+    pytest.importorskip("ray.data")
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR",
+        log_to_driver=False, object_store_memory=100 << 20,
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+def write_prompts(path) -> Path:
+    generator = random.Random(0)
+    texts = {
+        f"p{n}": " ".join(generator.choices(WORDS, k=generator.randint(1, 40))) for n in range(60)
+    }
+    texts |= {"empty": " ", "long": "cat " * 300, "none": None, "odd": "\ud800", "ünï 1": "the cat"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in texts.items()]
+    path.write_text("\n".join([*lines, json.dumps({"id": 7, "prompt": "the dog"})]) + "\n")
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    return write_prompts(tmp_path / "in.jsonl")
+
+
+@pytest.fixture
+def job(h2okv_command, model_folder, prompts, tmp_path):
+    """Runs the command on the tiny model; gives the outcome and the records by id."""
+
+    def call(*args, output, code=0):
+        path = tmp_path / output
+        options = ("--input", prompts, "--output", path, "--max-new-tokens", STEPS)
+        outcome = h2okv_command("batch", "--model", model_folder, *options, *args)
+        assert outcome.code == code, outcome
+        return outcome, read(path)
+
+    return call
+
+
+def read(path):
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {json.dumps(record["id"]): record for record in records}
+    assert len(found) == len(records)
+    return found
+
+
+SAMPLING = ("--temperature", "1", "--seed", "3", "--batch", 1)
+
+
+@pytest.fixture(scope="module")
+def whole(model_folder, tmp_path_factory) -> Path:
+    """The results of one process, with the prompts beside them."""
+    folder = tmp_path_factory.mktemp("whole")
+    prompts, output = write_prompts(folder / "in.jsonl"), folder / "out.jsonl"
+    options = ("--input", prompts, "--output", output, "--max-new-tokens", STEPS, *SAMPLING)
+    assert run(["batch", "--model", str(model_folder), *map(str, options)]) == 0
+    return output
+
+
+def test_an_actor_is_killed_in_the_middle(ray_here, whole, job, tmp_path):
+    output = tmp_path / "ray.jsonl"
+    finished_at_kill = []
+
+    def kill_one():
+        while not output.exists() or output.stat().st_size == 0:
+            time.sleep(0.005)
+        victim, *_ = workers()
+        victim.kill()
+        finished_at_kill.append(len(read(output)))
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    outcome, records = job("--ray", "--actors", 2, *SAMPLING, output="ray.jsonl")
+    killer.join()
+    assert 0 < finished_at_kill[0] < 66
+    assert records == read(whole)
+    assert outcome.out == ""
+    assert "66 prompts, 4 with an error record" in outcome.err
+
+
+def workers():
+    """Processes in which a model of the job runs."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any("MapWorker(MapBatches(Worker))" in part for part in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_what_one_process_has_begun_goes_on(ray_here, whole, job, tmp_path):
+    begun = tmp_path / "begun.jsonl"
+    kept = whole.read_text(encoding="utf-8").splitlines(keepends=True)[:50]
+    begun.write_text("".join(kept) + '{"id": "torn', encoding="utf-8")
+    settings = whole.with_name("out.jsonl.job.json").read_text()
+    begun.with_name("begun.jsonl.job.json").write_text(settings)
+    outcome, records = job("--ray", "--actors", 1, *SAMPLING, "--json", output="begun.jsonl")
+    assert records == read(whole)
+    assert begun.read_text(encoding="utf-8").startswith("".join(kept))
+    summary = json.loads(outcome.out)
+    assert (summary["prompts"], summary["skipped"]) == (66, 50)
+
+
+def test_an_actor_that_cannot_load_the_model(
+    ray_here, h2okv_command, save_model, prompts, tmp_path
+):
+    folder = save_model()
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    options = ("--model", folder, "--input", prompts, "--output", tmp_path / "out.jsonl")
+    outcome = h2okv_command("batch", "--ray", *options)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert "an actor of the job failed" in outcome.err
+    assert "the weights of --model" in outcome.err
+
+
+BAD = {
+    "actors without ray": (("--actors", "2"), ("--actors 2", "--ray")),
+    "no actors": (("--ray", "--actors", "0"), ("--actors 0", "1 or more")),
+    "memory": (("--ray", "--memory", "4GiB"), ("--memory", "leave out")),
+    "weights": (("--ray", "--weights", "disk"), ("--weights", "leave out")),
+    "one device": (("--ray", "--device", "cuda:1"), ("--device 'cuda:1'", "auto, cpu, cuda")),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input(job, tmp_path, args, words):
+    (tmp_path / "out.jsonl").touch()
+    outcome, _ = job(*args, output="out.jsonl", code=2)
+    assert outcome.err.startswith("h2okv: ")
+    for word in words:
+        assert word in outcome.err
+
+
+def test_without_ray(job, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "out.jsonl").touch()
+    outcome, _ = job("--ray", output="out.jsonl", code=2)
+    assert "pip install 'h2okv[ray]'" in outcome.err
