@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.slots import SlotLayer
+from h2okv.cache.window_slots import is_window_layer
 
 
 def can_take_pieces(cache: H2OCache) -> bool:
@@ -16,12 +15,17 @@ def can_take_pieces(cache: H2OCache) -> bool:
 
     Returns:
         False where more than attention's plain sums are kept, entries are rounded or turned, or
-        a layer keeps transformers' own cache.
+        a layer is neither H2O's nor one with a sliding window.
     """
+    layers = enumerate(cache.layers)
     return (
         all(
-            isinstance(layer, SlotLayer) and layer.is_plain and not layer.marks_pattern
-            for layer in cache.layers
+            isinstance(layer, SlotLayer)
+            and layer.is_plain
+            and not layer.marks_pattern
+            # Which takes any block in pieces by itself.
+            or is_window_layer(layer, index, cache.config)
+            for index, layer in layers
         )
         and cache.kv_bits is None
         and not cache.rule.rolls
@@ -39,6 +43,6 @@ def expect_piece(cache: H2OCache, goes_on: bool) -> None:
         cache: For which `can_take_pieces` holds; mutated.
         goes_on: True if more of the block follows after it; False for its last piece.
     """
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        layer.goes_on = goes_on
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.goes_on = goes_on

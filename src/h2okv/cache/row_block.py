@@ -5,11 +5,61 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.rows import empty_value
 from h2okv.cache.slots import SlotLayer
+from h2okv.cache.window_slots import is_window_layer, window_slots
+
+
+class _Tenants:
+    """The budgets in use of layers that are alike, and how far they are filled.
+
+    Args:
+        capacity: Entries of a row, K.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.budgets: list[TokenBudget] = []
+        self._room: list[int] = []
+
+    def add(self, budget: TokenBudget, held: int) -> None:
+        self.budgets.append(budget)
+        self._room.append(budget.total - held)
+
+    def leave(self, row: int) -> None:
+        """The last one takes the place."""
+        for numbers in (self.budgets, self._room):
+            own: list[Any] = numbers
+            own[row] = own[-1]
+            own.pop()
+
+    def count_step(self) -> int:
+        """Takes note of a step; returns how many rows were full before."""
+        full = sum(room == 0 for room in self._room)
+        self._room = [max(room - 1, 0) for room in self._room]
+        return full
+
+    @property
+    def held(self) -> int:
+        """Entries of all rows in use, of one KV head."""
+        return sum(own.total for own in self.budgets) - sum(self._room)
+
+    def show(self, layer: Any) -> None:
+        """Tells a layer what it needs to know of the rows in use."""
+        # All rows with all slots need no mask of slots, and none at all once they are full.
+        whole = all(own.total == self.capacity for own in self.budgets)
+        left = max(self._room)
+        if whole:
+            layer.enabled = None
+        layer.batch_size = len(self.budgets)
+        layer.row_budgets = list(self.budgets)
+        layer.is_full = whole and left == 0
+        layer.steps_to_full = left if whole else 0
+        layer.has_sinks = any(budget.sink for budget in self.budgets)
 
 
 class RowBlock:
@@ -18,6 +68,7 @@ class RowBlock:
     Rows in use are the first ones, without gaps: a decode step runs on a view of these, and when
     one is given back the last one takes its place. Shapes, dtype and devices are read off a cache
     that the model has written to, so that each rank of a model in parts holds its own heads.
+    Layers with a sliding window hold its tokens in slots of their own.
 
     Args:
         like: A cache that has read one sequence; unchanged.
@@ -28,10 +79,10 @@ class RowBlock:
         cache: What the model gets for a decode step of the rows in use; mutated by the model.
         num_rows: As given.
         row_budget: As given.
-        num_heads: KV heads of all layers.
+        num_heads: KV heads of all layers that evict by H2O.
 
     Raises:
-        ValueError: If a layer keeps transformers' own cache, or the policy evicts nothing.
+        ValueError: If a layer's entries cannot be held in slots, or the policy evicts nothing.
     """
 
     def __init__(self, like: H2OCache, num_rows: int, row_budget: int) -> None:
@@ -39,17 +90,22 @@ class RowBlock:
         self.cache = like.fork(1)
         self.num_rows = num_rows
         self.row_budget = row_budget
-        self._budgets: list[TokenBudget] = []
-        self._room: list[int] = []
-        self._seen: list[int] = []
-        self._storage = [self._allocate(layer) for layer in self.cache.layers]
         layers: list[Any] = self.cache.layers
-        self.num_heads = sum(layer.num_kv_heads for layer in layers)
+        layers[:] = _as_slots(self.cache)
+        # By the window; None for the layers of H2O.
+        self._tenants = {own.window: _Tenants(self._capacity(own)) for own in layers}
+        self._seen: list[int] = []
+        self._storage = [self._allocate(layer) for layer in layers]
+        self._layers = layers
+        self.num_heads = sum(own.num_kv_heads for own in layers if own.window is None)
         for layer in layers:
             layer.turns = None  # of as many ranks as the cache that this one is like
 
+    def _capacity(self, layer: Any) -> int:
+        return self.row_budget if layer.window is None else int(layer.window) - 1
+
     def _allocate(self, layer: Any) -> dict[str, torch.Tensor]:
-        slots, num_slots = layer.positions.shape[2], self.row_budget + 1
+        slots, num_slots = layer.positions.shape[2], self._capacity(layer) + 1
         storage: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):
             for name in layer.row_tensors():
@@ -68,12 +124,12 @@ class RowBlock:
     @property
     def num_used(self) -> int:
         """Rows in use, the first ones."""
-        return len(self._budgets)
+        return len(self._seen)
 
     @property
     def num_held(self) -> int:
-        """Entries in the rows in use, of one KV head."""
-        return sum(own.total for own in self._budgets) - sum(self._room)
+        """Entries in the rows in use, of one KV head of a layer that evicts by H2O."""
+        return self._tenants[None].held
 
     @property
     def num_seen(self) -> int:
@@ -83,19 +139,32 @@ class RowBlock:
     @property
     def held_bytes(self) -> int:
         """Bytes of the slots that hold an entry."""
-        return self.num_held * self.nbytes // (self.num_rows * (self.row_budget + 1))
+        total = 0.0
+        for layer, storage in zip(self._layers, self._storage, strict=True):
+            tenants = self._tenants[layer.window]
+            slots = self.num_rows * (tenants.capacity + 1)
+            total += tenants.held / slots * sum(tensor.nbytes for tensor in storage.values())
+        return int(total)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the keys and values that a full cache would hold for the same tokens."""
-        return self.num_seen * self.token_bytes
+        return sum(self.full_bytes_of(seen) for seen in list(self._seen))
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in a full cache, of all layers."""
-        layers: list[Any] = self.cache.layers
-        numbers = sum(own.num_kv_heads * (own.key_size + own.value_size) for own in layers)
-        return int(numbers * layers[0].dtype.itemsize)
+    def full_bytes_of(self, length: int) -> int:
+        """Bytes that a full cache would hold for a sequence.
+
+        Args:
+            length: Its tokens.
+
+        Returns:
+            Bytes of keys and values, of all layers; those with a window hold no more than that.
+        """
+        numbers = 0
+        for layer in self._layers:
+            held = length if layer.window is None else min(length, layer.window - 1)
+            numbers += held * layer.num_kv_heads * (layer.key_size + layer.value_size)
+        return int(numbers * self._layers[0].dtype.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +183,9 @@ class RowBlock:
         Raises:
             ValueError: If its budget is larger than a row, or no row is free.
         """
-        first: Any = source.layers[0]
-        budget = first.row_budgets[0]
+        layers = _as_slots(source)
+        kinds = {own.window: own for own in layers}
+        budget = kinds[None].row_budgets[0]
         if budget.total > self.row_budget:
             raise ValueError(
                 f"a budget of {budget.total} entries does not fit a row of {self.row_budget}; "
@@ -124,15 +194,14 @@ class RowBlock:
         if self.num_used == self.num_rows:
             raise ValueError(f"all {self.num_rows} rows are in use; give one back first.")
         row = self.num_used
-        layers: Any = zip(self.cache.layers, source.layers, self._storage, strict=True)
-        for own, layer, storage in layers:
+        for own, layer, storage in zip(self._layers, layers, self._storage, strict=True):
             _copy_row(layer, storage, row)
-            own.owner, own.terms = layer.owner, layer.terms
+            own.owner, own.terms = layer.owner, layer.terms or own.terms
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
-        held = int((first.positions[0, 0] >= 0).sum())
-        self._budgets.append(budget)
-        self._room.append(budget.total - held)
-        self._seen.append(int(first.num_real_tokens[0]))
+        for window, layer in kinds.items():
+            held = int((layer.positions[0, 0] >= 0).sum())
+            self._tenants[window].add(layer.row_budgets[0], held)
+        self._seen.append(int(kinds[None].num_real_tokens[0]))
         self._show()
         return row
 
@@ -150,10 +219,10 @@ class RowBlock:
             for storage in self._storage:
                 for tensor in storage.values():
                     tensor[row].copy_(tensor[last])
-        for numbers in (self._budgets, self._room, self._seen):
-            own: list[Any] = numbers
-            own[row] = own[last]
-            own.pop()
+        for tenants in self._tenants.values():
+            tenants.leave(row)
+        self._seen[row] = self._seen[last]
+        self._seen.pop()
         self._show()
         return None if row == last else last
 
@@ -161,35 +230,32 @@ class RowBlock:
         """Notes that a decode step has run; mutates what is known of the rows.
 
         Returns:
-            Entries that it evicted, of all layers and KV heads.
+            Entries that it evicted, of all layers and KV heads that evict by H2O.
         """
-        full = sum(room == 0 for room in self._room)
-        self._room = [max(room - 1, 0) for room in self._room]
+        full = {window: tenants.count_step() for window, tenants in self._tenants.items()}
         self._seen = [seen + 1 for seen in self._seen]
-        return full * self.num_heads
+        return full[None] * self.num_heads
 
     def _show(self) -> None:
         """Lets the cache's layers see the rows in use; mutates them."""
         used = self.num_used
         if used == 0:
             return
-        # All rows with all slots need no mask of slots, and none at all once they are full.
-        whole = all(own.total == self.row_budget for own in self._budgets)
-        left = max(self._room)
-        for layer, storage in zip(self.cache.layers, self._storage, strict=True):
-            own: Any = layer
+        for layer, storage in zip(self._layers, self._storage, strict=True):
             for name, tensor in storage.items():
-                setattr(own, name, tensor[:used])
-            if whole:
-                own.enabled = None
-            own.batch_size = used
-            own.row_budgets = list(self._budgets)
-            own.step = None  # what serves some rows may not serve others
-            own.is_full = whole and left == 0
-            own.steps_to_full = left if whole else 0
-            own.has_sinks = any(budget.sink for budget in self._budgets)
-            if own.rotation is not None and own.turns is None:
-                own.know_turns(self.row_budget + 1)
+                setattr(layer, name, tensor[:used])
+            layer.step = None  # what serves some rows may not serve others
+            self._tenants[layer.window].show(layer)
+            if layer.rotation is not None and layer.turns is None:
+                layer.know_turns(self.row_budget + 1)
+
+
+def _as_slots(cache: H2OCache) -> list[Any]:
+    """A cache's layers; those with a sliding window as slots."""
+    return [
+        window_slots(layer, index) if isinstance(layer, DynamicSlidingWindowLayer) else layer
+        for index, layer in enumerate(cache.layers)
+    ]
 
 
 def check_fits_rows(cache: H2OCache) -> None:
@@ -201,12 +267,15 @@ def check_fits_rows(cache: H2OCache) -> None:
     Raises:
         ValueError: Naming the remedy.
     """
-    others = sorted({type(own).__name__ for own in cache.layers if not isinstance(own, SlotLayer)})
+    others = {
+        type(layer).__name__
+        for index, layer in enumerate(cache.layers)
+        if not isinstance(layer, SlotLayer) and not is_window_layer(layer, index, cache.config)
+    }
     if others:
         raise ValueError(
-            f"model type {cache.config.model_type!r} has layers ({', '.join(others)}) that are not "
-            "full attention; their entries are not held in rows of slots. Use h2okv batch or "
-            "generate for it."
+            f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
+            "whose entries are not held in rows of slots; use h2okv batch or generate for it."
         )
     if not cache.policy.is_bounded:
         raise ValueError(

@@ -45,6 +45,8 @@ class ScoredLayer(WeighingLayer):
 
     is_sliding = False
     is_croppable = False
+    window: int | None = None
+    """The sliding window that the entries stand for; ``None`` for full attention."""
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
 
     def __init__(

@@ -354,7 +354,8 @@ class SlotLayer(ScoredLayer):
             self.steps_to_full -= 1
         elif self.steps_to_full == 1:
             self._look_ahead()
-            self._choose_step()
+            if self.terms is not None:  # else the step that is about to come chooses
+                self._choose_step()
 
     @property
     def is_ready(self) -> bool:

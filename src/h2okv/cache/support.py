@@ -161,6 +161,34 @@ def trained_window(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def window_by_length(config: PreTrainedConfig) -> int | None:
+    """Tells up to which length a model turns its tokens alike, whatever the length.
+
+    Dynamic scaling and LongRoPE take other frequencies in a forward with a longer text in it, for
+    all rows of the batch; so texts of different length can share a batch only below that.
+
+    Args:
+        config: the model's config.
+
+    Returns:
+        Tokens; ``None`` if the length makes no difference.
+    """
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    lengths = [
+        part.get("original_max_position_embeddings")
+        or getattr(text_config, "original_max_position_embeddings", None)
+        or trained_window(config)
+        for part in kinds
+        if part.get("rope_type") in _BY_LENGTH
+    ]
+    return min((length for length in lengths if length), default=None)
+
+
 def check_positions(config: PreTrainedConfig, positions: str, policy: Policy) -> None:
     """Refuses a way of placing entries that the model or the policy has not.
 

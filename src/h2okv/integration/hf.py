@@ -65,7 +65,7 @@ def h2o_attention(
         )
     layer.awaits_attention = False
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
-    _check_causal(module, query, attention_mask, options)
+    _check_causal(module, query, attention_mask, options, layer.window)
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     if not torch.compiler.is_compiling():
         layer.claim(module)
@@ -98,8 +98,9 @@ def _check_causal(
     query: torch.Tensor,
     mask: torch.Tensor | None,
     options: dict[str, Any],
+    window: int | None,
 ) -> None:
-    """Raises if a block with H2O entries is not plain causal attention."""
+    """Raises if a block with H2O entries is not plain causal attention over what is held."""
     length = query.shape[2]
     if mask is not None and (mask.dtype != torch.bool or mask.shape[-2:] != (1, length)):
         raise ValueError(
@@ -115,7 +116,7 @@ def _check_causal(
             f"{type(module).__name__} asks for attention that is not causal, which H2O is not "
             "defined for; use transformers' own cache for this model."
         )
-    if options.get("sliding_window") is not None:
+    if options.get("sliding_window") not in (None, window):
         raise ValueError(
             f"{type(module).__name__} asks for a sliding window in a layer that its config calls "
             "full attention; set the config's layer_types right, or use transformers' own cache."

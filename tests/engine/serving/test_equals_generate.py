@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 import h2okv
 from h2okv.cache.row_block import RowBlock
@@ -134,21 +139,55 @@ def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
 def test_what_does_not_fit_rows_is_refused(make_llama, make_llm):
     with pytest.raises(ValueError, match="evicts nothing"):
         make_llm(make_llama(), cache={"policy": "full"})
-    with pytest.raises(ValueError, match="full.attention"):
-        make_llm(sliding_model())
+    with pytest.raises(ValueError, match="rows of slots; use h2okv batch"):
+        make_llm(chunked_model())
+
+
+def test_sliding_layers_hold_their_window_in_slots(make_llm, make_prompts, alone, greedy):
+    model = sliding_model()
+    prompts = make_prompts([40, 3, 8, 7, 9, 25])
+    llm = make_llm(model, piece_tokens=11, heavy=5, recent=4)
+    made = token_ids(llm.generate(prompts, greedy(20)))
+    reserved = llm.stats().reserved_bytes
+    assert reserved == 3 * llm.engine.sizes.row
+    llm.close()
+    assert made == [alone(model, own, 20, heavy=5, recent=4) for own in prompts]
 
 
 def sliding_model():
+    torch.manual_seed(0)
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
             hidden_size=32,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=3,
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=16,
             vocab_size=97,
             sliding_window=8,
-            layer_types=["sliding_attention", "full_attention"],
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            initializer_range=0.4,
+            eos_token_id=None,
         )  # fmt: skip
-    )
+    ).eval()
+
+
+def chunked_model():
+    torch.manual_seed(0)
+    return Llama4ForCausalLM(
+        Llama4TextConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            intermediate_size_mlp=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            vocab_size=97,
+            num_local_experts=2,
+            layer_types=["chunked_attention", "full_attention"],
+            attention_chunk_size=8,
+            no_rope_layers=[1, 0],
+        )  # fmt: skip
+    ).eval()

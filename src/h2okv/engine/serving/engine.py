@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.row_block import check_fits_rows
+from h2okv.cache.support import window_by_length
 from h2okv.engine.memory import available_bytes, data_bytes, give_memory_back
 from h2okv.engine.serving.core import Core
 from h2okv.engine.serving.errors import PromptTooLongError
@@ -103,6 +104,8 @@ class Engine:
         num_rows: Rows.
         row_budget: The most entries that a request may keep.
         max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
+            Models whose positions are scaled by the length of the longest text in the batch
+            (dynamic scaling, LongRoPE) are held below that length.
         max_prompt_tokens: The most tokens of a prompt.
 
     Raises:
@@ -127,6 +130,9 @@ class Engine:
         self.ranks = Ranks() if in_parts else None
         probe = self._make_cache(None)
         check_fits_rows(probe)
+        shared = window_by_length(self.model.config)
+        if shared is not None:
+            context = min(context or shared, shared)
         self.max_context = None if probe.rule.rolls else context
         self.max_prompt_tokens = self._longest_prompt(context)
         self.row_budget = probe.entries_for(self.max_prompt_tokens)
@@ -211,7 +217,7 @@ class Engine:
         dtype = str(self.model.dtype).removeprefix("torch.")
         cache = self._make_cache(None)
         longest = self.max_context or self.max_prompt_tokens
-        full = longest * block.token_bytes
+        full = block.full_bytes_of(longest)
         parts = "" if self.ranks is None else f" in {self.ranks.count} parts"
         lines = [
             f"{self.name} in {dtype} on {self.model.device}{parts}, {cache!r}",

@@ -93,9 +93,13 @@ def row_sizes(
 
 def _row_bytes(demand: Demand, cache: H2OCache, slots: int) -> int:
     """Bytes of a row, as `RowBlock` allocates it."""
-    layer: Any = cache.layers[0]
+    layer: Any = next(own for own in cache.layers if hasattr(own, "marks_pattern"))
     notes = _SLOT_BYTES + 4 * cache.rule.rolls + 4 * layer.scoring.uses_values
     numbers = _ROW_BYTES + 8 * layer.marks_pattern
     heads = demand.num_kv_heads
     one = slots * (demand.entry_bytes + heads * notes) + heads * _HEAD_BYTES + numbers
-    return int(demand.num_slot_layers * one)
+    total = demand.num_slot_layers * one
+    for window in demand.windows:
+        entry = demand.token_bytes + heads * _SLOT_BYTES
+        total += window * entry + heads * _HEAD_BYTES + _ROW_BYTES
+    return int(total)

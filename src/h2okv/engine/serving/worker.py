@@ -199,5 +199,4 @@ class Worker:
 def _held(cache: H2OCache | None) -> int:
     """Entries of a sequence, of one KV head."""
     assert cache is not None
-    layer: Any = cache.layers[0]
-    return 0 if layer.positions is None else int((layer.positions[0, 0] >= 0).sum())
+    return cache.num_cached_tokens
