@@ -30,14 +30,14 @@ def served(start):
 
 @pytest.fixture(scope="module")
 def openings():
-    """Prompts of 10 to 220 tokens, no two alike."""
+    """Prompts of 10 to 150 tokens, no two alike."""
     words = sample_prompt().split()
-    return [" ".join(words[17 * k : 17 * k + 8 + 6 * k]) for k in range(25)]
+    return [" ".join(words[17 * k : 17 * k + 8 + 4 * k]) for k in range(25)]
 
 
 def ask(client, prompt, **options):
     return client.completions.create(
-        model="bundled", prompt=prompt, **{"max_tokens": 12, "temperature": 0, **options}
+        model="bundled", prompt=prompt, **{"max_tokens": 10, "temperature": 0, **options}
     )
 
 
@@ -54,7 +54,7 @@ def test_two_hundred_clients_at_once_get_what_each_gets_alone(served, openings):
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_of_them():
-        async with served.client(openai.AsyncOpenAI, timeout=120) as others:
+        async with served.client(openai.AsyncOpenAI, timeout=600) as others:
             return await asyncio.gather(*(one(others, number) for number in range(200)))
 
     texts = asyncio.run(all_of_them())
@@ -109,7 +109,7 @@ def test_a_budget_of_ones_own(served, openings):
 
 
 def test_a_client_that_goes_away_frees_its_row(served):
-    client = served.client()
+    client, before = served.client(), served.engine.stats().aborted
     stream = ask(client, "Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
     pieces = iter(stream)
     for _ in range(5):  # the first comes before it has a row
@@ -121,7 +121,7 @@ def test_a_client_that_goes_away_frees_its_row(served):
     while served.engine.stats().rows_in_use:
         assert time.monotonic() < end
         time.sleep(0.005)
-    assert served.engine.stats().aborted == 1
+    assert served.engine.stats().aborted == before + 1
 
 
 def test_what_runs_after_the_drain_is_told_so(start):

@@ -75,7 +75,8 @@ def test_a_key_prefixes_limits_and_a_second_signal(server, tmp_path):
     (tmp_path / "prefix.txt").write_text(beginning)
     (tmp_path / "view.html").write_text("<p>recorded")
     process, address = server(
-        "--port", 0, "--system", "system.txt", "--prefix", "prefix.txt", "--view-page", "view.html", "--name", "captain",
+        "--port", 0, "--system", "system.txt", "--prefix", "prefix.txt",
+        "--view-page", "view.html", "--name", "captain",
         "--max-tokens-limit", 1900, "--drain", 600, H2OKV_API_KEY="a-key",
     )  # fmt: skip
     root = address.removesuffix("/v1")
