@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, OPTConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from h2okv.engine.serving.ranks import check_divides
 
@@ -25,11 +26,24 @@ def torchrun(asked):
     )  # fmt: skip
 
 
-def test_two_ranks_generate_what_one_does(
-    make_llama, make_prompts, alone, tokenizer, tmp_path, monkeypatch
-):
+def test_two_ranks_generate_what_one_does(make_prompts, alone, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model = make_llama()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=98,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            bos_token_id=1,
+            eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+    ).eval()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     prompts = make_prompts([40, 3, 25, 61])
