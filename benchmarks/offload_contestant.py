@@ -75,6 +75,8 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
 
     engine = make_engine(request, described, Lengths(), make_cache)  # type: ignore[arg-type]
     tokens = prompts_of(setting, setting["vocabulary"]).tolist()
+    if setting.get("one_batch"):
+        tokens = tokens[: engine.limits.rows]
     sequences = [Sequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
     runner = Runner(
         engine.model, engine.passing, Chooser(engine.model), make_cache, engine.limits,

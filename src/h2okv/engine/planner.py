@@ -214,12 +214,12 @@ class Planner:
         return low
 
     def _candidates(self) -> list[int]:
-        """Numbers of sequences, about a quarter apart."""
+        """Numbers of sequences, about an eighth apart."""
         most = max(1, min(self._work.prompts, _MOST_ROWS))
         found, rows = [], 1
         while rows < most:
             found.append(rows)
-            rows += max(1, rows // 4)
+            rows += max(1, rows // 8)
         return [*found, most]
 
     def _fit(
