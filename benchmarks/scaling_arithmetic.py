@@ -4,7 +4,7 @@
     python benchmarks/scaling_arithmetic.py --write    puts them into docs/scaling.md
     python benchmarks/scaling_arithmetic.py --model DIR --memory 24 --ranks 1,2,4
 
-Bytes of weights and caches are counted from the model's config, as `h2okv bench` counts them;
+Bytes are counted from the model's config by what counts them in `h2okv bench` and `h2okv serve`;
 machines and users are assumptions, named below and in the page. Nothing is measured here.
 """
 
@@ -16,19 +16,24 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache as memoized
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
+import h2okv
 from h2okv.benchmarking.footprint import Footprint, footprint_of
+from h2okv.engine.demand import demand_of
+from h2okv.engine.serving.row_count import RowSizes, row_sizes
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 GIB, MIB = 2**30, 2**20
 CONTEXTS = (4096, 8192, 32768, 131072)
 CACHES = ("full", "20 %", "10 %", "2,048 entries")
 BATCHES = (1, 64, 256)
+PIECE = 512
+"""Tokens of a prompt that are read at once, as in `h2okv serve`."""
 USERS = (1_000, 10_000, 100_000, 1_000_000)
 
 
@@ -39,12 +44,12 @@ class Assumed:
     Attributes:
         memory: Of one GPU, bytes.
         used: Share of it that may be taken.
-        beside: Bytes of one GPU for libraries, temporaries and the block of a prompt being read.
         bandwidth: Of its memory, bytes in a second.
         products: Of one GPU in practice, operations in a second.
         links: Bytes in a second and direction between two ranks, by name.
         ranks: Sizes of a tensor parallel group.
         pause: Seconds in which a user reads and thinks between an answer and the next question.
+        question: Tokens that are read for an answer.
         answer: New tokens of an answer.
         pace: New tokens of one answer in a second.
         patience: Seconds that a request may wait for a row.
@@ -53,7 +58,6 @@ class Assumed:
 
     memory: float = 80 * GIB
     used: float = 0.9
-    beside: float = 6 * GIB
     bandwidth: float = 3.35e12
     products: float = 4e14
     links: tuple[tuple[str, float], ...] = (
@@ -63,6 +67,7 @@ class Assumed:
     )
     ranks: tuple[int, ...] = (2, 4, 8)
     pause: float = 60.0
+    question: int = 1000
     answer: int = 300
     pace: float = 20.0
     patience: float = 1.0
@@ -78,18 +83,20 @@ class Subject:
     """
 
     def __init__(self, config: PreTrainedConfig, name: str) -> None:
-        self.config = config
-        self.name = name
+        self.config, self.name = config, name
         self.footprint: Footprint = footprint_of(config, torch.bfloat16)
 
-    @cached_property
-    def _parameters(self) -> list[tuple[int, bool]]:
-        """Bytes of each parameter, and whether transformers' plan splits it."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         plan = model.tp_plan
-        return [
-            (parameter.nbytes, re.sub(r"\.\d+(?=\.)", ".*", name).rsplit(".", 1)[0] in plan)
+        names = {name: re.sub(r"\.\d+(?=\.)", ".*", name) for name, _ in model.named_modules()}
+        self._splits_table = any(
+            names[name] in plan
+            for name, module in model.named_modules()
+            if module is model.get_input_embeddings()
+        )
+        self._parameters = [
+            (parameter.nbytes, names[name.rpartition(".")[0]] in plan)
             for name, parameter in model.named_parameters()
         ]
 
@@ -97,20 +104,42 @@ class Subject:
         """Weights of one rank; what the plan does not split is on every rank."""
         return sum(size / (ranks if split else 1) for size, split in self._parameters)
 
-    def user_bytes(self, cache: str, context: int) -> float:
-        """One user's keys and values, with H2O's scores and positions, on all ranks together."""
-        if cache == "full":
-            return self.footprint.full_bytes(1, context)
-        return self.footprint.h2o_bytes(1, entries_of(cache, context) + 1, context)
+    def read_bytes(self, ranks: int) -> float:
+        """Weights that one rank reads in a step: all but the table, of which it reads some rows."""
+        table = self.footprint.weight_bytes - self.footprint.step_weight_bytes
+        return self.rank_bytes(ranks) - (table / ranks if self._splits_table else table)
+
+    @memoized  # noqa: B019 (lives as long as the program)
+    def sizes(self, cache: str, context: int, ranks: int) -> RowSizes:
+        """What one rank's memory goes to beside the weights; each has its share of the KV heads.
+
+        For H2O what `h2okv serve` counts. The full cache has no slots to score, and its prompts
+        are read in their place.
+        """
+        entries = context if cache == "full" else entries_of(cache, context)
+        empty = h2okv.H2OCache(self.config, heavy=entries // 2, recent=entries - entries // 2)
+        if cache != "full":
+            return row_sizes(
+                self.config, empty, torch.bfloat16,
+                row_budget=entries, max_prompt=context, piece=PIECE, ranks=ranks,
+            )  # fmt: skip
+        demand = demand_of(self.config, empty, torch.bfloat16)
+        return RowSizes(
+            row=self.footprint.full_bytes(1, context) // ranks,
+            step=demand.decode_bytes(1, 0),
+            prompt=demand.prompt_bytes(PIECE) + PIECE * demand.vocabulary * 4,
+            fixed=demand.fixed_bytes,
+        )
 
     def link_bytes(self, ranks: int, tokens: int, rows: int) -> float:
-        """What each rank sends in one forward: two all-reduced states a layer, and the logits.
+        """What each rank sends in one forward: states that are summed, two a layer, and the logits.
 
         A ring sends ``2 (n - 1) / n`` times a state that is summed, ``(n - 1) / n`` times one that
         is only gathered.
         """
         text = self.config.get_text_config()
-        summed = 2 * text.num_hidden_layers * tokens * text.hidden_size * 2
+        states = 2 * text.num_hidden_layers + self._splits_table
+        summed = states * tokens * text.hidden_size * 2
         gathered = rows * text.vocab_size * 2
         return (2 * summed + gathered) * (ranks - 1) / ranks
 
@@ -123,14 +152,13 @@ def entries_of(cache: str, context: int) -> int:
 
 
 def room(subject: Subject, assumed: Assumed, ranks: int) -> float:
-    """Bytes for caches on one GPU; less than 0 where not even the weights fit."""
-    return assumed.memory * assumed.used - assumed.beside - subject.rank_bytes(ranks)
+    """Bytes that the weights leave on one GPU; less than 0 where not even they fit."""
+    return assumed.memory * assumed.used - subject.rank_bytes(ranks)
 
 
 def users(subject: Subject, assumed: Assumed, ranks: int, cache: str, context: int) -> int:
-    """Users of one group of ranks; each rank holds its share of the KV heads."""
-    each = subject.user_bytes(cache, context) / ranks
-    return max(0, int(room(subject, assumed, ranks) // each))
+    """Users of one group of ranks."""
+    return subject.sizes(cache, context, ranks).rows_in(int(room(subject, assumed, ranks)))
 
 
 def rows_needed(load: float, hold: float, patience: float, unlucky: float) -> int:
@@ -167,7 +195,7 @@ def of_a_user(subject: Subject, assumed: Assumed) -> str:
     """Bytes of one user's cache."""
     lines = []
     for context in CONTEXTS:
-        sizes = [subject.user_bytes(cache, context) / MIB for cache in CACHES]
+        sizes = [subject.sizes(cache, context, 1).row / MIB for cache in CACHES]
         lines.append([f"{context:,}", *(f"{size:,.0f} MiB" for size in sizes)])
     return markdown(["tokens of context", *CACHES], lines)
 
@@ -188,7 +216,7 @@ def of_a_machine(subject: Subject, assumed: Assumed) -> str:
                     *(f"{count:,}" for count in found),
                 ]
             )
-    header = ["GPUs", "weights each", "for caches each", "tokens of context"]
+    header = ["GPUs", "weights each", "left each", "tokens of context"]
     return markdown([*header, *CACHES], lines)
 
 
@@ -199,8 +227,8 @@ def of_a_step(subject: Subject, assumed: Assumed) -> str:
     lines = []
     for cache in CACHES:
         count = users(subject, assumed, ranks, cache, context)
-        weights = subject.rank_bytes(ranks) / assumed.bandwidth
-        caches = count * subject.user_bytes(cache, context) / ranks / assumed.bandwidth
+        weights = subject.read_bytes(ranks) / assumed.bandwidth
+        caches = count * subject.sizes(cache, context, ranks).row / assumed.bandwidth
         computed = subject.footprint.step_weight_bytes * count / ranks / assumed.products
         sent = subject.link_bytes(ranks, count, count) / link
         step = max(weights + caches, computed) + sent
@@ -236,17 +264,20 @@ def of_many_users(subject: Subject, assumed: Assumed) -> str:
     """Rows and machines for very many users."""
     ranks, context = max(assumed.ranks), 8192
     hold = assumed.answer / assumed.pace
+    tokens = assumed.question + assumed.answer
+    busy = tokens * subject.footprint.step_weight_bytes / ranks / assumed.products
     lines = []
     for count in USERS:
         load = count * hold / (hold + assumed.pause)
         rows = rows_needed(load, hold, assumed.patience, assumed.unlucky)
-        groups = []
+        machines = []
         for cache in CACHES:
             each = users(subject, assumed, ranks, cache, context)
-            groups.append(f"{math.ceil(rows / each):,}" if each else "none fits")
-        lines.append([f"{count:,}", f"{load / hold:,.1f}", f"{load:,.0f}", f"{rows:,}", *groups])
-    header = ["users", "requests/s", "under way", "rows"]
-    return markdown([*header, *(f"machines, {cache}" for cache in CACHES)], lines)
+            machines.append(f"{math.ceil(rows / each):,}" if each else "none fits")
+        machines.append(f"{math.ceil(load / hold * busy):,}")
+        lines.append([f"{count:,}", f"{load / hold:,.1f}", f"{load:,.0f}", f"{rows:,}", *machines])
+    header = ["users", "requests/s", "under way", "rows", *(f"rows: {cache}" for cache in CACHES)]
+    return markdown([*header, "products"], lines)
 
 
 PARTS: dict[str, Callable[[Subject, Assumed], str]] = {
