@@ -86,6 +86,13 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; more get HTTP 429.")
     ] = 256,
+    piece: Annotated[
+        int, typer.Option(help="Tokens of a prompt that are read between two steps of others.")
+    ] = 512,
+    prompt_share: Annotated[
+        float,
+        typer.Option(help="Share of the time for prompts while others generate; less: more even."),
+    ] = 0.5,
     max_tokens_limit: Annotated[
         int, typer.Option(help="The most new tokens that a request may ask for.")
     ] = 4096,
@@ -132,6 +139,8 @@ def serve(
         memory=None if memory is None else parse_memory(memory),
         max_prompt=max_prompt,
         max_waiting=max_waiting,
+        piece=piece,
+        prompt_share=prompt_share,
         max_new_tokens=max_tokens_limit,
         max_choices=max_choices,
         max_body=_body_bytes(max_body),

@@ -35,6 +35,8 @@ class ServeRequest:
         memory: Bytes that may be taken; ``None`` for most of what is free.
         max_prompt: Tokens of the longest prompt; ``None`` for the model's context.
         max_waiting: Requests that may wait.
+        piece: Tokens of a prompt between two steps.
+        prompt_share: Share of the time for prompts while others generate.
         max_new_tokens: The most new tokens of an output.
         max_choices: The most outputs of a request.
         max_body: Bytes of a request's body.
@@ -59,6 +61,8 @@ class ServeRequest:
     memory: int | None = None
     max_prompt: int | None = None
     max_waiting: int = 256
+    piece: int = 512
+    prompt_share: float = 0.5
     max_new_tokens: int = 4096
     max_choices: int = 128
     max_body: int = 8 << 20
@@ -168,6 +172,8 @@ def engine_options(request: ServeRequest) -> dict[str, Any]:
         "memory": request.memory,
         "max_prompt_tokens": request.max_prompt,
         "max_waiting": request.max_waiting,
+        "piece_tokens": request.piece,
+        "prompt_share": request.prompt_share,
         "prefixes": _prefixes(request),
         "cache": request.cache,
     }
