@@ -16,7 +16,7 @@ import pytest
 from h2okv.engine.serving.sampling_params import SamplingParams
 
 ROWS, WAITING = 2, 16
-TOKENS = 700
+TOKENS = 500
 PROMPT = "It was a dark and stormy night, and the"
 KEY = "a key of some length"
 
