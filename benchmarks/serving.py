@@ -202,7 +202,7 @@ def http(args: argparse.Namespace) -> list[dict[str, Any]]:
         "--against", "transformers,sequential", "--serve-options", options,
         "--clients", str(many), "--requests", str(many * setting["each"]),
         "--context", f"{low}:{high}", "--new-tokens", str(args.new), "--spread", "0",
-        "--json",
+        "--timeout", "3600", "--json",
     ]  # fmt: skip
     samples: dict[str, list[float]] = {"h2o": [], "transformers": [], "sequential": []}
     for number in range(args.http_rounds):
