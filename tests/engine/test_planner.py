@@ -54,7 +54,7 @@ def test_no_plan_is_above_its_room(planner, options, shares):
         assert 1 <= plan.rows <= WORK.prompts
         assert plan.lane_tokens >= WORK.longest
         rows.add(plan.rows)
-    assert len(rows) > 2  # more room, more prompts
+    assert len(rows) > 1  # more room, more prompts
 
 
 @pytest.mark.parametrize("options", POLICIES, ids=str)

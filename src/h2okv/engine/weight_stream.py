@@ -14,6 +14,8 @@ from h2okv.engine.weight_map import UnitLayout
 
 _BUFFERS = 2
 _ALIGNMENT = 64
+_STACK_BYTES = 1 << 20
+"""Of the thread that reads; the usual 8 MiB count as data of the process."""
 
 
 class WeightStream:
@@ -57,7 +59,11 @@ class WeightStream:
         self.read_seconds = 0.0
         """Time that reading took, waiting for a free buffer not counted."""
         self._thread = threading.Thread(target=self._read_all, name="weights", daemon=True)
-        self._thread.start()
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            self._thread.start()
+        finally:
+            threading.stack_size(usual)
 
     def bring(self, unit: Unit) -> None:
         """Puts a unit's weights into the model, and takes those of the one before out.
