@@ -45,6 +45,8 @@ def test_a_smaller_cache_makes_room_for_more_prompts(plan):
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
     assert h2o["cache_bytes"] / h2o["rows"] < 0.25 * full["cache_bytes"] / full["rows"]
+    packed = plan(*ample, "--kv-bits", 4)
+    assert packed["cache_bytes"] / packed["rows"] < 0.6 * h2o["cache_bytes"] / h2o["rows"]
 
 
 def test_on_the_disk_if_told(plan):
@@ -58,6 +60,8 @@ BAD = {
     "no prompt": (("--prompt", "0"), ("--prompt 0", "1 or more")),
     "too little": (("--memory", "2MiB"), ("--memory 2MiB is too little",)),
     "no amount": (("--memory", "much"), ("--memory 'much'",)),
+    "no such bits": (("--kv-bits", "5"), ("kv_bits=5", "8 or 4")),
+    "no such weights": (("--weight-bits", "5"), ("--weight-bits 5", "8 or 4")),
     "no place": (("--weights", "attic"), ("--weights 'attic'",)),
 }
 
