@@ -91,7 +91,7 @@ class RowBlock:
         self.num_rows = num_rows
         self.row_budget = row_budget
         layers: list[Any] = self.cache.layers
-        layers[:] = _as_slots(self.cache)
+        layers[:] = _as_slots(self.cache, 0)
         # By the window; None for the layers of H2O.
         self._tenants = {own.window: _Tenants(self._capacity(own)) for own in layers}
         self._seen: list[int] = []
@@ -171,11 +171,12 @@ class RowBlock:
         """Bytes of all rows, in use or not."""
         return sum(tensor.nbytes for own in self._storage for tensor in own.values())
 
-    def add(self, source: H2OCache) -> int:
+    def add(self, source: H2OCache, sequence: int = 0) -> int:
         """Copies a sequence into a free row.
 
         Args:
-            source: A cache of one sequence that has read a prompt; unchanged.
+            source: A cache that has read a prompt, or several; unchanged.
+            sequence: Which of its sequences.
 
         Returns:
             The row.
@@ -183,9 +184,9 @@ class RowBlock:
         Raises:
             ValueError: If its budget is larger than a row, or no row is free.
         """
-        layers = _as_slots(source)
+        layers = _as_slots(source, sequence)
         kinds = {own.window: own for own in layers}
-        budget = kinds[None].row_budgets[0]
+        budget = kinds[None].row_budgets[_place(kinds[None], sequence)]
         if budget.total > self.row_budget:
             raise ValueError(
                 f"a budget of {budget.total} entries does not fit a row of {self.row_budget}; "
@@ -195,13 +196,14 @@ class RowBlock:
             raise ValueError(f"all {self.num_rows} rows are in use; give one back first.")
         row = self.num_used
         for own, layer, storage in zip(self._layers, layers, self._storage, strict=True):
-            _copy_row(layer, storage, row)
+            _copy_row(layer, _place(layer, sequence), storage, row)
             own.owner, own.terms = layer.owner, layer.terms or own.terms
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
         for window, layer in kinds.items():
-            held = int((layer.positions[0, 0] >= 0).sum())
-            self._tenants[window].add(layer.row_budgets[0], held)
-        self._seen.append(int(kinds[None].num_real_tokens[0]))
+            place = _place(layer, sequence)
+            held = int((layer.positions[place, 0] >= 0).sum())
+            self._tenants[window].add(layer.row_budgets[place], held)
+        self._seen.append(int(kinds[None].num_real_tokens[sequence]))
         self._show()
         return row
 
@@ -250,12 +252,35 @@ class RowBlock:
                 layer.know_turns(self.row_budget + 1)
 
 
-def _as_slots(cache: H2OCache) -> list[Any]:
-    """A cache's layers; those with a sliding window as slots."""
+def _as_slots(cache: H2OCache, sequence: int) -> list[Any]:
+    """A cache's layers; those with a sliding window as slots of the one sequence."""
+    layers: list[Any] = cache.layers
+    lengths = next(own for own in layers if isinstance(own, SlotLayer)).num_real_tokens
     return [
-        window_slots(layer, index) if isinstance(layer, DynamicSlidingWindowLayer) else layer
-        for index, layer in enumerate(cache.layers)
+        window_slots(layer, index, sequence, int(lengths[sequence]))
+        if isinstance(layer, DynamicSlidingWindowLayer)
+        else layer
+        for index, layer in enumerate(layers)
     ]
+
+
+def _place(layer: Any, sequence: int) -> int:
+    """Where a layer of `_as_slots` has the sequence."""
+    return sequence if layer.window is None else 0
+
+
+def held_by_row(cache: H2OCache) -> list[int]:
+    """Counts what a cache's sequences hold; waits for the device.
+
+    Args:
+        cache: Has read something.
+
+    Returns:
+        For each sequence its entries of one KV head, in layers that evict by H2O.
+    """
+    layer: Any = next(own for own in cache.layers if isinstance(own, SlotLayer))
+    counts: list[int] = (layer.positions[:, 0] >= 0).sum(dim=-1).tolist()
+    return counts
 
 
 def check_fits_rows(cache: H2OCache) -> None:
@@ -284,8 +309,8 @@ def check_fits_rows(cache: H2OCache) -> None:
         )
 
 
-def _copy_row(layer: Any, storage: dict[str, torch.Tensor], row: int) -> None:
-    """Copies one layer's only sequence into a row, and empties the row's other slots."""
+def _copy_row(layer: Any, place: int, storage: dict[str, torch.Tensor], row: int) -> None:
+    """Copies one of a layer's sequences into a row, and empties the row's other slots."""
     slots, num_slots = layer.positions.shape[2], storage["positions"].shape[2]
     for name, whole in storage.items():
         target = whole[row]
@@ -294,10 +319,10 @@ def _copy_row(layer: Any, storage: dict[str, torch.Tensor], row: int) -> None:
             target.fill_(False)
             target[:, :slots] = True
         elif held.dim() > 2 and held.shape[2] == slots:
-            target[:, :slots] = held[0]
+            target[:, :slots] = held[place]
             # What a request before has left there may not even be a number.
             target[:, slots:] = empty_value(name, num_slots)
             if name == "ranks":  # of an empty slot the last one
-                target[:, :slots].masked_fill_(layer.positions[0] < 0, num_slots - 1)
+                target[:, :slots].masked_fill_(layer.positions[place] < 0, num_slots - 1)
         else:
-            target.copy_(held[0])
+            target.copy_(held[place])

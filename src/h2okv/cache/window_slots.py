@@ -34,14 +34,18 @@ def is_window_layer(layer: Any, layer_idx: int, config: PreTrainedConfig) -> boo
     )
 
 
-def window_slots(layer: DynamicSlidingWindowLayer, layer_idx: int) -> SlotLayer:
+def window_slots(
+    layer: DynamicSlidingWindowLayer, layer_idx: int, sequence: int, seen: int
+) -> SlotLayer:
     """Makes slots of what a sliding layer holds of one sequence.
 
     A token sees itself and the ``W - 1`` before it, which is a step over ``W`` slots.
 
     Args:
-        layer: Has read a prompt; unchanged.
+        layer: Has read prompts, padded on the left; unchanged.
         layer_idx: Its index.
+        sequence: Which of them.
+        seen: Its tokens, without padding.
 
     Returns:
         A layer that goes on in the same way, one token at a time.
@@ -51,10 +55,12 @@ def window_slots(layer: DynamicSlidingWindowLayer, layer_idx: int) -> SlotLayer:
     rule = PositionRule("original", None, None)
     made = SlotLayer(layer_idx, budget, get_policy("recent"), rule)
     made.window = window
-    seen, held = int(layer.cumulative_length), layer.keys.shape[2]
+    held = min(seen, layer.keys.shape[2])
     with torch.inference_mode(False), torch.no_grad():
         keys, values = (
-            torch.nn.functional.pad(part, (0, 0, 0, window - held))
+            torch.nn.functional.pad(
+                part[sequence : sequence + 1, :, part.shape[2] - held :], (0, 0, 0, window - held)
+            )
             for part in (layer.keys, layer.values)
         )
         made.lazy_initialization(keys, values)

@@ -264,6 +264,25 @@ def test_numbers_that_are_none_hurt_only_their_own_request(
     assert llm.stats().finished == 3
 
 
+def test_short_prompts_are_read_together(make_llama, make_llm, make_prompts, greedy, alone):
+    model = make_llama()
+    prompts = make_prompts([20, 3, 17, 20, 30, 9])
+    llm = make_llm(model, rows=4, piece_tokens=60)
+    read = []
+    execute = llm.engine.core._execute
+    llm.engine.core._execute = lambda plan: read.append(len(plan.pieces)) or execute(plan)
+    events = [submit(llm, own, greedy(8))[1] for own in prompts[:5]]
+    own_budget = submit(llm, prompts[5], greedy(8), h2okv.Budget(3, 2))[1]
+    run(llm)
+    made = [[t for e in own if e is not None for t in e.token_ids] for own in events]
+    assert made == [alone(model, own, 8) for own in prompts[:5]]
+    assert len([e for e in own_budget if e is not None]) == 8
+    # 3 x 20 fill a piece; then one of 20 and the only free row; the last two have no row before.
+    assert [count for count in read if count] == [3, 1, 1, 1]
+    evicted = sum(length - max(2 * int(0.2 * length), 2) for length in (20, 3, 17, 20, 30))
+    assert llm.stats().evictions >= evicted * 4
+
+
 def test_an_error_in_a_step_leaves_an_engine_that_works(
     make_llama, make_llm, make_prompts, greedy, alone
 ):

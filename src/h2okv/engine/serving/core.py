@@ -95,8 +95,8 @@ class Core:
         if done.decoded is not None:
             self._counters.steps += 1
             self._take(list(self.scheduler.rows), done.decoded)
-        if plan.piece is not None:
-            self._after_piece(plan.piece, done)
+        if plan.pieces:
+            self._after_pieces(plan.pieces, done)
         return True
 
     def stats(self) -> EngineStats:
@@ -112,15 +112,31 @@ class Core:
             reserved_bytes=block.nbytes,
         )
 
-    def _after_piece(self, piece: PromptPiece, done: Done) -> None:
-        request = self.scheduler.reading
-        assert request is not None
-        if done.trouble is not None:
-            self._fail(request, done.trouble)
+    def _after_pieces(self, pieces: tuple[PromptPiece, ...], done: Done) -> None:
+        requests = list(self.scheduler.reading)
+        if done.trouble is not None and len(requests) > 1:
+            # One of them is at fault; the others shall not suffer for it.
+            self.scheduler.read_apart()
+            return
+        for number, (request, piece) in enumerate(zip(requests, pieces, strict=True)):
+            logits = done.read
+            if logits is not None and len(requests) > 1:
+                logits = logits[number : number + 1]
+            self._after_piece(request, piece, logits, done.trouble)
+
+    def _after_piece(
+        self,
+        request: Request,
+        piece: PromptPiece,
+        logits: torch.Tensor | None,
+        trouble: str | None,
+    ) -> None:
+        if trouble is not None:
+            self._fail(request, trouble)
             return
         self._counters.prompt_tokens += len(piece.tokens)
-        if request.params.prompt_logprobs is not None and done.read is not None:
-            self._note_prompt(request, piece, done.read)
+        if request.params.prompt_logprobs is not None and logits is not None:
+            self._note_prompt(request, piece, logits)
         if piece.goes_on:
             return
         self._counters.reused_tokens += request.num_reused
@@ -128,7 +144,7 @@ class Core:
             request.notify(Piece(0, "", finish_reason="length", prompt=request.prompt_read()))
             self._finish(request)
             return
-        assert done.read is not None
+        assert logits is not None
         request.outputs = [
             Output(
                 request,
@@ -138,7 +154,7 @@ class Core:
             )
             for index in range(request.params.n)
         ]
-        self._take(request.outputs, done.read[-1:].expand(request.params.n, -1))
+        self._take(request.outputs, logits[-1:].expand(request.params.n, -1))
 
     def _note_prompt(self, request: Request, piece: PromptPiece, logits: torch.Tensor) -> None:
         """Keeps the log-probabilities of the tokens that a piece's logits are about."""

@@ -54,22 +54,23 @@ class Plan:
 
     Attributes:
         leave: Rows to give back, one after the other; the last row takes each one's place.
-        join: How many rows get a copy of the prompt that has been read.
-        forget: Whether the prompt that was read, or is under way, is dropped (after joining).
+        join: Of the prompts that have been read, the number of each one that gets a row; several
+            times for several outputs.
+        forget: Whether the prompts that were read, or are under way, are dropped (after joining).
         decode: The newest token of each row in use; empty for no decode step.
         positions: Theirs, in their texts.
-        piece: What is read of a prompt.
+        pieces: What is read: a piece of one prompt, or several whole prompts with one budget.
     """
 
     leave: tuple[int, ...] = ()
-    join: int = 0
+    join: tuple[int, ...] = ()
     forget: bool = False
     decode: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
-    piece: PromptPiece | None = None
+    pieces: tuple[PromptPiece, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        nothing = not self.leave and not self.decode and self.piece is None
+        nothing = not self.leave and not self.decode and not self.pieces
         return nothing and not self.join and not self.forget

@@ -89,6 +89,7 @@ class Request:
         outputs: Once the prompt has been read, one for each of the ``n``.
         logprobs: Of the prompt's tokens so far, if asked for.
         is_over: Whether nothing more is done for it.
+        is_alone: Whether its prompt is read by itself.
     """
 
     prompt: tuple[int, ...]
@@ -101,11 +102,18 @@ class Request:
     outputs: list[Output] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     is_over: bool = False
+    is_alone: bool = False
 
     @property
     def num_rows(self) -> int:
         """Rows that it needs."""
         return self.params.n if self.room > 0 else 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether others may be read in the same forward, if all are short enough."""
+        special = self.is_alone or self.params.prompt_logprobs is not None
+        return not special and self.start.budget is None and self.start.prefix is None
 
     @property
     def is_read(self) -> bool:

@@ -27,7 +27,8 @@ class Scheduler:
     Attributes:
         rows: Outputs that take steps.
         waiting: Requests that have not begun.
-        reading: The request whose prompt is under way, or read and about to join.
+        reading: The request whose prompt is under way, or read and about to join; several whose
+            prompts together are not longer than a piece.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Scheduler:
         self.num_rows = num_rows
         self.rows: list[Output] = []
         self.waiting: deque[Request] = deque()
-        self.reading: Request | None = None
+        self.reading: list[Request] = []
         self._piece_tokens = piece_tokens
         self._max_waiting = max_waiting
         self._steps_for_prompts = (1 - prompt_share) / prompt_share
@@ -64,7 +65,7 @@ class Scheduler:
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether a request would begin at once."""
-        is_free = self.reading is None and not self.waiting
+        is_free = not self.reading and not self.waiting
         return is_free and len(self.rows) + request.num_rows <= self.num_rows
 
     def expected_wait(self) -> float:
@@ -74,7 +75,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.rows or self.waiting or self.reading is not None)
+        return bool(self.rows or self.waiting or self.reading)
 
     def drop(self, request: Request) -> None:
         """Forgets a request, finished or not; its rows are given back with the next plan.
@@ -94,9 +95,8 @@ class Scheduler:
     def clear(self) -> list[Request]:
         """Forgets all that has begun; returns it."""
         begun = {id(own.request): own.request for own in self.rows}
-        if self.reading is not None:
-            begun[id(self.reading)] = self.reading
-        self.rows, self.reading, self._is_forgotten = [], None, True
+        begun.update((id(own), own) for own in self.reading)
+        self.rows, self.reading, self._is_forgotten = [], [], True
         return list(begun.values())
 
     def spent(self, piece: float, step: float) -> None:
@@ -116,14 +116,14 @@ class Scheduler:
         """
         leave = self._leave()
         join, forget = self._join()
-        piece = self._next_piece()
+        pieces = self._next_pieces()
         return Plan(
             leave=leave,
             join=join,
             forget=forget,
             decode=tuple(own.tokens[-1] for own in self.rows),
             positions=tuple(len(own.request.prompt) + len(own.tokens) - 1 for own in self.rows),
-            piece=piece,
+            pieces=pieces,
         )
 
     def _leave(self) -> tuple[int, ...]:
@@ -140,33 +140,58 @@ class Scheduler:
                 row += 1
         return tuple(left)
 
-    def _join(self) -> tuple[int, bool]:
-        """How many rows a prompt that has been read takes, and whether it is done with."""
-        request = self.reading
-        if request is None or not (request.is_over or request.is_read):
-            return 0, False
-        self.reading = None
-        if request.is_over:
-            forget, self._is_forgotten = not self._is_forgotten, True
-            return 0, forget
-        going_on = [own for own in request.outputs if own.finish_reason is None]
-        self.rows.extend(going_on)
-        self._is_forgotten = True
-        return len(going_on), True
+    def read_apart(self) -> None:
+        """Puts prompts that could not be read together back, to be read one by one."""
+        for request in reversed(self.reading):
+            request.is_alone, request.num_read = True, 0
+            if not request.is_over:
+                self.waiting.appendleft(request)
+        self.reading, self._is_forgotten = [], True
 
-    def _next_piece(self) -> PromptPiece | None:
-        if self.reading is None:
+    def _join(self) -> tuple[tuple[int, ...], bool]:
+        """Which of the prompts that have been read take rows, and whether they are done with."""
+        if not self.reading:
+            return (), False
+        if not all(own.is_over or own.is_read for own in self.reading):
+            return (), False
+        join = []
+        for number, request in enumerate(self.reading):
+            going_on = [own for own in request.outputs if own.finish_reason is None]
+            if not request.is_over:
+                self.rows.extend(going_on)
+                join.extend([number] * len(going_on))
+        self.reading = []
+        forget, self._is_forgotten = not self._is_forgotten, True
+        return tuple(join), forget
+
+    def _next_pieces(self) -> tuple[PromptPiece, ...]:
+        if not self.reading:
             if not self.waiting:
-                return None
+                return ()
             if len(self.rows) + self.waiting[0].num_rows > self.num_rows:
-                return None
+                return ()
         if self.rows and self._owed > 0:
-            return None
-        if self.reading is None:
-            self.reading = self.waiting.popleft()
-            self.reading.num_read = self.reading.num_reused
-        request = self.reading
+            return ()
+        if not self.reading:
+            self._begin()
         self._is_forgotten = False
+        return tuple(self._piece_of(request) for request in self.reading)
+
+    def _begin(self) -> None:
+        """Takes the next request, and those after it that can be read in the same forward."""
+        first = self.waiting.popleft()
+        first.num_read = first.num_reused
+        self.reading = [first]
+        width, rows = len(first.prompt), len(self.rows) + first.num_rows
+        while self.waiting and first.is_short and self.waiting[0].is_short:
+            other = self.waiting[0]
+            width, rows = max(width, len(other.prompt)), rows + other.num_rows
+            # Padding is read too.
+            if width * (len(self.reading) + 1) > self._piece_tokens or rows > self.num_rows:
+                return
+            self.reading.append(self.waiting.popleft())
+
+    def _piece_of(self, request: Request) -> PromptPiece:
         at = request.num_read
         end = min(at + self._piece_tokens, len(request.prompt))
         request.num_read = end
