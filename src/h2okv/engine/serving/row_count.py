@@ -81,7 +81,8 @@ def row_sizes(
     chunk = cache.prefill_chunk
     held = max_prompt if chunk is None else row_budget + min(chunk, max_prompt)
     # The next piece is put behind what is held, and one layer is there twice meanwhile.
-    prompt = demand.sequence_bytes(held, 0) + 3 * demand.layer_bytes(held)
+    prompt = -(-(demand.sequence_bytes(held, 0) + 3 * demand.layer_bytes(held)) // ranks)
+    # Temporaries are counted whole: what is not split among ranks (states, logits) is most of them.
     prompt += demand.prompt_bytes(piece) + piece * demand.vocabulary * 4
     return RowSizes(
         row=-(-_row_bytes(demand, cache, row_budget + 1) // ranks),
