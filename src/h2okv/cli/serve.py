@@ -92,7 +92,7 @@ def serve(
     prompt_share: Annotated[
         float,
         typer.Option(help="Share of the time for prompts while others generate; less: more even."),
-    ] = 0.5,
+    ] = 0.8,
     max_tokens_limit: Annotated[
         int, typer.Option(help="The most new tokens that a request may ask for.")
     ] = 4096,

@@ -62,7 +62,7 @@ class ServeRequest:
     max_prompt: int | None = None
     max_waiting: int = 256
     piece: int = 512
-    prompt_share: float = 0.5
+    prompt_share: float = 0.8
     max_new_tokens: int = 4096
     max_choices: int = 128
     max_body: int = 8 << 20

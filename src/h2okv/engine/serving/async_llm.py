@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.budget import Budget
+from h2okv.engine.openmp import release_workers
 from h2okv.engine.serving.engine import Engine, EngineSettings
 from h2okv.engine.serving.errors import EngineStoppedError
 from h2okv.engine.serving.outputs import Piece
@@ -21,6 +22,9 @@ from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.engine.serving.stats import EngineStats
 
 _IDLE_SECONDS = 0.5
+
+_Event = Piece | Exception | None
+_Events = asyncio.Queue[_Event]
 
 
 class AsyncLLM:
@@ -64,6 +68,9 @@ class AsyncLLM:
         self._drains = False
         self._error: BaseException | None = None
         self._live: set[Request] = set()
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Events, _Event]]] = {}
+        # Loading the model was this thread's last work with tensors.
+        release_workers()
         self._thread = threading.Thread(target=self._loop, name="h2okv-engine", daemon=True)
         self._thread.start()
 
@@ -133,10 +140,10 @@ class AsyncLLM:
         """
         params = params or SamplingParams()
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        events: _Events = asyncio.Queue()
 
-        def notify(event: Piece | Exception | None) -> None:
-            _hand_over(loop, events, event)
+        def notify(event: _Event) -> None:
+            self._outbox.setdefault(loop, []).append((events, event))
 
         # Tokenising a long text takes longer than others should wait for.
         request = await asyncio.to_thread(self.engine.request, prompt, params, notify, budget)
@@ -197,6 +204,7 @@ class AsyncLLM:
             while not self._stops:
                 self._follow_orders()
                 busy = self.engine.core.step()
+                self._hand_over()
                 self._live = {own for own in self._live if not own.is_over}
                 if not busy:
                     if self._drains:
@@ -210,6 +218,18 @@ class AsyncLLM:
                 request.notify(EngineStoppedError(self._why_stopped()))
         self._drains = True
         self._follow_orders()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Brings events to the tasks that wait for them, those of a step together.
+
+        Waking another thread takes longer than all that is done for a token otherwise.
+        """
+        outbox, self._outbox = self._outbox, {}
+        for loop, events in outbox.items():
+            # A loop that is closed has nobody who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_put_all, events)
 
     def _follow_orders(self) -> None:
         while True:
@@ -230,12 +250,6 @@ class AsyncLLM:
             order()
 
 
-def _hand_over(
-    loop: asyncio.AbstractEventLoop,
-    events: asyncio.Queue[Piece | Exception | None],
-    event: Piece | Exception | None,
-) -> None:
-    """Brings an event from the engine's thread to a task."""
-    # A loop that is closed has nobody who waits.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(events.put_nowait, event)
+def _put_all(events: list[tuple[_Events, _Event]]) -> None:
+    for waiting, event in events:
+        waiting.put_nowait(event)

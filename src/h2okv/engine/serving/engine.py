@@ -66,7 +66,7 @@ class EngineSettings:
     max_prompt_tokens: int | None = None
     max_waiting: int = 256
     piece_tokens: int = 512
-    prompt_share: float = 0.5
+    prompt_share: float = 0.8
     prefixes: Sequence[str | Sequence[int]] = ()
     cache: dict[str, Any] = field(default_factory=dict)
 
