@@ -77,7 +77,10 @@ def serve(
         typer.Option(help="Requests that generate together.", show_default="what fits, up to 64"),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help=_MEMORY_HELP, show_default="most of what is free")
+        str | None,
+        typer.Option(
+            "--memory", "--gpu-memory", help=_MEMORY_HELP, show_default="most of what is free"
+        ),
     ] = None,
     max_prompt: Annotated[
         int | None,
