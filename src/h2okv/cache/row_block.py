@@ -48,18 +48,17 @@ class _Tenants:
         """Entries of all rows in use, of one KV head."""
         return sum(own.total for own in self.budgets) - sum(self._room)
 
-    def show(self, layer: Any) -> None:
-        """Tells a layer what it needs to know of the rows in use."""
+    def show(self, layer: Any) -> bool:
+        """Tells a layer what it needs to know of the rows in use; returns whether all are whole."""
         # All rows with all slots need no mask of slots, and none at all once they are full.
         whole = all(own.total == self.capacity for own in self.budgets)
         left = max(self._room)
-        if whole:
-            layer.enabled = None
         layer.batch_size = len(self.budgets)
         layer.row_budgets = list(self.budgets)
         layer.is_full = whole and left == 0
         layer.steps_to_full = left if whole else 0
         layer.has_sinks = any(budget.sink for budget in self.budgets)
+        return whole
 
 
 class RowBlock:
@@ -96,6 +95,7 @@ class RowBlock:
         self._tenants = {own.window: _Tenants(self._capacity(own)) for own in layers}
         self._seen: list[int] = []
         self._storage = [self._allocate(layer) for layer in layers]
+        self._marks = self._marks_of(layers)
         self._layers = layers
         self.num_heads = sum(own.num_kv_heads for own in layers if own.window is None)
         for layer in layers:
@@ -116,10 +116,19 @@ class RowBlock:
                 if held.dim() > 2 and held.shape[2] == slots:
                     shape[2] = num_slots
                 storage[name] = held.new_full(shape, empty_value(name, num_slots))
-            storage["enabled"] = torch.zeros(
-                storage["positions"].shape, dtype=torch.bool, device=layer.device
-            )
         return storage
+
+    def _marks_of(self, layers: list[Any]) -> dict[tuple[torch.device, int], torch.Tensor]:
+        """Slots within each row's budget, bool ``[rows, H, S]``: the first ones, in all layers."""
+        shape = self.num_rows, self.row_budget + 1
+        with torch.inference_mode(False):
+            return {
+                (own.device, own.num_kv_heads): torch.zeros(
+                    shape[0], own.num_kv_heads, shape[1], dtype=torch.bool, device=own.device
+                )
+                for own in layers
+                if own.window is None
+            }
 
     @property
     def num_used(self) -> int:
@@ -169,7 +178,8 @@ class RowBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows, in use or not."""
-        return sum(tensor.nbytes for own in self._storage for tensor in own.values())
+        tensors = [tensor for own in self._storage for tensor in own.values()]
+        return sum(tensor.nbytes for tensor in (*tensors, *self._marks.values()))
 
     def add(self, source: H2OCache, sequence: int = 0) -> int:
         """Copies a sequence into a free row.
@@ -199,6 +209,8 @@ class RowBlock:
             _copy_row(layer, _place(layer, sequence), storage, row)
             own.owner, own.terms = layer.owner, layer.terms or own.terms
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
+        for marks in self._marks.values():
+            marks[row] = torch.arange(marks.shape[2], device=marks.device) <= budget.total
         for window, layer in kinds.items():
             place = _place(layer, sequence)
             held = int((layer.positions[place, 0] >= 0).sum())
@@ -221,6 +233,8 @@ class RowBlock:
             for storage in self._storage:
                 for tensor in storage.values():
                     tensor[row].copy_(tensor[last])
+            for marks in self._marks.values():
+                marks[row].copy_(marks[last])
         for tenants in self._tenants.values():
             tenants.leave(row)
         self._seen[row] = self._seen[last]
@@ -247,7 +261,9 @@ class RowBlock:
             for name, tensor in storage.items():
                 setattr(layer, name, tensor[:used])
             layer.step = None  # what serves some rows may not serve others
-            self._tenants[layer.window].show(layer)
+            layer.enabled = None
+            if not self._tenants[layer.window].show(layer):
+                layer.enabled = self._marks[layer.device, layer.num_kv_heads][:used]
             if layer.rotation is not None and layer.turns is None:
                 layer.know_turns(self.row_budget + 1)
 
@@ -314,11 +330,8 @@ def _copy_row(layer: Any, place: int, storage: dict[str, torch.Tensor], row: int
     slots, num_slots = layer.positions.shape[2], storage["positions"].shape[2]
     for name, whole in storage.items():
         target = whole[row]
-        held = getattr(layer, name, None)
-        if held is None:  # `enabled`, of a sequence whose slots are all its own
-            target.fill_(False)
-            target[:, :slots] = True
-        elif held.dim() > 2 and held.shape[2] == slots:
+        held = getattr(layer, name)
+        if held.dim() > 2 and held.shape[2] == slots:
             target[:, :slots] = held[place]
             # What a request before has left there may not even be a number.
             target[:, slots:] = empty_value(name, num_slots)

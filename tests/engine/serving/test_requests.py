@@ -307,6 +307,32 @@ def test_an_error_in_a_step_leaves_an_engine_that_works(
     assert output.completions[0].token_ids == alone(model, prompts[1], 12)
 
 
+def test_ctrl_c_in_the_middle_of_a_step_leaves_an_engine_that_works(
+    make_llama, make_llm, make_prompts, greedy, alone, monkeypatch
+):
+    model = make_llama()
+    prompts = make_prompts([20, 30])
+    llm = make_llm(model)
+    attention = model.model.layers[1].self_attn
+    forward, calls = attention.forward, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:  # the first layer has taken its step, this one has not
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(12))
+    outputs = llm.generate(prompts, greedy(12))
+    assert llm.stats().rows_in_use == 0
+    llm.close()
+    monkeypatch.undo()
+    made = [own.completions[0].token_ids for own in outputs]
+    assert made == [alone(model, own, 12) for own in prompts]
+
+
 def test_characters_of_several_tokens_come_whole(make_llama, make_llm, tokenizer):
     """Pieces put together are the text, and none holds half a character."""
     wanted = tokenizer("déjà vu, “naïve” 你好", add_special_tokens=False)["input_ids"]

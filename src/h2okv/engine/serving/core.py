@@ -90,6 +90,10 @@ class Core:
         except Exception as error:  # whatever it is, others must be served
             self._give_up(error)
             return True
+        except BaseException:  # Ctrl-C in the middle of a forward, which leaves rows half written
+            self.scheduler.clear()
+            self._recover()
+            raise
         self._counters.evictions += done.evictions
         self.scheduler.spent(done.piece_seconds, done.step_seconds)
         if done.decoded is not None:

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from h2okv.cache import H2OCache
 from h2okv.engine.demand import Demand, demand_of
 
-_SLOT_BYTES = 4 + 4 + 1
-"""Score, position and mark of a slot."""
+_SLOT_BYTES = 4 + 4
+"""Score and position of a slot."""
 _HEAD_BYTES = 8
 """The number of a head's free slot."""
 _ROW_BYTES = 4 * 8
@@ -99,7 +99,8 @@ def _row_bytes(demand: Demand, cache: H2OCache, slots: int) -> int:
     numbers = _ROW_BYTES + 8 * layer.marks_pattern
     heads = demand.num_kv_heads
     one = slots * (demand.entry_bytes + heads * notes) + heads * _HEAD_BYTES + numbers
-    total = demand.num_slot_layers * one
+    # All layers share the marks of the slots within a row's budget.
+    total = demand.num_slot_layers * one + heads * slots
     for window in demand.windows:
         entry = demand.token_bytes + heads * _SLOT_BYTES
         total += window * entry + heads * _HEAD_BYTES + _ROW_BYTES
