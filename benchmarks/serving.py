@@ -61,7 +61,7 @@ def settings_of(part: str, args: argparse.Namespace) -> dict[str, Any]:
     if part == "bundled":
         return {
             **common, "model": "bundled", "mix": {**mix, "context": args.bundled_context},
-            "kv_heads": 2, "each": args.each, "rounds": args.rounds,
+            "kv_heads": 2, "each": args.each, "rounds": args.rounds, "own_rounds": 0,
         }  # fmt: skip
     hidden, kv_heads = 64 * args.heads, args.kv_heads or args.heads
     shape = {
@@ -72,7 +72,7 @@ def settings_of(part: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         **common, "model": f"llama-{args.layers}x{hidden}-{4 * hidden}", "shape": shape,
         "mix": {**mix, "context": args.shape_context}, "kv_heads": kv_heads, "each": 1,
-        "rounds": args.shape_rounds,
+        "rounds": args.shape_rounds, "own_rounds": args.own_rounds,
     }  # fmt: skip
 
 
@@ -141,6 +141,13 @@ def measure(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             found[name].append(result)
             progress("")
             tell(setting["model"], name, result)
+    for number in range(setting["rounds"], setting["own_rounds"]):
+        for name, (kind, clients, other) in runs.items():
+            if kind == "h2okv":
+                label = f"alone, round {number + 1} of {setting['own_rounds']}"
+                found[name].append(run(setting, kind, clients, label, **other))
+                progress("")
+                tell(setting["model"], name, found[name][-1])
     return rows_of(part, setting, found, few, many)
 
 
@@ -169,7 +176,9 @@ def rows_of(
 
     def of(value: Callable[[dict[str, Any]], float], *names: str) -> dict[str, list[float]]:
         chosen = names or [name for name in found if name == "h2o" or "h2o" not in name]
-        return {name: [value(result) for result in found[name]] for name in chosen}
+        # Further rounds of the engine alone count where it is compared with itself.
+        rounds = min(len(found[name]) for name in chosen)
+        return {name: [value(result) for result in found[name][:rounds]] for name in chosen}
 
     per_token = of(lambda r: 1 / r["new_tokens_per_second"])
     others = [name for name in per_token if name != "h2o"]
@@ -240,6 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=1, help="requests of a client, bundled model")
     parser.add_argument("--rounds", type=int, default=3, help="of the bundled model")
     parser.add_argument("--shape-rounds", type=int, default=1)
+    parser.add_argument("--own-rounds", type=int, default=5, help="of the engine, of the shape")
     parser.add_argument("--http-rounds", type=int, default=1)
     parser.add_argument("--bundled-context", nargs=2, type=int, default=[1024, 1792])
     parser.add_argument("--shape-context", nargs=2, type=int, default=[2048, 4096])
