@@ -4,21 +4,18 @@ A Llama with random weights (12 layers, hidden 768, 12 heads of 64, SwiGLU with 
 vocabulary 32000), batch 4, prompt 2048, a budget of 20 %. (--intermediate 2048 is the size that
 Llama's own rule of 8/3 gives.) Four comparisons, each within one run:
 
-- decode step: h2o against `StaticCache` with exactly as many entries, against `DynamicCache` with
-  SDPA over the whole context (the target is 0.9 of the speed-up that the bytes read allow), and
-  with plain PyTorch in place of machine code;
+- decode step: h2o against `StaticCache` with exactly as many entries, and against `DynamicCache`
+  with SDPA over the whole context (the target is 0.9 of the speed-up that the bytes read allow);
 - prefill: h2o against `DynamicCache` with SDPA;
 - attention: of one layer's prompt, batch 1, with the scores and without (SDPA);
 - peak memory (resident) of a long prompt, batch 1, each in a process of its own.
 
-The step's machine code is made first, if this machine has a C++ compiler (H2OKV_OPS decides
-otherwise). Correctness comes first: a failed check ends the run without a figure.
+Correctness comes first: a failed check ends the run without a figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import h2okv
 from h2okv.benchmarking.limit import speedup_limit
-from h2okv.ops import compiled, dispatch
+from h2okv.ops import dispatch
 from h2okv.ops.blockwise import Visibility
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -120,9 +117,6 @@ def time_decode(
     shape = args.batch, args.kv_heads, args.prompt, 64
     for layer in range(args.layers):
         whole.update(*(torch.randn(shape, dtype=model.dtype) for _ in range(2)), layer)
-    with dispatch.use("plain"):
-        plain = pruned.fork(1)
-        forward(model, step, plain, "h2o")
     entries = pruned.kept_positions(0).shape[-1]
     static = StaticCache(config=model.config, max_cache_len=entries)
     for layer in static.layers:
@@ -136,7 +130,6 @@ def time_decode(
 
     runs: dict[str, Callable[[], None]] = {
         "h2o": lambda: forward(model, step, pruned, "h2o"),
-        "plain": lambda: forward(model, step, plain, "h2o"),
         "static": static_step,
         "dynamic": lambda: forward(model, step, whole, "sdpa"),
     }
@@ -147,9 +140,9 @@ def time_decode(
     limit = speedup_limit(weights, pruned.full_nbytes, pruned.nbytes)
     print(f"limit of the speed-up over dynamic: {limit:.3f}", flush=True)
     targets = [
-        STATIC_TARGET, Target("dynamic", round(SHARE_OF_LIMIT * limit, 3), at_least=True),
-        Target("plain", 1.0),
-    ]  # fmt: skip
+        STATIC_TARGET,
+        Target("dynamic", round(SHARE_OF_LIMIT * limit, 3), at_least=True),
+    ]
     return interleave(runs, args.decode_rounds, 3, "decode"), targets
 
 
@@ -161,7 +154,7 @@ def time_attention(args: argparse.Namespace, dtype: str) -> dict[str, list[float
         return torch.randn(1, args.prompt, heads, 64).to(DTYPES[dtype]).transpose(1, 2)
 
     query, key, value = draw(12), draw(args.kv_heads), draw(args.kv_heads)
-    operations = dispatch.block_operations(query.device, query.dtype, 64, 64, 12 // args.kv_heads)
+    operations = dispatch.operations(query.device, query.dtype, 64, 64, 12 // args.kv_heads)
 
     def sdpa() -> None:
         torch.nn.functional.scaled_dot_product_attention(
@@ -252,8 +245,6 @@ def main() -> None:
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)
-    if dispatch.wanted() == "auto" and compiled.compiler() is not None:
-        os.environ[dispatch.VARIABLE] = "compiled"
     with torch.inference_mode():
         if args.memory_of:
             memory_of(args)

@@ -100,15 +100,16 @@ def step(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
     )
     half = torch.full((batch, 1, 1), args.entries // 2, device=device)
     rules = StepRules(SIZE**-0.5, half, full=True)
-    operation = dispatch.step_operation(slots, rules, QUERY_HEADS // KV_HEADS)
-    print(f"step: {operation.name}, {operation.why}")
+    groups = QUERY_HEADS // KV_HEADS
+    operations = dispatch.operations(device, torch.bfloat16, SIZE, SIZE, groups)
+    print(f"step: {operations.name}, {operations.why}")
     token = [
         torch.randn(batch, heads, 1, SIZE, device=device).to(torch.bfloat16)
         for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)
     ]
 
     def run() -> Any:
-        return operation.run(*token, slots, rules)
+        return operations.step(*token, slots, rules)
 
     runs: dict[str, Callable[[], Any]] = {"h2o": run}
     if device.type == "cuda":
@@ -152,7 +153,7 @@ def main() -> None:
 def benchmark(args: argparse.Namespace) -> None:
     """Checks, measures, shows and writes."""
     groups = QUERY_HEADS // KV_HEADS
-    chosen = dispatch.block_operations(args.device, torch.bfloat16, SIZE, SIZE, groups)
+    chosen = dispatch.operations(args.device, torch.bfloat16, SIZE, SIZE, groups)
     if chosen.name != "triton":
         raise SystemExit(f"nothing was timed: {chosen.why}")
     print(f"block: {chosen.why}")

@@ -1,19 +1,13 @@
 """A decode step with slots in 8 and 4 bits against slots in bf16, on the CPU.
 
 The foundation's shape: a Llama with random weights (12 layers, hidden 768, 12 heads of 64 and 4 KV
-heads), bf16, batch 4, prompt 2048, a budget of 20 %. Two comparisons, each in one run:
-
-- decode step: the whole model's step of one token;
-- step of the slots: one layer's part of it alone, without the model's weights.
-
-The step's machine code is made first, if this machine has a C++ compiler (H2OKV_OPS decides
-otherwise). Correctness comes first: a failed check ends the run without a figure.
+heads), bf16, batch 4, prompt 2048, a budget of 20 %: the whole model's step of one token.
+Correctness comes first: a failed check ends the run without a figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,10 +17,10 @@ import torch
 from cpu_generate import build, forward, make_cache, prompt_ids
 from record import Target, append_csv, environment, interleave, progress, rows_for, show
 
-from h2okv.ops import compiled, dispatch
 from h2okv.ops.packing import BITS
 
 RESULTS = Path(__file__).parent / "results" / "quantized_slots.csv"
+MEASURE = "decode step"
 LIMITS = {8: 1.1, 4: 1.3}
 CLOSE = {8: 0.02, 4: 0.2}
 """Difference of logits, by the largest logit, that counts as an error of the code."""
@@ -65,31 +59,8 @@ def steps_of(model: torch.nn.Module, args: argparse.Namespace) -> dict[str, Call
         cache = make_cache(model, args, kv_bits=bits)
         forward(model, ids, cache, "h2o")
         print(f"\r\033[K{name}: {cache.nbytes / cache.full_nbytes:.4f} of the full cache's bytes, "
-              f"{cache.layers[0].step.name}")  # fmt: skip
+              f"{cache.layers[0].operations.name}")  # fmt: skip
         runs[name] = partial(forward, model, step, cache, "h2o")
-    return runs
-
-
-def slot_steps(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """The slots' step alone, over as many layers as the model has, so that memory is read anew."""
-    rows, slots = args.batch * args.kv_heads, int(args.budget * args.prompt) + 1
-    runs: dict[str, Callable[[], None]] = {}
-    for name, bits in (("bf16", None), *((f"int{bits}", bits) for bits in BITS)):
-        spec = compiled.Spec(
-            "bfloat16", 64, 64, 12 // args.kv_heads, 0.125, None, 0, False, False, True, bits
-        )
-        if not compiled.package_path(spec).exists():
-            compiled.compile_package(spec)
-        package = compiled.load(spec)
-        if package is None:
-            sys.exit(f"{name}: the compiled step disagrees with plain PyTorch; nothing was timed.")
-        layers = [compiled.example(spec, rows, slots) for _ in range(args.layers)]
-
-        def run(package: Callable[..., object] = package, layers: list = layers) -> None:
-            for layer in layers:
-                package(*layer)
-
-        runs[name] = run
     return runs
 
 
@@ -117,9 +88,6 @@ def main() -> None:
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)
-    has_compiler = compiled.compiler() is not None
-    if dispatch.wanted() == "auto" and has_compiler:
-        os.environ[dispatch.VARIABLE] = "compiled"
     setting = environment() | {
         "model": f"llama-{args.layers}x768-{args.intermediate}", "dtype": "bf16",
         "kv_heads": args.kv_heads, "batch": args.batch, "prompt": args.prompt,
@@ -128,31 +96,21 @@ def main() -> None:
     with torch.inference_mode():
         model = build(args, "bf16")
         check(model, args)
-        report("decode step", steps_of(model, args), args, setting)
-        del model
-        if has_compiler and dispatch.wanted() == "compiled":
-            report("step of the slots", slot_steps(args), args, setting)
+        report(steps_of(model, args), args, setting)
 
 
 def report(
-    measure: str,
-    runs: dict[str, Callable[[], None]],
-    args: argparse.Namespace,
-    setting: dict[str, object],
+    runs: dict[str, Callable[[], None]], args: argparse.Namespace, setting: dict[str, object]
 ) -> None:
-    """Times one measure; each kind of packed slots is held to the same rounds of bf16."""
-    samples = interleave(runs, args.rounds, 3, measure)
-    whole = measure == "decode step"
+    """Times steps; each kind of packed slots is held to the same rounds of bf16."""
+    samples = interleave(runs, args.rounds, 3, MEASURE)
     for bits in BITS:
         # `record` calls what is held to a target h2o.
         pair = {"h2o": samples[f"int{bits}"], "bf16": samples["bf16"]}
-        targets = [Target("bf16", LIMITS[bits] if whole else float("inf"))]
-        rows = rows_for(measure, "s", pair, targets, setting)
+        rows = rows_for(MEASURE, "s", pair, [Target("bf16", LIMITS[bits])], setting)
         for row in rows:
             row["implementation"] = str(row["implementation"]).replace("h2o", f"int{bits}")
             row["against"] = str(row.get("against", "")).replace("h2o", f"int{bits}")
-            if not whole:
-                row |= {"target": "", "met": ""}
         show(rows)
         append_csv(args.csv, rows)
 

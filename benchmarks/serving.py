@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,8 +39,6 @@ from typing import Any
 
 import torch
 from record import Target, append_csv, environment, progress, rows_for, show
-
-from h2okv.ops import compiled, dispatch
 
 CHILD = Path(__file__).with_name("serving_contestant.py")
 RESULTS = Path(__file__).parent / "results" / "serving.csv"
@@ -270,8 +267,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs the parts and adds their rows to the CSV file."""
     args = parse()
-    if dispatch.wanted() == "auto" and compiled.compiler() is not None:
-        os.environ[dispatch.VARIABLE] = "compiled"
     for part in args.parts.split(","):
         rows = http(args) if part == "http" else measure(part, args)
         show(rows)

@@ -44,7 +44,7 @@ def test_a_model_on_triton_kernels(make_llama, kept_sets, options):
     model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 36))
     expected, expected_logits = run(model, ids, "plain", **options)
     cache, logits = run(model, ids, "triton", **options)
-    assert {layer.step.name for layer in cache.layers} == {"triton"}
+    assert {layer.operations.name for layer in cache.layers} == {"triton"}
     torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
     assert kept_sets(cache) == kept_sets(expected)
 
@@ -77,6 +77,8 @@ def test_the_environment_and_the_innermost_block_decide(monkeypatch):
 def test_an_implementation_that_does_not_exist(monkeypatch, make_llama):
     with pytest.raises(ValueError, match="ops='fast' is no implementation; choose one of auto"):
         dispatch.use("fast").__enter__()
+    with pytest.raises(ValueError, match="choose one of auto, plain, triton"):
+        dispatch.use("compiled").__enter__()
     monkeypatch.setenv("H2OKV_OPS", "cuda")
     model = make_llama()
     cache = h2okv.H2OCache(model.config)
@@ -85,7 +87,7 @@ def test_an_implementation_that_does_not_exist(monkeypatch, make_llama):
 
 
 def test_a_cpu_needs_no_kernels(make_llama):
-    chosen = dispatch.block_operations(torch.device("cpu"), torch.float32, 16, 16, 2)
+    chosen = dispatch.operations(torch.device("cpu"), torch.float32, 16, 16, 2)
     assert chosen.name == "plain" and chosen.why == "Triton has no kernels for cpu"
 
 
@@ -107,11 +109,11 @@ def test_kernels_that_disagree_are_not_used(monkeypatch, fault, where):
     arguments = torch.device("cpu"), torch.float32, 16, 16, 2
     text = "differ from plain PyTorch" if fault == "number" else "unsupported toolchain"
     with dispatch.use("triton"), pytest.raises(ValueError, match=text):
-        dispatch.block_operations(*arguments)
+        dispatch.operations(*arguments)
     # On a GPU that nobody asked about, the same is a warning and plain PyTorch.
     monkeypatch.setattr(dispatch, "_interprets", lambda: True)
     with pytest.warns(UserWarning, match=text):
-        assert dispatch.block_operations(*arguments).name == "plain"
+        assert dispatch.operations(*arguments).name == "plain"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert dispatch.block_operations(*arguments).why
+        assert dispatch.operations(*arguments).why

@@ -16,7 +16,6 @@ from h2okv.ops.packing import (
     scales_and_lows,
     unpack,
 )
-from h2okv.ops.step import Slots, StepRules
 
 SIZES = [1, 7, 16, 40, 45, 64, 80, 96, 128, 256]
 
@@ -147,12 +146,8 @@ def test_a_packed_entry_is_read_through_views():
 
 
 def test_the_gpu_kernels_leave_packed_slots_to_pytorch():
-    positions = torch.tensor([[[0, 1, -1]]], dtype=torch.int32)
-    entries = [pack(torch.randn(1, 1, 3, 16), 8) for _ in range(2)]
-    free, seen = torch.full((1, 1, 1), 2), torch.full((1,), 2)
-    slots = Slots(*entries, torch.zeros(1, 1, 3), positions, free, seen)
-    rules = StepRules(0.25, torch.ones(1, 1, 1))
+    arguments = torch.device("cpu"), torch.float32, 16, 16, 1, True
     with dispatch.use("triton"), pytest.raises(ValueError, match=r"packed slots.*or kv_bits out"):
-        dispatch.step_operation(slots, rules, 1, torch.float32)
+        dispatch.operations(*arguments)
     with dispatch.use("plain"):
-        assert dispatch.step_operation(slots, rules, 1, torch.float32).name == "plain"
+        assert dispatch.operations(*arguments).name == "plain"

@@ -118,7 +118,11 @@ def measure_peak(trial: Trial, model: PreTrainedModel | None = None) -> Peak | N
     if peak_resident_bytes() is None:
         return None
     done = subprocess.run(
-        [sys.executable, "-m", _CHILD], input=trial.to_json(), capture_output=True, text=True
+        # -P: nothing of the current folder is imported in place of an installed package.
+        [sys.executable, "-P", "-m", _CHILD],
+        input=trial.to_json(),
+        capture_output=True,
+        text=True,
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:

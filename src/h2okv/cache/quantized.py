@@ -29,6 +29,8 @@ class QuantizedSlotLayer(SlotLayer):
         bits: 8 or 4.
     """
 
+    is_packed = True
+
     def __init__(self, *args: Any, bits: int) -> None:
         self.bits = bits
         super().__init__(*args)

@@ -207,7 +207,7 @@ class RowBlock:
         row = self.num_used
         for own, layer, storage in zip(self._layers, layers, self._storage, strict=True):
             _copy_row(layer, _place(layer, sequence), storage, row)
-            own.owner, own.terms = layer.owner, layer.terms or own.terms
+            own.owner = layer.owner
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
         for marks in self._marks.values():
             marks[row] = torch.arange(marks.shape[2], device=marks.device) <= budget.total
@@ -260,7 +260,6 @@ class RowBlock:
         for layer, storage in zip(self._layers, self._storage, strict=True):
             for name, tensor in storage.items():
                 setattr(layer, name, tensor[:used])
-            layer.step = None  # what serves some rows may not serve others
             layer.enabled = None
             if not self._tenants[layer.window].show(layer):
                 layer.enabled = self._marks[layer.device, layer.num_kv_heads][:used]

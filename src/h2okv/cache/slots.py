@@ -13,12 +13,7 @@ from h2okv.cache.refusals import check_finite
 from h2okv.cache.rolling import ranks_of, turn_to_ranks
 from h2okv.cache.scored import ScoredLayer
 from h2okv.ops.blockwise import Visibility
-from h2okv.ops.dispatch import (
-    BlockOperations,
-    StepOperation,
-    block_operations,
-    step_operation,
-)
+from h2okv.ops.dispatch import Operations, operations
 from h2okv.ops.packing import Entries
 from h2okv.ops.rotary import relative
 from h2okv.ops.selection import keep_indices, protected_entries
@@ -61,9 +56,11 @@ class SlotLayer(ScoredLayer):
         is_open: Whether the last one did.
         checks_numbers: Whether a block whose attention is not finite is refused. Of several ranks
             that hold parts of a model one alone must not stop in the middle.
+        is_packed: Whether `keys` and `values` are codes.
     """
 
     checks_numbers = True
+    is_packed = False
 
     def _forget(self) -> None:
         super()._forget()
@@ -71,9 +68,7 @@ class SlotLayer(ScoredLayer):
         self.enabled: torch.Tensor | None = None
         self.ranks: torch.Tensor | None = None
         self.turns: Turns | None = None
-        self.operations: BlockOperations | None = None
-        self.step: StepOperation | None = None
-        self.terms: tuple[float, float | None, int] | None = None
+        self.operations: Operations | None = None
         self.is_full = False
         self.steps_to_full = 0
         self.has_sinks = True
@@ -91,18 +86,13 @@ class SlotLayer(ScoredLayer):
         return (*super().row_tensors(), "free", "enabled", "ranks")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of a cache takes over: not code that is bound to this one's tensors."""
-        return {**vars(self), "step": None}
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """See `RowLayer.batch_select_indices`."""
-        super().batch_select_indices(indices)
-        self.step = None  # what serves many rows may not serve one
+        """What a copy of a cache takes over: not functions, which are chosen anew."""
+        return {**vars(self), "operations": None}
 
     def move(self, device: torch.device) -> None:
         """See `RowLayer.move`."""
         super().move(device)
-        self.step = None
+        self.operations = None
 
     def _attend(
         self,
@@ -139,19 +129,19 @@ class SlotLayer(ScoredLayer):
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
         if query.is_cuda or not torch.compiler.is_compiling():
-            if self.step is None:
-                self.terms = scale, softcap, query.shape[1] // self.num_kv_heads
-                self._choose_step()
-            run = self.step.run
+            if self.operations is None:
+                self._choose(query)
+            run = self.operations.step
         output = run(query, key, value, self._slots(), self._rules(scale, softcap), real)
         self.cumulative_length += 1
         return output
 
-    def _choose_step(self) -> None:
-        """Chooses what runs the steps until the next block; mutates the layer."""
-        scale, softcap, groups = self.terms
-        rules = self._rules(scale, softcap)
-        self.step = step_operation(self._slots(), rules, groups, self.dtype)
+    def _choose(self, query: torch.Tensor) -> None:
+        """Chooses what tokens run through until the next block; mutates the layer."""
+        groups = query.shape[1] // self.num_kv_heads
+        self.operations = operations(
+            query.device, self.dtype, self.key_size, self.value_size, groups, self.is_packed
+        )
 
     def _slots(self) -> Slots:
         """The layer's state as a step takes it."""
@@ -231,10 +221,7 @@ class SlotLayer(ScoredLayer):
         turned = key
         if self.rotation is not None:
             query, turned = self._turn_block(query, key, positions, past)
-        groups = query.shape[1] // self.num_kv_heads
-        self.operations = block_operations(
-            query.device, self.dtype, self.key_size, self.value_size, groups
-        )
+        self._choose(query)
         weights = self._query_weights(real, length)
         output, sums = self.operations.attend(
             query, turned, value, visibility, scale, softcap, weights
@@ -250,8 +237,6 @@ class SlotLayer(ScoredLayer):
             return output
         self._compact(key, value, self._faded(scores, real, length) + sums, positions)
         self.last_growth = int(self.cumulative_length)
-        self.terms = scale, softcap, groups
-        self._choose_step()
         return output
 
     def _turn_block(
@@ -354,8 +339,6 @@ class SlotLayer(ScoredLayer):
             self.steps_to_full -= 1
         elif self.steps_to_full == 1:
             self._look_ahead()
-            if self.terms is not None:  # else the step that is about to come chooses
-                self._choose_step()
 
     @property
     def is_ready(self) -> bool:
@@ -365,7 +348,7 @@ class SlotLayer(ScoredLayer):
             self.positions is not None
             and self.policy.is_bounded
             and self.owner is not None
-            and self.step is not None
+            and self.operations is not None
             and known
         )
 
@@ -404,7 +387,6 @@ class SlotLayer(ScoredLayer):
         self.scores, self.positions = pad(scores, empty), pad(positions, empty, value=-1)
         self.norms = self._held_norms()
         self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
-        self.step = None
         if self.rotation is not None:
             self.ranks = ranks_of(self.positions)
             self._know_turns()

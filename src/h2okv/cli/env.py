@@ -16,18 +16,15 @@ from transformers import PreTrainedConfig
 from h2okv.benchmarking.environment import environment
 from h2okv.cli.options import parse_device
 from h2okv.cli.output import write_text
-from h2okv.cli.report import format_bytes
 from h2okv.integration.loading import BUNDLED, describe
-from h2okv.ops import compiled, dispatch
-from h2okv.ops.survey import Finding, survey
+from h2okv.ops import dispatch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTH = 110
 
 HELP = """Show what is installed, and what would run attention and why.
 
-A block is a prompt or a later turn, a step a single token of a cache whose slots are all taken.
-H2OKV_OPS=plain, compiled or triton overrides the choice.
+H2OKV_OPS=plain or triton overrides the choice.
 
     h2okv env
     h2okv env --model meta-llama/Llama-3.2-1B
@@ -46,18 +43,19 @@ def env(
     where = parse_device(device)
     config = describe(model).config
     size, groups = _heads(config)
-    dispatch.wanted()  # a wrong name is told before anything else
-    findings = [finding for dtype in _DTYPES for finding in survey(where, dtype, size, groups)]
+    chosen = {
+        str(dtype)[6:]: dispatch.operations(where, dtype, size, size, groups) for dtype in _DTYPES
+    }
     facts = _facts(where)
     if as_json:
         shown = [
-            {**finding._asdict(), "device": str(where), "dtype": str(finding.dtype)[6:]}
-            for finding in findings
+            {"device": str(where), "dtype": dtype, "used": own.name, "why": own.why}
+            for dtype, own in chosen.items()
         ]
         write_text(json.dumps({**facts, "head_size": size, "groups": groups, "used": shown}) + "\n")
         return 0
     write_text(_lines(facts) + f"\nHeads of {size}, {groups} for each KV head, on {where}:\n\n")
-    write_text(_table(findings))
+    write_text(_table(chosen))
     return 0
 
 
@@ -71,7 +69,6 @@ def _heads(config: PreTrainedConfig) -> tuple[int, int]:
 
 def _facts(device: torch.device) -> dict[str, Any]:
     known = environment(device)
-    packages = list(compiled.folder().glob("*.pt2")) if compiled.folder().is_dir() else []
     return {
         "h2okv": known["version"],
         "python": known["python"],
@@ -82,11 +79,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": known["device"] if device.type == "cuda" else None,
-        "c++ compiler": compiled.compiler(),
         dispatch.VARIABLE: dispatch.wanted(),
-        "machine code": str(compiled.folder()),
-        "machine code, files": len(packages),
-        "machine code, bytes": sum(path.stat().st_size for path in packages),
     }
 
 
@@ -98,20 +91,17 @@ def _version(package: str) -> str | None:
 
 
 def _lines(facts: dict[str, Any]) -> str:
-    shown = dict(facts)
-    files, size = shown.pop("machine code, files"), shown.pop("machine code, bytes")
-    shown["machine code"] += f" ({files} files, {format_bytes(size)})"
     return "".join(
-        f"{name + ':':<15} {'none' if value is None else value}\n" for name, value in shown.items()
+        f"{name + ':':<15} {'none' if value is None else value}\n" for name, value in facts.items()
     )
 
 
-def _table(findings: list[Finding]) -> str:
+def _table(chosen: dict[str, dispatch.Operations]) -> str:
     table = Table(box=box.SIMPLE)
-    for heading in ("dtype", "operation", "used", "why"):
+    for heading in ("dtype", "used", "why"):
         table.add_column(heading)
-    for finding in findings:
-        table.add_row(str(finding.dtype)[6:], finding.operation, finding.used, finding.why)
+    for dtype, own in chosen.items():
+        table.add_row(dtype, own.name, own.why)
     console = Console(width=_WIDTH, color_system=None)
     with console.capture() as capture:
         console.print(table)

@@ -13,50 +13,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-from h2okv.ops import compiled, flash, step
+from h2okv.ops import flash, step
 from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
 from h2okv.ops.compaction import compact
-from h2okv.ops.packing import Packed
 from h2okv.ops.reference import attention_with_scores
 from h2okv.ops.step import Slots, StepRules
 
 VARIABLE = "H2OKV_OPS"
 """Environment variable that names the implementation for a whole process."""
-IMPLEMENTATIONS = ("auto", "plain", "compiled", "triton")
-_STEPS_BEFORE_COMPILING = 256
-"""Plain steps of a layer after which machine code for the next run is worth its making."""
+IMPLEMENTATIONS = ("auto", "plain", "triton")
 
 _override: ContextVar[str | None] = ContextVar("h2okv_ops", default=None)
 
 
-class BlockOperations(NamedTuple):
-    """What a block of tokens runs through.
+class Operations(NamedTuple):
+    """What the tokens of a layer run through.
 
     Attributes:
         name: of the implementation.
         why: in a few words.
-        attend: as `blockwise_attention_with_scores`.
+        attend: a block of tokens, as `blockwise_attention_with_scores`.
         compact: as `h2okv.ops.compaction.compact`.
+        step: a single token, as `h2okv.ops.step.decode_step`.
     """
 
     name: str
     why: str
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     compact: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-
-
-class StepOperation(NamedTuple):
-    """What a single token runs through.
-
-    Attributes:
-        name: of the implementation.
-        why: in a few words.
-        run: as `h2okv.ops.step.decode_step`.
-    """
-
-    name: str
-    why: str
-    run: Callable[..., torch.Tensor]
+    step: Callable[..., torch.Tensor]
 
 
 @contextmanager
@@ -64,8 +49,8 @@ def use(implementation: str) -> Iterator[None]:
     """Chooses the implementation of caches that read their prompt inside the block.
 
     Args:
-        implementation: ``"auto"``; ``"plain"``: PyTorch alone; ``"compiled"``: machine code on a
-            CPU, compiled now if it must be; ``"triton"``: the GPU kernels, or an error.
+        implementation: ``"auto"``; ``"plain"``: PyTorch alone; ``"triton"``: the GPU kernels, or
+            an error.
 
     Raises:
         ValueError: if there is no such implementation.
@@ -94,17 +79,23 @@ def _known(name: str, where: str) -> str:
     return name
 
 
-def block_operations(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> BlockOperations:
-    """Chooses what reads the blocks of a layer.
+def operations(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    value_size: int,
+    groups: int,
+    is_packed: bool = False,
+) -> Operations:
+    """Chooses what the tokens of a layer run through, until its next block.
 
     Args:
         device: where the layer is.
-        dtype: of its keys and values.
+        dtype: of the keys and values of new tokens.
         size: D.
         value_size: Dv.
         groups: G.
+        is_packed: whether its slots are, which the kernels do not read.
 
     Returns:
         The operations.
@@ -112,127 +103,39 @@ def block_operations(
     Raises:
         ValueError: if an implementation was asked for that cannot work here.
     """
-    kernels, why = _kernels(device, dtype, size, value_size, groups)
-    if kernels is None:
-        return BlockOperations("plain", why, blockwise_attention_with_scores, compact)
-    return BlockOperations("triton", why, kernels.attend, kernels.compact)
-
-
-def step_operation(
-    slots: Slots, rules: StepRules, groups: int, dtype: torch.dtype | None = None
-) -> StepOperation:
-    """Chooses what runs the steps of a layer, until its next block.
-
-    Args:
-        slots: what the layer holds.
-        rules: how it steps.
-        groups: G.
-        dtype: of the keys and values of new tokens; ``None``: as in the slots.
-
-    Returns:
-        The operation.
-
-    Raises:
-        ValueError: if an implementation was asked for that cannot work here.
-    """
-    device, keys = slots.scores.device, slots.keys
-    if isinstance(keys, Packed):
-        kernels, why = None, "the kernels do not read packed slots"
-        if wanted() == "triton":
-            raise ValueError(
-                f"ops='triton': {why}; leave the choice to ops='auto', or kv_bits out."
-            )
+    name, why, remedy = wanted(), None, "leave the choice to ops='auto'"
+    if name == "plain":
+        why = "asked for: plain"
+    elif name == "triton" and is_packed:
+        why, remedy = "the kernels do not read packed slots", f"{remedy}, or kv_bits out"
     else:
-        sizes = keys.shape[-1], slots.values.shape[-1]
-        kernels, why = _kernels(device, keys.dtype, *sizes, groups)
-    if kernels is not None:
-        return StepOperation("triton", why, kernels.step)
-    if device.type != "cpu" or wanted() == "plain":
-        return StepOperation("plain", why, step.decode_step)
-    return _step_on_cpu(slots, rules, groups, dtype)
+        why = _trouble(device, dtype, size, value_size, groups)
+    if name == "triton" and why is not None:
+        raise ValueError(f"ops='triton': {why}; {remedy}.")
+    if why is not None:
+        return Operations("plain", why, blockwise_attention_with_scores, compact, step.decode_step)
+    kernels = _load_kernels(device)
+    if _flash_agrees(device, dtype, size, value_size, groups):
+        attend = functools.partial(kernels.attend, uses_flash=True)
+        why = "the kernels, and flash, agreed with PyTorch"
+        kernels = kernels._replace(attend=attend, why=why)
+    return kernels._replace(step=step.decode_step) if is_packed else kernels
 
 
-def _step_on_cpu(
-    slots: Slots, rules: StepRules, groups: int, dtype: torch.dtype | None
-) -> StepOperation:
-    """Machine code where there is some, else plain PyTorch that has it made for the next run."""
-    if rules.priority is not None:
-        return StepOperation("plain", "the policy ranks by its own code", step.decode_step)
-    if slots.scores.shape[0] * slots.scores.shape[1] < 2:
-        return StepOperation("plain", "one head of one sequence is too little", step.decode_step)
-    spec = compiled.spec_of(slots, rules, groups, dtype)
-    try:
-        if wanted() == "compiled" and not compiled.package_path(spec).exists():
-            _check_compiler()
-            compiled.compile_package(spec)
-        package = compiled.load(spec)
-    except FileNotFoundError:
-        if compiled.compiler() is None:
-            return StepOperation("plain", "there is no C++ compiler", step.decode_step)
-        why = f"not compiled yet; will be after {_STEPS_BEFORE_COMPILING} steps"
-        return StepOperation("plain", why, _Patience(spec))
-    if package is None:
-        return StepOperation("plain", "the compiled code disagrees", step.decode_step)
-    return StepOperation(
-        "compiled", "machine code from an earlier run", compiled.CompiledStep(package)
-    )
-
-
-def _check_compiler() -> None:
-    if compiled.compiler() is None:
-        raise ValueError(
-            "ops='compiled' needs a C++ compiler such as g++, and there is none; install one, or "
-            "leave the choice to ops='auto'."
-        )
-
-
-class _Patience:
-    """Plain steps, which ask for machine code when there have been many."""
-
-    def __init__(self, spec: compiled.Spec) -> None:
-        self.spec = spec
-        self.left = _STEPS_BEFORE_COMPILING
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        self.left -= 1
-        if self.left == 0:
-            compiled.request(self.spec)
-        return step.decode_step(*args)
-
-
-class _Kernels(NamedTuple):
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    compact: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-    step: Callable[..., torch.Tensor]
-
-
-def _kernels(
+def _trouble(
     device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> tuple[_Kernels | None, str]:
-    """The Triton kernels if they are wanted and work here, and why or why not."""
-    name = wanted()
-    if name in ("plain", "compiled"):
-        return None, f"asked for: {name}"
-    trouble = None
+) -> str | None:
+    """Why the Triton kernels cannot run here; ``None`` if they can."""
     if importlib.util.find_spec("triton") is None:
-        trouble = "Triton is not installed"
-    elif device.type != "cuda" and not _interprets():
-        trouble = f"Triton has no kernels for {device.type}"
-    elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        trouble = f"the kernels do not take {dtype}"
-    else:
-        trouble = _disagreement(device, dtype, size, value_size, groups)
-        if trouble is not None and name == "auto":
-            warnings.warn(f"h2okv: Triton kernels are left out: {trouble}", stacklevel=2)
-    if trouble is None:
-        kernels = _load_kernels(device)
-        if _flash_agrees(device, dtype, size, value_size, groups):
-            attend = functools.partial(kernels.attend, uses_flash=True)
-            return kernels._replace(attend=attend), "the kernels, and flash, agreed with PyTorch"
-        return kernels, "the kernels agreed with plain PyTorch here"
-    if name == "triton":
-        raise ValueError(f"ops='triton': {trouble}; leave the choice to ops='auto'.")
-    return None, trouble
+        return "Triton is not installed"
+    if device.type != "cuda" and not _interprets():
+        return f"Triton has no kernels for {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the kernels do not take {dtype}"
+    trouble = _disagreement(device, dtype, size, value_size, groups)
+    if trouble is not None and wanted() == "auto":
+        warnings.warn(f"h2okv: Triton kernels are left out: {trouble}", stacklevel=2)
+    return trouble
 
 
 def _interprets() -> bool:
@@ -241,13 +144,15 @@ def _interprets() -> bool:
 
 
 @functools.cache
-def _load_kernels(device: torch.device) -> _Kernels:
+def _load_kernels(device: torch.device) -> Operations:
     from h2okv.ops import triton_compaction, triton_decode, triton_prefill
 
     cores = 1
     if device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Kernels(
+    return Operations(
+        "triton",
+        "the kernels agreed with plain PyTorch here",
         _there(triton_prefill.attention_with_scores),
         _there(triton_compaction.compact),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),

@@ -19,6 +19,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 _HOST = "127.0.0.1"
+# -P: nothing of the current folder is imported in place of an installed package.
+_PYTHON = (sys.executable, "-P", "-m")
 _PAUSE = 0.2
 _GRACE = 30.0
 
@@ -71,7 +73,7 @@ def own_server(model: str, options: Sequence[str] = ()) -> Command:
     Returns:
         The command.
     """
-    words = (sys.executable, "-m", "h2okv.cli", "serve", "--model", model, "--port", "{port}")
+    words = (*_PYTHON, "h2okv.cli", "serve", "--model", model, "--port", "{port}")
     return Command("h2okv", (*words, *options), options=" ".join(options))
 
 
@@ -93,7 +95,7 @@ def transformers_server(
         The command.
     """
     common = (
-        sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--dtype", dtype,
+        *_PYTHON, "transformers.cli.transformers", "serve", folder, "--dtype", dtype,
         "--device", device, "--attn-implementation", "sdpa", "--host", _HOST, "--port", "{port}",
     )  # fmt: skip
     if size is None:

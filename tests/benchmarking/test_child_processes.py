@@ -1,0 +1,38 @@
+"""Python processes that a benchmark starts import nothing from the folder it is called in."""
+
+import subprocess
+
+import pytest
+
+from h2okv.benchmarking.load.child_server import own_server, transformers_server
+from h2okv.benchmarking.settings import CacheChoice
+from h2okv.benchmarking.trial import Trial, TrialFailedError, measure_peak
+from h2okv.engine.memory import peak_resident_bytes
+
+
+@pytest.fixture(autouse=True)
+def _a_folder_with_a_module_of_its_own(monkeypatch, tmp_path):
+    (tmp_path / "stray.py").write_text("open('imported', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [own_server("bundled"), transformers_server("folder", "float32", "cpu", None)],
+    ids=lambda command: command.name,
+)
+def test_a_server(command):
+    words = command.words[: command.words.index("-m") + 1]
+    done = subprocess.run([*words, "stray"], capture_output=True, text=True)
+    assert done.returncode == 1 and "No module named stray" in done.stderr
+
+
+def test_a_trial(source, monkeypatch):
+    if peak_resident_bytes() is None:
+        pytest.skip("this system does not tell a process's memory")
+    monkeypatch.setattr("h2okv.benchmarking.trial._CHILD", "stray")
+    trial = Trial(source, "float32", "cpu", 1, CacheChoice("dynamic"), 100, 1)
+    with pytest.raises(TrialFailedError, match="No module named stray"):
+        measure_peak(trial)
