@@ -153,6 +153,23 @@ def test_bad_options_are_one_sentence(command, options, words):
     assert err.startswith("h2okv: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--port", 70000), ("--rows", 0), ("--piece", 0), ("--policy", "h20"), ("--kv-bits", 3),
+        ("--max-prompt", 5000), ("--sink", -1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refused_before_the_weights_are_loaded(command, monkeypatch, options):
+    def load(*args, **kwargs):
+        raise AssertionError("the weights are loaded")
+
+    monkeypatch.setattr("h2okv.engine.serving.engine.load_weights", load)
+    code, err = command("--port", 0, *options)
+    assert code == 2 and err.startswith("h2okv: ")
+
+
 def test_a_taken_port_is_one_sentence(command):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -12,6 +12,7 @@ import torch
 from h2okv.budget import Budget
 from h2okv.cli.output import write_remark, write_text
 from h2okv.engine.serving.async_llm import AsyncLLM
+from h2okv.engine.serving.engine import EngineSettings
 from h2okv.integration.loading import BUNDLED, describe
 
 if TYPE_CHECKING:
@@ -163,8 +164,8 @@ def _engine(request: ServeRequest) -> AsyncLLM:
 
 
 def engine_options(request: ServeRequest) -> dict[str, Any]:
-    """What `AsyncLLM` is told of the rows; reads the files of prefixes."""
-    return {
+    """What `AsyncLLM` is told of the rows, checked; reads the files of prefixes."""
+    options: dict[str, Any] = {
         "heavy": request.budget.heavy,
         "recent": request.budget.recent,
         "sink": request.budget.sink,
@@ -177,6 +178,8 @@ def engine_options(request: ServeRequest) -> dict[str, Any]:
         "prefixes": _prefixes(request),
         "cache": request.cache,
     }
+    EngineSettings(**options)
+    return options
 
 
 def _prefixes(request: ServeRequest) -> list[tuple[int, ...]]:

@@ -16,6 +16,9 @@ from h2okv.server.settings import ServerSettings
 _MOST_STOPS = 64
 _MOST_STOP_TOKENS = 1024
 _SEEDS = 2**63
+_TOKEN_DIGITS = 18
+_SHOWN = 60
+"""Characters of a wrong key that an error repeats."""
 _NAME = re.compile(r"(\w+)[\[=:]")
 
 REFUSED: Mapping[str, str] = {
@@ -230,10 +233,11 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     """Tokens, which are strings in JSON, as numbers."""
     found = {}
     for token, bias in biases.items():
-        if not (token.isascii() and token.isdigit()):
+        if not (token.isascii() and token.isdigit() and len(token) <= _TOKEN_DIGITS):
+            shown = token if len(token) <= _SHOWN else f"{token[:_SHOWN]}..."
             raise ApiError(
                 400,
-                f"logit_bias has the key {token!r}, which is no token; give its number.",
+                f"logit_bias has the key {shown!r}, which is no token; give its number.",
                 param="logit_bias",
                 code="invalid_value",
             )

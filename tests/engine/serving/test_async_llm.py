@@ -45,7 +45,8 @@ def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompt
         pieces = llm.generate(prompts[0], greedy(400))
         async for _ in pieces:
             break
-        assert llm.stats().rows_in_use == 1
+        while llm.stats().rows_in_use == 0:  # the first token comes of the prompt, before the row
+            await asyncio.sleep(0.001)
         await pieces.aclose()
         task = asyncio.create_task(tokens_of(llm, prompts[0], greedy(400)))
         while llm.stats().rows_in_use == 0 or llm.stats().aborted == 0:

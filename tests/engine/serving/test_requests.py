@@ -1,5 +1,7 @@
 """What requests may ask for, and what goes wrong with one of them alone."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -176,6 +178,11 @@ def test_a_text_ends_where_the_context_does(make_llama, make_llm, make_prompts):
         ([5] * 512, {}, None, PromptTooLongError, "512 tokens, and at most 511"),
         ([5, 97], {}, None, ValueError, "token 97 is not one of the model's 97"),
         ([5, -1], {}, None, ValueError, "token -1"),
+        ([5, True], {}, None, ValueError, "token True"),
+        ([5, 6.0], {}, None, ValueError, "token 6.0"),
+        ("\ud800", {}, None, ValueError, "prompt cannot be read"),
+        (5, {}, None, ValueError, "prompt cannot be read"),
+        ([5], {"logit_bias": {97: 1}}, None, ValueError, "logit_bias: the token 97 is not one"),
         ([5], {"n": 4}, None, ValueError, "n=4 is more than the 3 rows"),
         ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than a row"),
     ],
@@ -193,11 +200,39 @@ def test_refused_before_anything_runs(make_llama, make_llm, prompt, params, budg
         ("max_tokens", -1), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0),
         ("top_p", 1.5), ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0), ("n", 0),
         ("presence_penalty", 3), ("logprobs", 21), ("stop", ("",)), ("logit_bias", {1: 101}),
+        ("max_tokens", 2.5), ("max_tokens", True), ("max_tokens", 10**5000), ("temperature", "1"),
+        ("temperature", None), ("temperature", 10**400), ("top_k", 2.5), ("top_k", None),
+        ("n", 1.0), ("seed", 1.5), ("logprobs", True), ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 1e38), ("stop", (5,)), ("stop", 5), ("stop", None),
+        ("stop_token_ids", 5), ("stop_token_ids", ("5",)), ("stop_token_ids", (-1,)),
+        ("logit_bias", {"5": 3}), ("logit_bias", {-1: 3}), ("logit_bias", {5: "3"}),
+        ("logit_bias", {10**5000: 3}), ("logit_bias", [5]), ("ignore_eos", "yes"),
     ],
+    ids=lambda own: own if isinstance(own, str) else type(own).__name__,
 )  # fmt: skip
 def test_parameters_out_of_range(field, value):
     with pytest.raises(ValueError, match=field):
         h2okv.SamplingParams(**{field: value})
+
+
+def test_whole_numbers_and_lists_are_taken_for_what_is_meant(make_llama, make_llm, make_prompts):
+    params = h2okv.SamplingParams(
+        max_tokens=4, temperature=2, top_p=1, min_p=0, repetition_penalty=2, presence_penalty=1,
+        logit_bias={5: 3}, stop=["a text"], stop_token_ids=[7],
+    )  # fmt: skip
+    assert (params.stop, params.stop_token_ids) == (("a text",), (7,))
+    numbers = (params.temperature, params.top_p, params.repetition_penalty, params.logit_bias[5])
+    assert all(type(own) is float for own in numbers)
+    assert dataclasses.replace(params) == params
+    (output,) = make_llm(make_llama()).generate(make_prompts([20]), params)
+    assert output.completions[0].token_ids
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-38, 9e-6])
+def test_hardly_any_temperature_is_greedy(temperature):
+    params = h2okv.SamplingParams(temperature=temperature)
+    assert params.is_greedy and params.temperature == 0
+    assert not h2okv.SamplingParams(temperature=1e-5).is_greedy
 
 
 def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_prompts, greedy):

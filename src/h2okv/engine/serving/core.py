@@ -19,10 +19,6 @@ from h2okv.engine.serving.scheduler import Scheduler
 from h2okv.engine.serving.stats import EngineStats
 from h2okv.engine.serving.worker import Done
 
-_NOT_A_NUMBER = (
-    "the model's output for this request is not a number (NaN); its data type may be too narrow"
-)
-
 
 @dataclass
 class _Counters:
@@ -86,7 +82,7 @@ class Core:
         if plan.is_empty:
             return False
         try:
-            done = self._execute(plan)
+            self._follow(plan, self._execute(plan))
         except Exception as error:  # whatever it is, others must be served
             self._give_up(error)
             return True
@@ -94,6 +90,10 @@ class Core:
             self.scheduler.clear()
             self._recover()
             raise
+        return True
+
+    def _follow(self, plan: Plan, done: Done) -> None:
+        """Does what a plan that was run leads to."""
         self._counters.evictions += done.evictions
         self.scheduler.spent(done.piece_seconds, done.step_seconds)
         if done.decoded is not None:
@@ -101,7 +101,6 @@ class Core:
             self._take(list(self.scheduler.rows), done.decoded)
         if plan.pieces:
             self._after_pieces(plan.pieces, done)
-        return True
 
     def stats(self) -> EngineStats:
         """Tells what is going on; may be called from any thread."""
@@ -126,18 +125,17 @@ class Core:
             logits = done.read
             if logits is not None and len(requests) > 1:
                 logits = logits[number : number + 1]
-            self._after_piece(request, piece, logits, done.trouble)
+            if done.trouble is not None:
+                self._fail(request, RequestFailedError(done.trouble))
+                continue
+            try:
+                self._after_piece(request, piece, logits)
+            except Exception as error:
+                self._fail(request, error)
 
     def _after_piece(
-        self,
-        request: Request,
-        piece: PromptPiece,
-        logits: torch.Tensor | None,
-        trouble: str | None,
+        self, request: Request, piece: PromptPiece, logits: torch.Tensor | None
     ) -> None:
-        if trouble is not None:
-            self._fail(request, trouble)
-            return
         self._counters.prompt_tokens += len(piece.tokens)
         if request.params.prompt_logprobs is not None and logits is not None:
             self._note_prompt(request, piece, logits)
@@ -175,35 +173,45 @@ class Core:
             request = output.request
             if request.is_over:  # another output of it has just failed
                 continue
-            if token is None:
-                self._fail(request, _NOT_A_NUMBER)
-                continue
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if request.params.logprobs is not None:
-                own = logits[row : row + 1]
-                logprobs = tuple(logprobs_of(own, [token], request.params.logprobs))
-            is_first = not any(own.tokens for own in request.outputs)
-            piece = output.take(token, self._ends, logprobs)
-            if is_first:
-                piece = replace(piece, prompt=request.prompt_read())
-            self._counters.new_tokens += 1
-            request.notify(piece)
-            if request.is_finished:
-                self._finish(request)
+            try:
+                if isinstance(token, Exception):
+                    raise token
+                self._hand_on(output, token, logits[row : row + 1])
+            except Exception as error:  # of this request alone, whatever it is
+                self._fail(request, error)
+
+    def _hand_on(self, output: Output, token: int, logits: torch.Tensor) -> None:
+        """Gives an output its next token, and the client what comes of it."""
+        request = output.request
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if request.params.logprobs is not None:
+            logprobs = tuple(logprobs_of(logits, [token], request.params.logprobs))
+        is_first = not any(own.tokens for own in request.outputs)
+        piece = output.take(token, self._ends, logprobs)
+        if is_first:
+            piece = replace(piece, prompt=request.prompt_read())
+        self._counters.new_tokens += 1
+        request.notify(piece)
+        if request.is_finished:
+            self._finish(request)
 
     def _finish(self, request: Request) -> None:
         self._counters.finished += 1
         self.scheduler.drop(request)
         request.notify(None)
 
-    def _fail(self, request: Request, reason: str) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, RequestFailedError):
+            failed = RequestFailedError(f"{type(error).__name__}: {error}")
+            failed.__cause__ = error
+            error = failed
         self._counters.failed += 1
         self.scheduler.drop(request)
-        request.notify(RequestFailedError(reason))
+        request.notify(error)
 
     def _give_up(self, error: Exception) -> None:
         """A step has failed, and with it all that was under way; those who wait are served."""
         for request in self.scheduler.clear():
             if not request.is_over:
-                self._fail(request, f"{type(error).__name__}: {error}")
+                self._fail(request, error)
         self._recover()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.engine.serving.scheduler import Scheduler
 from h2okv.engine.serving.worker import Done, Worker
 from h2okv.integration import enable
-from h2okv.integration.loading import context_of, describe, load_weights
+from h2okv.integration.loading import Described, context_of, describe, load_weights
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_ROWS = 64
@@ -124,23 +126,29 @@ class Engine:
     ) -> None:
         self.settings = settings or EngineSettings()
         self._stack = ExitStack()
-        self.model, self.tokenizer, self.name, context = _load(
-            model, tokenizer, dtype, device, in_parts
-        )
-        self.ranks = Ranks() if in_parts else None
+        self._in_parts = in_parts
+        described = _describe(model, tokenizer, in_parts)
+        self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
+        # All that can be refused is, before the weights are loaded.
+        self._config, context = described.config, described.context
         probe = self._make_cache(None)
         check_fits_rows(probe)
-        shared = window_by_length(self.model.config)
+        shared = window_by_length(self._config)
         if shared is not None:
             context = min(context or shared, shared)
         self.max_context = None if probe.rule.rolls else context
         self.max_prompt_tokens = self._longest_prompt(context)
         self.row_budget = probe.entries_for(self.max_prompt_tokens)
+        self.model = _load(model, described, dtype, device, in_parts)
+        self._config = self.model.config
+        self.ranks = Ranks() if in_parts else None
         self._stack.enter_context(enable(self.model))
         try:
             self.sizes = self._sizes(probe)
             self.num_rows = self._count_rows()
-            self.worker = Worker(self.model, self._make_cache, self.num_rows, self.row_budget)
+            self.worker = Worker(
+                self.model, self._make_cache, self.num_rows, self.row_budget, in_parts
+            )
             self._prefixes = [self._save_prefix(text) for text in self.settings.prefixes]
         except BaseException:
             self._stack.close()
@@ -186,8 +194,11 @@ class Engine:
             PromptTooLongError: If the prompt is too long.
             ValueError: If it is empty, or asks for more than there is.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} is of another type; give SamplingParams.")
         tokens = self._tokens(prompt)
         self._check_length(len(tokens), params)
+        self._check_tokens("logit_bias: the token", params.logit_bias)
         if params.n > self.num_rows:
             raise ValueError(f"n={params.n} is more than the {self.num_rows} rows; ask for less.")
         keeps = self._make_cache(budget).entries_for(len(tokens))
@@ -241,7 +252,7 @@ class Engine:
     def _make_cache(self, budget: Budget | None) -> H2OCache:
         own = budget or self.settings
         cache = H2OCache(
-            self.model.config,
+            self._config,
             heavy=own.heavy,
             recent=own.recent,
             sink=own.sink,
@@ -249,7 +260,7 @@ class Engine:
         )
         layers: list[Any] = cache.layers
         for layer in layers:
-            layer.checks_numbers = self.ranks is None
+            layer.checks_numbers = not self._in_parts
         return cache
 
     def _longest_prompt(self, context: int | None) -> int:
@@ -299,18 +310,28 @@ class Engine:
         return rows if self.ranks is None else self.ranks.smallest(rows)
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            prompt = self.tokenizer(prompt, verbose=False)["input_ids"]
+        try:
+            if isinstance(prompt, str):
+                prompt = self.tokenizer(prompt, verbose=False)["input_ids"]
+            tokens: Any = tuple(prompt)
+        except TypeError as error:  # half a character, or nothing that could be read
+            raise ValueError(
+                f"the prompt cannot be read ({error}); give a text, or tokens of this model."
+            ) from error
+        self._check_tokens("the prompt: token", tokens)
+        return tuple(map(int, tokens))
+
+    def _check_tokens(self, name: str, tokens: Iterable[Any]) -> None:
+        """Refuses what is none of the model's tokens."""
         table: Any = self.model.get_input_embeddings().weight
         vocabulary = table.shape[0]
-        for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < vocabulary:
+        for token in tokens:
+            is_int = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_int or not 0 <= token < vocabulary:
                 raise ValueError(
-                    f"token {token!r} is not one of the model's {vocabulary}; give a text, or "
+                    f"{name} {reprlib.repr(token)} is not one of the model's {vocabulary}; give "
                     "tokens of this model."
                 )
-        tokens: Any = prompt
-        return tuple(tokens)
 
     def _check_length(self, length: int, params: SamplingParams) -> None:
         if length == 0:
@@ -343,25 +364,32 @@ class Engine:
         return max(fitting)[1] if fitting else None
 
 
+def _describe(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, in_parts: bool
+) -> Described:
+    """What is known of a model without its weights."""
+    if isinstance(model, str):
+        described = describe(model)
+        if in_parts:
+            check_divides(described.config)
+        return described
+    name = str(model.config._name_or_path or model.config.model_type)
+    own = tokenizer or describe(name).tokenizer
+    return Described(name, name, model.config, own, context_of(model.config))
+
+
 def _load(
     model: str | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    described: Described,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     in_parts: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, int | None]:
-    """The model, its tokenizer, name and context."""
+) -> PreTrainedModel:
+    """The model, loaded if it is not yet."""
     if not isinstance(model, str):
-        name = str(model.config._name_or_path or model.config.model_type)
-        if tokenizer is None:
-            tokenizer = describe(name).tokenizer
-        return model.eval(), tokenizer, name, context_of(model.config)
-    described = describe(model)
-    if in_parts:
-        check_divides(described.config)
+        return model.eval()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_weights(described, dtype, torch.device(where), in_parts)
-    return loaded, tokenizer or described.tokenizer, described.name, described.context
+    return load_weights(described, dtype, torch.device(where), in_parts)
 
 
 def _taken(device: torch.device) -> int:

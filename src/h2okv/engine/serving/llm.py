@@ -179,6 +179,8 @@ def _for_each(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not all(isinstance(own, SamplingParams) for own in params):
+        raise ValueError("params has other things than SamplingParams in it; give one, or a list.")
     if len(params) != count:
         raise ValueError(
             f"{len(params)} SamplingParams were given for {count} prompts; give one, or as many."

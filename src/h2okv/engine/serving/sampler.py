@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +18,20 @@ from transformers import (
 )
 
 from h2okv.engine.processors import processors_of, settled_config
+from h2okv.engine.serving.errors import RequestFailedError
 from h2okv.engine.serving.outputs import TokenLogprob
 from h2okv.engine.serving.sampling_params import SamplingParams
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 """Processors for which a row's text so far makes no difference."""
+
+_NOT_A_NUMBER = (
+    "the model's output for this request is not a number (NaN); its data type may be too narrow"
+)
+_NOTHING_LEFT = (
+    "no token can be chosen: temperature, penalties and biases leave no weight that is a number "
+    "above 0; choose others."
+)
 
 
 class RowSampler:
@@ -53,6 +63,8 @@ class RowSampler:
             params.presence_penalty or params.frequency_penalty or params.logit_bias
         )
         self.is_plain = params.is_greedy and not self.by_text and not self.penalises
+        bias = params.logit_bias
+        self._bias = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
         self.key = (params.temperature, params.top_p, params.top_k, params.min_p)
         self.generator: torch.Generator | None = None
         if not params.is_greedy:
@@ -85,15 +97,15 @@ class RowSampler:
         for token, times in Counter(text).items():
             taken = self.params.presence_penalty + self.params.frequency_penalty * times
             logits[0, token] -= taken
-        for token, bias in self.params.logit_bias.items():
-            if 0 <= token < logits.shape[1]:
-                logits[0, token] += bias
+        if self.params.logit_bias:
+            tokens, biases = self._bias
+            logits[0, tokens] += biases
         return logits
 
 
 def choose(
     rows: Sequence[RowSampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
-) -> list[int | None]:
+) -> list[int | Exception]:
     """Chooses a token for each row, whatever the others want.
 
     Args:
@@ -102,21 +114,24 @@ def choose(
         logits: ``[B, V]``, of any dtype, on any device.
 
     Returns:
-        B tokens; ``None`` where the logits are not numbers.
+        B tokens; what went wrong instead where a row has none, which does not touch the others.
     """
     # A NaN anywhere in a row is one in its sum; infinities of both signs are no use either.
     is_fine = ~torch.isnan(logits.float().sum(dim=-1))
-    chosen: list[int | None] = list(logits.argmax(dim=-1).tolist())
+    chosen: list[int | Exception] = list(logits.argmax(dim=-1).tolist())
     for row, fine in enumerate(is_fine.tolist()):
         if not fine:
-            chosen[row] = None
+            chosen[row] = RequestFailedError(_NOT_A_NUMBER)
     drawing: dict[Any, list[int]] = defaultdict(list)
     for row, sampler in enumerate(rows):
-        if chosen[row] is None or sampler.is_plain:
+        if isinstance(chosen[row], Exception) or sampler.is_plain:
             continue
         if sampler.by_text or sampler.penalises:
-            one = sampler.process(logits[row : row + 1].float().cpu(), texts[row])
-            chosen[row] = _draw([sampler], one)[0]
+            try:
+                one = sampler.process(logits[row : row + 1].float().cpu(), texts[row])
+                chosen[row] = _draw([sampler], one)[0]
+            except Exception as error:  # a processor of the model's own may raise anything
+                chosen[row] = error
         else:
             drawing[sampler.key].append(row)
     for group in drawing.values():
@@ -126,16 +141,24 @@ def choose(
     return chosen
 
 
-def _draw(samplers: list[RowSampler], logits: Any) -> list[int]:
+def _draw(samplers: list[RowSampler], logits: Any) -> list[int | Exception]:
     """Draws for rows with the same warpers, or takes the likeliest."""
+    chosen: list[int | Exception] = []
     if samplers[0].generator is None:
-        return list(logits.argmax(dim=-1).tolist())
+        best = logits.max(dim=-1)
+        for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            chosen.append(token if value > -math.inf else RequestFailedError(_NOTHING_LEFT))
+        return chosen
     nothing: Any = None  # warpers do not look at the text
     weights = torch.softmax(samplers[0].warpers(nothing, logits), dim=-1).cpu()
-    return [
-        int(torch.multinomial(weights[row : row + 1], 1, generator=sampler.generator))
-        for row, sampler in enumerate(samplers)
-    ]
+    is_fine = torch.isfinite(weights.sum(dim=-1)).tolist()
+    for row, sampler in enumerate(samplers):
+        if is_fine[row]:
+            drawn = torch.multinomial(weights[row : row + 1], 1, generator=sampler.generator)
+            chosen.append(int(drawn))
+        else:
+            chosen.append(RequestFailedError(_NOTHING_LEFT))
+    return chosen
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:

@@ -50,15 +50,22 @@ class Worker:
         make_cache: For prompts.
         num_rows: Rows of the block.
         row_budget: Entries of a row.
+        in_parts: Whether other processes hold parts of the model.
 
     Attributes:
         block: The rows.
     """
 
     def __init__(
-        self, model: PreTrainedModel, make_cache: MakeCache, num_rows: int, row_budget: int
+        self,
+        model: PreTrainedModel,
+        make_cache: MakeCache,
+        num_rows: int,
+        row_budget: int,
+        in_parts: bool = False,
     ) -> None:
         self._model: Any = model
+        self._in_parts = in_parts
         self._make_cache = make_cache
         self._prefixes: list[H2OCache] = []
         self._reading: H2OCache | None = None
@@ -133,9 +140,12 @@ class Worker:
             try:
                 done.read, lost = self._read(plan.pieces)
                 done.evictions += lost
-            except ValueError as error:
+            except Exception as error:  # such as no memory for a long prompt; the rows are whole
+                if self._in_parts and not isinstance(error, ValueError):
+                    raise  # the other parts know nothing of it
                 self._reading = None
-                done.trouble = str(error)
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                done.trouble = f"{kind}{error}"
             done.piece_seconds = self._now() - between
         else:
             done.step_seconds = self._now() - begun

@@ -1,0 +1,209 @@
+"""Whatever one request asks for, or meets, the others get their tokens and the engine goes on."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import h2okv
+from h2okv.engine.serving import core
+from h2okv.engine.serving.errors import RequestFailedError
+from h2okv.engine.serving.request import Output
+from h2okv.engine.serving.sampler import RowSampler, choose
+from h2okv.engine.serving.worker import Worker
+
+OTHERS = (
+    h2okv.SamplingParams(max_tokens=12, temperature=0),
+    h2okv.SamplingParams(max_tokens=12, seed=3),
+    h2okv.SamplingParams(max_tokens=12, seed=4, repetition_penalty=1.5),
+)
+MARK, MARKED = 91, h2okv.SamplingParams(max_tokens=6, seed=13, repetition_penalty=1.5)
+
+ODD = st.sampled_from(
+    [None, True, "1", "", (), {}, 0, -1, 2, 2**63, 10**400, 0.0, 0.5, 2.5, 1e-45, 1e-40, 1e-38,
+     1e-5, 1e5, 1e38, math.inf, -math.inf, math.nan, (5,), {"5": 3}, {-1: 2.0}, {5: math.nan}]
+)  # fmt: skip
+TOKENS = st.integers(0, 96)
+FITTING = {
+    "temperature": st.floats(0, 100) | st.sampled_from([0, 1, 2, 1e-40, 1e-5]),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "min_p": st.floats(0, 1),
+    "top_k": st.integers(0, 2**63 - 1),
+    "repetition_penalty": st.floats(1e-3, 1e6) | st.integers(1, 3),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100) | st.integers(-100, 100)),
+    "stop": st.text(min_size=1) | st.lists(st.text(min_size=1), max_size=3),
+    "stop_token_ids": st.lists(TOKENS, max_size=3),
+    "ignore_eos": st.booleans(),
+    "n": st.integers(1, 3),
+    "seed": st.integers(),
+    "logprobs": st.integers(0, 20),
+    "prompt_logprobs": st.integers(0, 20),
+}
+WISHES = st.builds(
+    lambda fitting, odd: fitting | odd,
+    st.fixed_dictionaries({"max_tokens": st.sampled_from([0, 1, 5])}, optional=FITTING),
+    st.dictionaries(st.sampled_from(["max_tokens", *FITTING]), ODD, max_size=1),
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(make_prompts):
+    return [[token for token in own if token != MARK] for own in make_prompts([20, 31, 26, 24])]
+
+
+@pytest.fixture(scope="module")
+def llm(make_llama, tokenizer):
+    # One end token, so that there is something to ignore.
+    model = make_llama()
+    model.generation_config.eos_token_id = 96
+    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, rows=8) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(llm, prompts):
+    """The tokens of the others, each by itself."""
+    together = zip(prompts, OTHERS, strict=False)
+    return [llm.generate([own], params)[0].completions[0].token_ids for own, params in together]
+
+
+@settings(max_examples=40, deadline=None)
+@given(wishes=st.lists(WISHES, min_size=1, max_size=3))
+def test_any_parameters_beside_others(llm, prompts, expected, wishes):
+    scheduler, events = llm.engine.core.scheduler, []
+    others = [
+        llm.engine.request(own, params, lambda event: None)
+        for own, params in zip(prompts, OTHERS, strict=False)
+    ]
+    scheduler.enqueue(others[0])
+    for wish in wishes:
+        told = []
+        try:
+            params = h2okv.SamplingParams(**wish)
+            # Without an end of its own it would go on to the end of the context.
+            if params.max_tokens is None:
+                continue
+            scheduler.enqueue(llm.engine.request(prompts[3], params, told.append))
+        except ValueError as error:
+            assert str(error).startswith(tuple(wish)), error
+            continue
+        events.append(told)
+    for own in others[1:]:
+        scheduler.enqueue(own)
+    while scheduler.has_work:
+        llm.engine.core.step()
+    assert [own.outputs[0].tokens for own in others] == expected
+    assert all(own[-1] is None or isinstance(own[-1], RequestFailedError) for own in events)
+    assert llm.stats().rows_in_use == 0
+
+
+def broken_sampler(monkeypatch):
+    def make(model, params, *rest):
+        if params is MARKED:
+            raise TypeError("nothing to sample with")
+        return RowSampler(model, params, *rest)
+
+    monkeypatch.setattr(core, "RowSampler", make)
+
+
+def broken_processor(monkeypatch):
+    process = RowSampler.process
+
+    def broken(sampler, logits, text):
+        if sampler.params is MARKED:
+            raise IndexError("no such token")
+        return process(sampler, logits, text)
+
+    monkeypatch.setattr(RowSampler, "process", broken)
+
+
+def weights_that_are_no_numbers(monkeypatch):
+    process = RowSampler.process
+
+    def broken(sampler, logits, text):
+        processed = process(sampler, logits, text)
+        return processed / 0.0 if sampler.params is MARKED else processed
+
+    monkeypatch.setattr(RowSampler, "process", broken)
+
+
+def broken_text(monkeypatch):
+    take = Output.take
+
+    def broken(output, *rest):
+        if output.request.params is MARKED and len(output.tokens) == 2:
+            raise UnicodeError("half a character")
+        return take(output, *rest)
+
+    monkeypatch.setattr(Output, "take", broken)
+
+
+def no_memory_for_the_prompt(monkeypatch):
+    read = Worker._read
+
+    def broken(worker, pieces):
+        if any(MARK in piece.tokens for piece in pieces):
+            raise torch.OutOfMemoryError("no memory")
+        return read(worker, pieces)
+
+    monkeypatch.setattr(Worker, "_read", broken)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        broken_sampler,
+        broken_processor,
+        weights_that_are_no_numbers,
+        broken_text,
+        no_memory_for_the_prompt,
+    ],
+)
+def test_a_fault_of_one_request(make_llama, tokenizer, prompts, expected, monkeypatch, fault):
+    model = make_llama()
+    model.generation_config.eos_token_id = 96
+    served = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, rows=4)
+    fault(monkeypatch)
+
+    async def tokens(prompt, params):
+        return [own async for piece in served.generate(prompt, params) for own in piece.token_ids]
+
+    async def main():
+        asked = list(zip(prompts, OTHERS, strict=False))
+        asked.insert(1, ([*prompts[3], MARK, 5], MARKED))
+        got = await asyncio.gather(*(tokens(*own) for own in asked), return_exceptions=True)
+        assert served.is_healthy
+        afterwards = await tokens(prompts[0], OTHERS[0])
+        await served.aclose()
+        return got, afterwards
+
+    (first, failed, *rest), afterwards = asyncio.run(main())
+    stats = served.stats()
+    assert isinstance(failed, RequestFailedError)
+    assert [first, *rest] == expected and afterwards == expected[0]
+    assert (stats.failed, stats.finished, stats.rows_in_use) == (1, 4, 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=str)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_row_without_weights_leaves_the_others_theirs(make_llama, value, options):
+    model, generator = make_llama(), torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 97, generator=generator)
+    logits[1, 40:] = value
+    if value == -math.inf:
+        logits[1] = value
+    params = h2okv.SamplingParams(seed=5, **options)
+
+    def samplers():
+        return [RowSampler(model, params, (5, 6), index) for index in range(3)]
+
+    first, broken, last = choose(samplers(), [[]] * 3, logits)
+    assert isinstance(broken, RequestFailedError)
+    apart = samplers()
+    assert [first] == choose(apart[:1], [[]], logits[:1])
+    assert [last] == choose(apart[2:], [[]], logits[2:])
