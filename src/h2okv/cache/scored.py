@@ -74,6 +74,7 @@ class ScoredLayer(WeighingLayer):
     def _forget(self) -> None:
         """Drops all entries; the subclass drops its own state too."""
         self.is_initialized = False
+        self.is_cast = False
         self.keys = self.values = None
         self.scores: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
@@ -120,7 +121,11 @@ class ScoredLayer(WeighingLayer):
                 not match the entries held.
         """
         self.require_attention()
+        # Autocast gives some models (OPT) keys in another dtype inside than outside.
+        self.is_cast = self.is_cast or torch.is_autocast_enabled(key_states.device.type)
         if self.is_initialized:
+            if self.is_cast:
+                key_states = key_states.to(self.dtype)
             check_match(self, key_states)
             if key_states.device != self.device:  # after loading from a file
                 self.move(key_states.device)
@@ -189,15 +194,19 @@ class ScoredLayer(WeighingLayer):
                 when positions roll. ``None``: one after the other.
 
         Returns:
-            ``[B, HQ, T, Dv]``.
+            ``[B, HQ, T, Dv]`` in the dtype of the values given.
 
         Raises:
             ValueError: if the block is a prompt without tokens, or too long for the model's
                 window when positions roll, or the attention of a block of more than one token is
                 not finite.
         """
+        if torch.is_autocast_enabled(query.device.type):  # which would round logits and scores
+            with torch.autocast(query.device.type, enabled=False):
+                return self.attend(query, key, value, real, scale, softcap, position_ids)
         self.awaits_attention = False
-        length = query.shape[2]
+        length, dtype = query.shape[2], value.dtype
+        query, key, value = (states.to(self.dtype) for states in (query, key, value))
         is_first = not self.row_budgets
         if is_first:
             counts = [self.expected_length or length] * self.batch_size
@@ -221,12 +230,12 @@ class ScoredLayer(WeighingLayer):
         whole = Block(query, key, value, real, undo)
         chunk = self.rule.prefill_chunk
         if chunk is None or length <= chunk:
-            return self._attend_block(whole, scale, softcap)
+            return self._attend_block(whole, scale, softcap).to(dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1])
         for columns, block in split_block(whole, chunk):
             own = self._attend_block(block, scale, softcap)
             output.scatter_(2, columns[:, None, :, None].expand_as(own), own)
-        return output
+        return output.to(dtype)
 
     def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""

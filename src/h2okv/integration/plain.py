@@ -41,18 +41,24 @@ def plain_attention(
         ``(output [B, T, HQ, Dv], None)``.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is not None:
-        output = _capped(query, key, value, mask, scale, softcap)
-    elif mask is not None and mask.dtype == WINDOW_DTYPE:
-        window, real = _read_window(mask)
-        assert window is not None
-        output = windowed_attention(query, key, value, real, window, scale, dropout)
-    else:
+    has_window = mask is not None and mask.dtype == WINDOW_DTYPE
+    if softcap is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
             mask = mask & _causal(query, key)
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
         )
+    if torch.is_autocast_enabled(query.device.type):  # as SDPA does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (states.to(dtype) for states in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        if softcap is not None:
+            output = _capped(query, key, value, mask, scale, softcap)
+        else:
+            assert mask is not None
+            window, real = _read_window(mask)
+            assert window is not None
+            output = windowed_attention(query, key, value, real, window, scale, dropout)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -1,0 +1,145 @@
+"""Autocast and default dtypes: as near to the truth as SDPA, and dropping is masking."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, OPTConfig, OPTForCausalLM
+
+import h2okv
+
+SIZES = (26, 1, 1, 1, 7, 1, 1, 2)
+PROMPT = sum(SIZES)
+BUDGETS = {"full slots": (5, 4), "empty slots": (PROMPT, PROMPT)}
+HALVES = (torch.bfloat16, torch.float16)
+PLACES = {"whole": (True, True), "prompt": (True, False), "steps": (False, True)}
+
+
+def tokens(length: int = PROMPT) -> torch.Tensor:
+    return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def forced(model, cache, dtype, place="whole") -> torch.Tensor:
+    """Logits of a prompt, single tokens and further turns; ``place`` is under autocast."""
+    ids, logits, start = tokens(), [], 0
+    for size in SIZES:
+        is_cast = dtype is not None and PLACES[place][start > 0]
+        with torch.autocast("cpu", dtype=dtype) if is_cast else nullcontext():
+            block = ids[:, start : start + size]
+            logits.append(model(block, past_key_values=cache).logits.double())
+        start += size
+    return torch.cat(logits, dim=1)
+
+
+@pytest.fixture(scope="module")
+def models(make_llama):
+    """By name; OPT's keys are of another dtype under autocast, Gemma 2 caps and has windows."""
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+    torch.manual_seed(0)
+    return {
+        "llama": make_llama(),
+        "mha": make_llama(heads=4, kv_heads=4),
+        "opt": OPTForCausalLM(
+            OPTConfig(**small, ffn_dim=64, word_embed_proj_dim=64, max_position_embeddings=128)
+        ).eval(),
+        "gemma2": Gemma2ForCausalLM(
+            Gemma2Config(
+                **small, intermediate_size=64, num_key_value_heads=2, head_dim=16, sliding_window=16
+            )
+        ).eval(),
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "mha", "opt", "gemma2"])
+def test_as_near_to_the_truth_as_sdpa(models, name, dtype, place):
+    model = models[name]
+    # SDPA has no soft cap.
+    model.set_attn_implementation("eager" if name == "gemma2" else "sdpa")
+    truth = forced(model, DynamicCache(config=model.config), None)
+    plain = forced(model, DynamicCache(config=model.config), dtype, place)
+    model.set_attn_implementation("h2o")
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT, simulate=simulate)
+        error = (forced(model, cache, dtype, place) - truth).abs().mean()
+        cache.check_integrity()
+        assert error <= 1.25 * (plain - truth).abs().mean()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"positions": "rolling"}, {"prefill_chunk": 9}, {"kv_bits": 8}, {"scoring": "value_norm"}],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_dropping_is_masking(models, kept_sets, budget, options, dtype, place):
+    model = models["llama"]
+    model.set_attn_implementation("h2o")
+    caches, logits = [], []
+    with h2okv.enable(model):
+        for simulate in (False, True):
+            cache = h2okv.H2OCache(model.config, *budget, simulate=simulate, **options)
+            logits.append(forced(model, cache, dtype, place))
+            cache.check_integrity()
+            caches.append(cache)
+    assert kept_sets(caches[0]) == kept_sets(caches[1])
+    torch.testing.assert_close(*logits, atol=0.05, rtol=0.02)
+    for cache in caches:
+        layer = cache.layers[0]
+        assert layer.scores.dtype == torch.float32
+        if "kv_bits" not in options:
+            assert layer.keys.dtype == layer.values.dtype == layer.dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_probabilities_are_not_rounded(models, dtype):
+    model = models["llama"]
+    model.set_attn_implementation("h2o")
+    cache = h2okv.H2OCache(model.config, policy="full")
+    forced(model, cache, dtype)
+    for layer in range(2):
+        # Each query head of each token gives away a probability of one.
+        total = cache.scores(layer).double().sum(dim=-1)
+        torch.testing.assert_close(total, torch.full_like(total, 2.0 * PROMPT), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_generate(models, budget, dtype):
+    model = models["llama"]
+    texts = []
+    with torch.autocast("cpu", dtype=dtype), h2okv.enable(model):
+        for simulate in (False, True):
+            cache = h2okv.H2OCache(model.config, *budget, simulate=simulate)
+            options = {"max_new_tokens": 12, "do_sample": False}
+            texts.append(model.generate(tokens(20), past_key_values=cache, **options))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"positions": "rolling", "sink": 2}, {"prefill_chunk": 9}, {"kv_bits": 4},
+     {"scoring": "decay"}, {"scoring": "value_norm"}, {"scoring": "mean"}, {"policy": "random"},
+     {"simulate": True}, {"policy": "snapkv"}],
+    ids=str,
+)  # fmt: skip
+def test_the_default_dtype_makes_no_difference(models, kept_sets, options, dtype):
+    model = models["llama"]
+    made = []
+    with h2okv.enable(model):
+        for default in (torch.float32, dtype):
+            torch.set_default_dtype(default)
+            try:
+                cache = h2okv.H2OCache(model.config, heavy=5, recent=4, **options)
+                logits = forced(model, cache, None)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            cache.check_integrity()
+            made.append((logits, kept_sets(cache), cache.scores(0)))
+    assert torch.equal(made[0][0], made[1][0]) and made[0][1] == made[1][1]
+    assert torch.equal(made[0][2], made[1][2]) and made[1][2].dtype == torch.float32
