@@ -153,6 +153,16 @@ def test_bad_options_are_one_sentence(command, options, words):
     assert err.startswith("h2okv: ") and err.count("\n") == 1
 
 
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails a test that loads weights."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("the weights are loaded")
+
+    monkeypatch.setattr("h2okv.engine.serving.engine.load_weights", load)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -161,16 +171,12 @@ def test_bad_options_are_one_sentence(command, options, words):
     ],
     ids=str,
 )  # fmt: skip
-def test_refused_before_the_weights_are_loaded(command, monkeypatch, options):
-    def load(*args, **kwargs):
-        raise AssertionError("the weights are loaded")
-
-    monkeypatch.setattr("h2okv.engine.serving.engine.load_weights", load)
+def test_refused_before_the_weights_are_loaded(command, no_weights, options):
     code, err = command("--port", 0, *options)
     assert code == 2 and err.startswith("h2okv: ")
 
 
-def test_a_taken_port_is_one_sentence(command):
+def test_a_taken_port_is_one_sentence(command, no_weights):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
