@@ -27,7 +27,7 @@ from record import Target, append_csv, environment, interleave, progress, rows_f
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import h2okv
-from h2okv.benchmarking.limit import speedup_limit
+from h2okv.benchmarking.memory import speedup_limit
 from h2okv.ops import dispatch
 from h2okv.ops.blockwise import Visibility
 

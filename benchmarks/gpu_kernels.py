@@ -22,7 +22,7 @@ import torch
 from record import Target, append_csv, environment, progress, rows_for, show
 
 from h2okv.benchmarking.bandwidth import measure_bandwidth
-from h2okv.benchmarking.clock import Clock, in_turn
+from h2okv.benchmarking.timing import Clock, in_turn
 from h2okv.ops import dispatch, flash, triton_prefill
 from h2okv.ops.blockwise import Visibility
 from h2okv.ops.step import Slots, StepRules

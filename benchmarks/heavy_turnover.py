@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.evaluation.stream import Stream
-from h2okv.evaluation.stream_settings import StreamSettings
-from h2okv.evaluation.stream_source import TextSource
+from h2okv.evaluation.stream_data import TextSource
+from h2okv.evaluation.streaming import Stream, StreamSettings
 
 
 def heavy_hitters(cache: h2okv.H2OCache, recent: int) -> list[set[int]]:

@@ -31,12 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.evaluation.stream import Stream
-from h2okv.evaluation.stream_plot import draw_perplexity, new_figure, save_figure
-from h2okv.evaluation.stream_record import Row
-from h2okv.evaluation.stream_settings import StreamSettings
-from h2okv.evaluation.stream_source import TextSource
-from h2okv.evaluation.text_file import read_text_file
+from h2okv.evaluation.plots import draw_perplexity, new_figure, save_figure
+from h2okv.evaluation.stream_data import TextSource
+from h2okv.evaluation.streaming import Row, Stream, StreamSettings
+from h2okv.records import read_text_file
 
 POLICIES = ("full", "restarted", "recent", "sink_recent", "h2o", "h2o+sink")
 BY_DEFAULT = [name for name in POLICIES if name != "recent"]

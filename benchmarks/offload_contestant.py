@@ -36,10 +36,9 @@ def drop_pages(folder: str) -> None:
 def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     """The engine of `h2okv batch`, with a time for every pass."""
     import h2okv
+    from h2okv.cli.args import CacheChoice, Sampling
     from h2okv.cli.batch_engine import make_engine
     from h2okv.cli.batch_request import BatchRequest
-    from h2okv.cli.cache_choice import CacheChoice
-    from h2okv.cli.options import Sampling
     from h2okv.engine.chooser import Chooser
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
     from h2okv.engine.runner import Runner

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from h2okv.benchmarking.environment import environment as describe
 from h2okv.ops.dispatch import wanted
+from h2okv.provenance import environment as describe
 
 FIELDS = (
     "date", "commit", "machine", "python", "torch", "transformers", "threads", "ops",

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import h2okv
-from h2okv.benchmarking.footprint import Footprint, footprint_of
+from h2okv.benchmarking.memory import Footprint, footprint_of
 from h2okv.engine.demand import demand_of
 from h2okv.engine.serving.row_count import RowSizes, row_sizes
 

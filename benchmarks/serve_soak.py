@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 from record import Target, append_csv, environment, progress, rows_for, show
 
-from h2okv.benchmarking.load.child_server import free_port
+from h2okv.benchmarking.serving import free_port
 
 RESULTS = Path(__file__).parent / "results"
 WARMUP = 60.0

@@ -30,10 +30,8 @@ from serving_targets import EngineTarget, PagedTarget, SequentialTarget
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from h2okv.assets import bundled_model_path, sample_prompt
-from h2okv.benchmarking.load.loops import closed_loop
-from h2okv.benchmarking.load.outcome import LoadRequest, Outcome
-from h2okv.benchmarking.load.summary import summarize
-from h2okv.benchmarking.load.workload import Mix
+from h2okv.benchmarking.serving import summarize
+from h2okv.benchmarking.serving_client import LoadRequest, Mix, Outcome, closed_loop
 from h2okv.engine.openmp import release_workers
 
 

@@ -14,8 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.benchmarking.load.outcome import LoadRequest, Outcome
-from h2okv.benchmarking.load.workload import Mix
+from h2okv.benchmarking.serving_client import LoadRequest, Mix, Outcome
 
 Arrived = Callable[[tuple[int, int]], None]
 """Told of every token: whose prompt, and which output."""
@@ -37,7 +36,7 @@ class EngineTarget:
         )  # fmt: skip
 
     async def send(self, request: LoadRequest, due: float, outcomes: list[Outcome]) -> None:
-        """See `h2okv.benchmarking.load.loops.Target`."""
+        """See `h2okv.benchmarking.serving_client.Target`."""
         outcome = Outcome(due, time.perf_counter(), token_ids=[])
         outcomes.append(outcome)
         params = h2okv.SamplingParams(max_tokens=request.max_tokens, temperature=0, ignore_eos=True)
@@ -90,7 +89,7 @@ class PagedTarget:
         self.manager.start()
 
     async def send(self, request: LoadRequest, due: float, outcomes: list[Outcome]) -> None:
-        """See `h2okv.benchmarking.load.loops.Target`."""
+        """See `h2okv.benchmarking.serving_client.Target`."""
         outcome = Outcome(due, time.perf_counter(), token_ids=[])
         outcomes.append(outcome)
         over = asyncio.get_running_loop().create_future()
@@ -159,7 +158,7 @@ class SequentialTarget:
         self.turn = asyncio.Lock()
 
     async def send(self, request: LoadRequest, due: float, outcomes: list[Outcome]) -> None:
-        """See `h2okv.benchmarking.load.loops.Target`."""
+        """See `h2okv.benchmarking.serving_client.Target`."""
         outcome = Outcome(due, time.perf_counter(), token_ids=[])
         outcomes.append(outcome)
         async with self.turn:

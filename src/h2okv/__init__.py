@@ -1,8 +1,8 @@
 """H2O: heavy-hitter KV-cache eviction for Hugging Face models (arXiv 2306.14048)."""
 
-from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.support import check_model
+from h2okv.config import Budget, CacheConfig
 from h2okv.engine.serving.async_llm import AsyncLLM
 from h2okv.engine.serving.llm import LLM
 from h2okv.engine.serving.sampling_params import SamplingParams
@@ -15,6 +15,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Budget",
+    "CacheConfig",
     "H2OCache",
     "Policy",
     "SamplingParams",

@@ -1,8 +1,11 @@
-"""Which code computed a result: versions, and the commit of a checkout."""
+"""Where a result comes from: versions, commit, machine, digests."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import subprocess
+import time
 from functools import cache
 from pathlib import Path
 
@@ -13,11 +16,7 @@ import h2okv
 
 
 def versions() -> dict[str, str]:
-    """Tells which code runs.
-
-    Returns:
-        The versions of h2okv, torch and transformers, and `commit`.
-    """
+    """Tells which code runs."""
     return {
         "h2okv": h2okv.__version__,
         "torch": torch.__version__,
@@ -28,11 +27,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """Names the commit that the package runs from.
-
-    Returns:
-        Its short name, with a ``+`` if the code differs from it; empty without a checkout.
-    """
+    """Names the commit that the package runs from."""
     package = Path(h2okv.__file__).parent
     if not (package.parent.parent / ".git").exists():
         return ""
@@ -48,3 +43,65 @@ def commit() -> str:
 
     name = git("rev-parse", "--short", "HEAD")
     return name + ("+" if name and git("status", "--porcelain", "--", "*.py") else "")
+
+
+ENVIRONMENT_COLUMNS = (
+    "date", "version", "commit", "machine", "device", "python", "torch", "transformers", "threads",
+)  # fmt: skip
+"""The names of what `environment` tells."""
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Describes the machine and the software."""
+    is_gpu = device.type == "cuda"
+    values = (
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        h2okv.__version__,
+        commit(),
+        _processor(),
+        torch.cuda.get_device_name(device) if is_gpu else device.type,
+        platform.python_version(),
+        torch.__version__,
+        transformers.__version__,
+        str(torch.get_num_threads()),
+    )
+    return dict(zip(ENVIRONMENT_COLUMNS, values, strict=True))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.machine()
+
+
+_SAMPLE = 4096
+"""Numbers read of each parameter; another training changes all of them."""
+
+
+def fingerprint(module: torch.nn.Module) -> str | None:
+    """Sums up a module's weights.
+
+    Args:
+        module: an attention module; unchanged.
+
+    Returns:
+        A hexadecimal digest, the same on every device; ``None`` if the weights are elsewhere
+        (offloaded).
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        if parameter.device.type == "meta":
+            return None
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _SAMPLE)].contiguous().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digest(content: str) -> str:
+    """Names a text, so that results are gone on with on the same one only."""
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()[:16]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from h2okv.analysis.sample import Sample
+from h2okv.analysis.study import Sample
 
 
 @pytest.fixture(scope="session")

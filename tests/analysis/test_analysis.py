@@ -3,14 +3,13 @@ import re
 import numpy as np
 import pytest
 
-from h2okv.analysis import analysis as module
-from h2okv.analysis.analysis import analyze, finished, open_folder
+from h2okv.analysis import run as module
+from h2okv.analysis.ablation import activation_frequency
 from h2okv.analysis.measurements import MEASUREMENTS
-from h2okv.analysis.neurons import activation_frequency
-from h2okv.analysis.report.page import write_report
-from h2okv.analysis.sample import make_sample, token_pieces
-from h2okv.analysis.study import Study
-from h2okv.analysis.tables import read_table, write_table
+from h2okv.analysis.report import write_report
+from h2okv.analysis.run import analyze, finished, open_folder
+from h2okv.analysis.study import Study, make_sample, token_pieces
+from h2okv.records import read_table, write_table
 
 TEXT = "the text"
 

@@ -2,8 +2,13 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
-from h2okv.analysis import observing
-from h2okv.analysis.observing import check_layer, full_attention_layers, observed, read_observed
+from h2okv.analysis import attention_stats as observing
+from h2okv.analysis.attention_stats import (
+    check_layer,
+    full_attention_layers,
+    observed,
+    read_observed,
+)
 
 
 def collected_rows(model, ids):

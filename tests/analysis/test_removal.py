@@ -1,8 +1,7 @@
 import numpy as np
 import torch
 
-from h2okv.analysis.losses import dense_losses, token_losses
-from h2okv.analysis.removal import drawn, heaviest, losses_with_hidden
+from h2okv.analysis.ablation import dense_losses, drawn, heaviest, losses_with_hidden, token_losses
 
 
 def test_hiding_nothing_costs_nothing(model, sample):

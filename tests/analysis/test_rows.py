@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 import h2okv
-from h2okv.analysis.rows import Accumulation, Retention, Sinks, Sparsity, watch_rows
+from h2okv.analysis.attention_stats import Accumulation, Retention, Sinks, Sparsity, watch_rows
 
 
 def test_sparsity_counts_what_the_whole_matrix_would(model, sample, attention):

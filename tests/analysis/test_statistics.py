@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from h2okv.analysis.kept_sets import chance_similarity, overlap, similarity, stays
-from h2okv.analysis.losses import cost
-from h2okv.analysis.power_law import fit_power_law
-from h2okv.analysis.words import by_word, count_words, spearman
+from h2okv.analysis.ablation import cost
+from h2okv.analysis.eviction_trace import chance_similarity, overlap, similarity, stays
+from h2okv.analysis.score_stats import by_word, count_words, fit_power_law, spearman
 
 
 def test_a_power_law_is_recovered_and_not_rejected():

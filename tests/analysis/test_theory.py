@@ -7,22 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2okv.analysis.observing import read_observed
-from h2okv.analysis.theory.bound import FACTOR, check_bound
-from h2okv.analysis.theory.cases import adversarial_cases, real_cases
-from h2okv.analysis.theory.long import Worth
-from h2okv.analysis.theory.objectives import CONCAVE, OBJECTIVES, set_values
-from h2okv.analysis.theory.policies import (
+from h2okv.analysis.attention_stats import read_observed
+from h2okv.analysis.eviction_trace import follow, held_after
+from h2okv.analysis.theory import (
+    CONCAVE,
+    FACTOR,
+    OBJECTIVES,
+    Worth,
+    adversarial_cases,
     attention_rows,
     belady_sets,
     best_retained_mass,
     best_value,
     cache_sets,
+    check_bound,
     informed_sets,
+    real_cases,
     retained_mass,
+    set_values,
 )
-from h2okv.analysis.trace import follow, held_after
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 
 
 def random_logits(seed, size=9, group=2):

@@ -3,11 +3,10 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.analysis.losses import dense_losses
-from h2okv.analysis.oracle import GlobalPolicy
-from h2okv.analysis.rows import Accumulation, watch_rows
-from h2okv.analysis.trace import follow, held_after
-from h2okv.budget import TokenBudget
+from h2okv.analysis.ablation import dense_losses
+from h2okv.analysis.attention_stats import Accumulation, watch_rows
+from h2okv.analysis.eviction_trace import GlobalPolicy, follow, held_after
+from h2okv.config import TokenBudget
 
 BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
 

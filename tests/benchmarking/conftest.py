@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.shape import parse_shape
-from h2okv.benchmarking.source import ModelSource
+from h2okv.benchmarking.model import ModelSource, parse_shape
 
 SIZES = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
 

@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from h2okv.benchmarking.load.child_server import own_server, transformers_server
-from h2okv.benchmarking.settings import CacheChoice
-from h2okv.benchmarking.trial import Trial, TrialFailedError, measure_peak
+from h2okv.benchmarking.caches import CacheChoice
+from h2okv.benchmarking.peak import Trial, TrialFailedError, measure_peak
+from h2okv.benchmarking.serving import own_server, transformers_server
 from h2okv.engine.memory import peak_resident_bytes
 
 
@@ -32,7 +32,7 @@ def test_a_server(command):
 def test_a_trial(source, monkeypatch):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
-    monkeypatch.setattr("h2okv.benchmarking.trial._CHILD", "stray")
+    monkeypatch.setattr("h2okv.benchmarking.peak._CHILD", "stray")
     trial = Trial(source, "float32", "cpu", 1, CacheChoice("dynamic"), 100, 1)
     with pytest.raises(TrialFailedError, match="No module named stray"):
         measure_peak(trial)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from h2okv.benchmarking.bandwidth import measure_bandwidth
-from h2okv.benchmarking.clock import Clock, Spread, in_turn
+from h2okv.benchmarking.timing import Clock, Spread, in_turn
 from h2okv.engine.memory import (
     available_bytes,
     parse_memory,

@@ -3,13 +3,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import h2okv.benchmarking.contestant as contestants
-import h2okv.benchmarking.peer as peer
-from h2okv.benchmarking.comparison import Comparison, count_units
-from h2okv.benchmarking.footprint import footprint_of
-from h2okv.benchmarking.limit import speedup_limit
-from h2okv.benchmarking.row import COLUMNS
-from h2okv.benchmarking.settings import Settings
+import h2okv.benchmarking.caches as contestants
+import h2okv.benchmarking.caches as peer
+from h2okv.benchmarking.caches import Settings
+from h2okv.benchmarking.memory import footprint_of, speedup_limit
+from h2okv.benchmarking.timing import COLUMNS, Comparison, count_units
 
 CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 

@@ -3,10 +3,8 @@ import sys
 import pytest
 import torch
 
-from h2okv.benchmarking.contestant import held_bytes
-from h2okv.benchmarking.lineup import contestant_class
-from h2okv.benchmarking.settings import CacheChoice
-from h2okv.benchmarking.trial import prompt_ids
+from h2okv.benchmarking.caches import CacheChoice, contestant_class, held_bytes
+from h2okv.benchmarking.peak import prompt_ids
 
 CONTEXT, BATCH = 100, 2
 ENTRY = 2 * 2 * 2 * 16 * 4  # layers, KV heads, key and value, head size, fp32
@@ -59,7 +57,7 @@ def test_a_budget_of_everything_gives_the_full_caches_logits(build):
 
 
 def test_what_is_not_installed_says_so(monkeypatch):
-    import h2okv.benchmarking.peer as module
+    import h2okv.benchmarking.caches as module
 
     monkeypatch.setattr(module, "is_optimum_quanto_available", lambda: False)
     monkeypatch.setattr(module, "is_hqq_available", lambda: False)

@@ -3,8 +3,7 @@ import torch
 
 import h2okv.cache.slots as slots
 import h2okv.ops.step as step
-from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
-from h2okv.benchmarking.settings import CacheChoice
+from h2okv.benchmarking.caches import CacheChoice, CheckFailedError, check_h2o
 
 CHOICES = [CacheChoice("h2o", positions=positions) for positions in ("original", "rolling")]
 

@@ -3,9 +3,8 @@ import torch
 from transformers import DynamicCache
 
 import h2okv
-from h2okv.benchmarking.footprint import footprint_of
-from h2okv.benchmarking.limit import speedup_limit
-from h2okv.benchmarking.shape import parse_shape
+from h2okv.benchmarking.memory import footprint_of, speedup_limit
+from h2okv.benchmarking.model import parse_shape
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 64, 4, 2, 16, 96, 300, 2
 

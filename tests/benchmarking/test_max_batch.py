@@ -2,11 +2,10 @@ import pytest
 import torch
 
 import h2okv.benchmarking.max_batch as module
-from h2okv.benchmarking.demand import Demand
-from h2okv.benchmarking.footprint import footprint_of
+from h2okv.benchmarking.caches import CacheChoice, Settings
 from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch
-from h2okv.benchmarking.settings import CacheChoice, Settings
-from h2okv.benchmarking.trial import Peak, Trial, TrialFailedError, measure_peak
+from h2okv.benchmarking.memory import Demand, footprint_of
+from h2okv.benchmarking.peak import Peak, Trial, TrialFailedError, measure_peak
 from h2okv.engine.memory import peak_resident_bytes
 
 CONTEXT = 100
@@ -113,7 +112,7 @@ def test_a_process_that_fails_says_why(source, monkeypatch):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
     # A process that ends before it has imported torch, for the test's sake.
-    monkeypatch.setattr("h2okv.benchmarking.trial._CHILD", "no_such_module")
+    monkeypatch.setattr("h2okv.benchmarking.peak._CHILD", "no_such_module")
     trial = Trial(source, "float32", "cpu", 1, CacheChoice("dynamic"), CONTEXT, 1)
     with pytest.raises(TrialFailedError, match="dynamic: .*no_such_module"):
         measure_peak(trial)

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.footprint import footprint_of
-from h2okv.benchmarking.requirement import check_fits, wanted_bytes
-from h2okv.benchmarking.settings import CacheChoice, Settings
+from h2okv.benchmarking.caches import CacheChoice, Settings
+from h2okv.benchmarking.memory import check_fits, footprint_of, wanted_bytes
 
 
 def make(**options):

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.footprint import footprint_of
-from h2okv.benchmarking.shape import SHAPES, parse_shape
-from h2okv.benchmarking.source import ModelSource
+from h2okv.benchmarking.memory import footprint_of
+from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
 
 # The number of parameters that the checkpoints on the Hub have.
 PUBLISHED = {

@@ -9,9 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import h2okv
-from h2okv.cli import chat_cache
-from h2okv.cli.chat import converse
-from h2okv.cli.chat_input import EntryReader
+from h2okv.cli import chat as chat_cache
+from h2okv.cli.chat import EntryReader, converse
 
 BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
 EMPTY = "there is nothing in the cache yet; say something first.\n"

@@ -1,6 +1,6 @@
 import pytest
 
-from h2okv.cli.chat_input import Entry, EntryReader
+from h2okv.cli.chat import Entry, EntryReader
 
 
 def read_all(text):

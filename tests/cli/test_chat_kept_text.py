@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.cli.kept_text import Level, coloured, kept_shares, marked, runs_of
+from h2okv.chat.kept_view import Level, coloured, kept_shares, marked, runs_of
 
 READ = 60
 

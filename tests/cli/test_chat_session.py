@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.chat_session import Chat, Partner
-from h2okv.cli.options import Sampling
+from h2okv.chat.session import Chat, Partner
+from h2okv.cli.args import CacheChoice, Sampling
 from h2okv.integration.loading import describe, load_weights
 
 ANSWER = 12

@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 
-from h2okv.evaluation.evaluation import Evaluation
+from h2okv.evaluation.runner import Evaluation
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 import torch
 
-from h2okv.cli.cache_choice import full_cache
-from h2okv.cli.following import count_same_choices
-from h2okv.cli.generation import Job, generate_once
-from h2okv.cli.options import Sampling
+from h2okv.cli.args import Sampling, full_cache
+from h2okv.cli.generate import Job, count_same_choices, generate_once
 from h2okv.integration.loading import describe, load_weights
 
 

@@ -6,12 +6,9 @@ import sys
 import pytest
 import torch
 
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.comparison import run_alone, run_beside_full
-from h2okv.cli.exit_codes import exit_code
-from h2okv.cli.generation import Job, generate_once
-from h2okv.cli.options import Sampling
-from h2okv.cli.report import report
+from h2okv.cli.args import CacheChoice, Sampling
+from h2okv.cli.console import exit_code
+from h2okv.cli.generate import Job, generate_once, report, run_alone, run_beside_full
 from h2okv.integration.loading import describe, load_weights
 
 WAIT = 120
@@ -54,7 +51,7 @@ def test_an_interrupt_keeps_what_was_generated(job):
 
 
 def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, capsys):
-    monkeypatch.setattr("h2okv.cli.comparison.write_text", InterruptAt(3))
+    monkeypatch.setattr("h2okv.cli.generate.write_text", InterruptAt(3))
     comparison = run_beside_full(job, CHOICE, quiet=False)
     assert comparison.run.interrupted
     assert comparison.full is None
@@ -116,7 +113,7 @@ def test_a_closed_pipe_gives_one_sentence_and_code_2(start, endless):
 
 
 def test_an_interrupt_while_following_sets_the_code(job, monkeypatch):
-    monkeypatch.setattr("h2okv.cli.following.discard", InterruptAt(2))
+    monkeypatch.setattr("h2okv.cli.generate.discard", InterruptAt(2))
     comparison = run_beside_full(job, CHOICE, quiet=True)
     assert comparison.full is not None
     assert comparison.agreement.same_next_token is None

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
 
-from h2okv.evaluation.harness import launcher  # noqa: E402
+from h2okv.evaluation.lm_eval import launcher
 
 RTE = '{{"premise": "The cat sat on mat {}.", "hypothesis": "The cat sat.", "label": "{}"}}\n'
 
@@ -57,7 +57,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
     store = tmp_path / "answers"
     args = ("--data", data, "--use_cache", store)
     assert run(*args).code == 0
-    from h2okv.evaluation.harness.scoring import Scorer
+    from h2okv.evaluation.lm_eval.scoring import Scorer
 
     monkeypatch.delattr(Scorer, "after_prompts")  # nothing is left to be computed
     assert run(*args).code == 0
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
 
 
 def test_ctrl_c_says_how_to_go_on(run, data, monkeypatch):
-    from h2okv.evaluation.harness.scoring import Scorer
+    from h2okv.evaluation.lm_eval.scoring import Scorer
 
     def interrupt(*_):
         raise KeyboardInterrupt

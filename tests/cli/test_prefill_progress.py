@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from h2okv.cli.prefill_progress import LONG_PROMPT, PrefillProgress, decoder_layers
+from h2okv.cli.console import LONG_PROMPT, PrefillProgress, decoder_layers
 
 
 class Terminal(io.StringIO):

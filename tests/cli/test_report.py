@@ -1,8 +1,13 @@
 import pytest
 
-from h2okv.cli.agreement import Agreement
-from h2okv.cli.generation import Generation
-from h2okv.cli.report import agreement_text, format_bytes, small_budget_note, summary_line
+from h2okv.cli.generate import (
+    Agreement,
+    Generation,
+    agreement_text,
+    small_budget_note,
+    summary_line,
+)
+from h2okv.console import format_bytes
 
 
 def make_generation(**values):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from h2okv.evaluation.stream_record import read_rows
+from h2okv.evaluation.streaming import read_rows
 
 WAIT = 120
 BUDGET = ("--heavy", "16", "--recent", "16", "--chunk", "8")

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path, sample_prompt
-from h2okv.evaluation.stream_source import Piece, TextSource
-from h2okv.evaluation.subject import Subject
+from h2okv.evaluation.cache_setting import Subject
+from h2okv.evaluation.stream_data import Piece, TextSource
 
 VOCAB = 97
 TEMPLATE = (

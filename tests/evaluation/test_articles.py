@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from h2okv.evaluation.articles import read_articles
+from h2okv.evaluation.tasks.summarization import read_articles
 
 
 def written(path, *lines):

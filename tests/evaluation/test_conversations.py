@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from h2okv.evaluation.conversations import Message, read_conversations
-from h2okv.evaluation.text_file import read_text_file
+from h2okv.evaluation.stream_data import Message, read_conversations
+from h2okv.records import read_text_file
 
 GOOD = '{"turns": ["hello"]}'
 

@@ -2,8 +2,8 @@ import pytest
 
 from h2okv.evaluation.cache_setting import CacheSetting
 from h2okv.evaluation.decoding import Decoding
-from h2okv.evaluation.diversity import Diversity
-from h2okv.evaluation.generation_task import BatchOptions, TextPrompt
+from h2okv.evaluation.task import BatchOptions, TextPrompt
+from h2okv.evaluation.tasks.diversity import Diversity
 
 SAME = "the old man went down to the sea and looked at it for a long time"
 OTHER = "every bright morning she walked through green fields without any hurry at all"

@@ -3,13 +3,12 @@ from contextlib import suppress
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from h2okv.evaluation.articles import Article
 from h2okv.evaluation.cache_setting import CacheSetting
 from h2okv.evaluation.decoding import Decoding
-from h2okv.evaluation.evaluation import Cell, Evaluation
-from h2okv.evaluation.generation_task import BatchOptions, TextPrompt
-from h2okv.evaluation.result_file import ResultFile
-from h2okv.evaluation.summarization import Summarization
+from h2okv.evaluation.runner import Cell, Evaluation
+from h2okv.evaluation.task import BatchOptions, TextPrompt
+from h2okv.evaluation.tasks.summarization import Article, Summarization
+from h2okv.records import ResultFile
 
 SETTINGS = [CacheSetting("h2o", 16), CacheSetting()]
 CODE = {"h2okv": "0"}

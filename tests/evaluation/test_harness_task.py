@@ -4,8 +4,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.harness.launcher import TASKS
-from h2okv.evaluation.harness_task import HarnessTask
+from h2okv.evaluation.lm_eval.launcher import TASKS
+from h2okv.evaluation.tasks.lm_eval_task import HarnessTask
 
 
 def run(task, subject, setting):

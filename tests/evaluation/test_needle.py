@@ -1,8 +1,7 @@
 import pytest
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.needle import Grid, Needle, NeedleTask
-from h2okv.evaluation.needle_plot import plot_needles
+from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask, plot_needles
 
 FULL = CacheSetting()
 GRID = Grid((128, 256), (0.0, 0.5, 1.0), tries=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.perplexity import Perplexity, Windows
+from h2okv.evaluation.tasks.perplexity import Perplexity, Windows
 
 
 def run(subject, novel, setting, **windows):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.recall import Recall, read_ruler
+from h2okv.evaluation.tasks.ruler import Recall, read_ruler
 
 
 def written(path, *lines):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from h2okv.evaluation.result_file import ResultFile
+from h2okv.records import ResultFile
 
 NOW = {"h2okv": "1", "commit": "abc"}
 

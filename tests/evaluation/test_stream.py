@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import h2okv
-from h2okv.evaluation.stream import Stream
-from h2okv.evaluation.stream_run import run_stream
-from h2okv.evaluation.stream_settings import StreamSettings
-from h2okv.evaluation.stream_source import TextSource
+from h2okv.evaluation.stream_data import TextSource
+from h2okv.evaluation.streaming import Stream, StreamSettings, run_stream
 
 ROLLING = {"heavy": 12, "recent": 12, "positions": "rolling"}
 

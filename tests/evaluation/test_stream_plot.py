@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from h2okv.evaluation.stream_plot import check_plot, draw_perplexity, new_figure, plot_stream
-from h2okv.evaluation.stream_record import Row
+from h2okv.evaluation.plots import check_plot, draw_perplexity, new_figure, plot_stream
+from h2okv.evaluation.streaming import Row
 
 ROWS = [Row(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
 

@@ -2,9 +2,13 @@ import json
 
 import pytest
 
-from h2okv.evaluation.chat_form import TextPiece, chat_pieces
-from h2okv.evaluation.conversations import Message
-from h2okv.evaluation.stream_source import ConversationSource, TextSource
+from h2okv.evaluation.stream_data import (
+    ConversationSource,
+    Message,
+    TextPiece,
+    TextSource,
+    chat_pieces,
+)
 
 VOCAB = 4096
 TWO_TURNS = (Message("user", "one"), Message("user", " two "))

@@ -32,7 +32,7 @@ def names(wheel) -> set[str]:
         "h2okv/assets/books-llama/model.safetensors",
         "h2okv/assets/books-llama/tokenizer.json",
         "h2okv/evaluation/experiments/figure4.yaml",
-        "h2okv/evaluation/harness/tasks/h2okv_copa.yaml",
+        "h2okv/evaluation/lm_eval/task_files/h2okv_copa.yaml",
         "h2okv/integration/hub_recipe/custom_generate/generate.py",
         "h2okv-0.1.0.dist-info/licenses/LICENSE",
     ],

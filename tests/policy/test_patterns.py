@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import h2okv
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 from h2okv.policy.fixed import FixedPolicy
 from h2okv.policy.registry import get_policy
 from h2okv.policy.strided import power_of_two_from

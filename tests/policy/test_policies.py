@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 from h2okv.policy.registry import get_policy
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from h2okv.analysis.report.drawing import column, distinct, where
-from h2okv.analysis.tables import read_table
+from h2okv.analysis.figures import column, distinct, where
+from h2okv.records import read_table
 
 FOLDER = Path(__file__).parent
 PAGES = (FOLDER.parents[1] / "observations.md", FOLDER.parents[1] / "theory.md")

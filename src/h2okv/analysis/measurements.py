@@ -7,17 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from h2okv.analysis.kept_sets import chance_similarity, heavy_after, overlap, similarity, stays
-from h2okv.analysis.losses import cost
-from h2okv.analysis.neurons import activation_frequency
-from h2okv.analysis.power_law import LEAST_VALUES, fit_power_law
-from h2okv.analysis.removal import drawn, heaviest, losses_with_hidden
-from h2okv.analysis.rows import Retention, Sinks, Sparsity, Tick, no_tick, watch_rows
+from h2okv.analysis.ablation import activation_frequency, cost, drawn, heaviest, losses_with_hidden
+from h2okv.analysis.attention_stats import Retention, Sinks, Sparsity, Tick, no_tick, watch_rows
+from h2okv.analysis.eviction_trace import chance_similarity, heavy_after, overlap, similarity, stays
+from h2okv.analysis.score_stats import LEAST_VALUES, by_word, count_words, fit_power_law, spearman
 from h2okv.analysis.study import BUDGETS, DEFAULT_BUDGET, POLICIES, Study
-from h2okv.analysis.tables import Row
-from h2okv.analysis.theory.bound import measure_theory
-from h2okv.analysis.theory.long import measure_long
-from h2okv.analysis.words import by_word, count_words, spearman
+from h2okv.analysis.theory import measure_long, measure_theory
+from h2okv.records import Row
 
 Tables = dict[str, list[Row]]
 

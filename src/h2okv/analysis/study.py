@@ -1,20 +1,77 @@
-"""One model, one text, one folder: what several measurements need is computed once and kept."""
+"""A study's samples and results, resumable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.analysis.losses import dense_losses
-from h2okv.analysis.observing import full_attention_layers
-from h2okv.analysis.oracle import GlobalPolicy
-from h2okv.analysis.rows import Accumulation, Tick, no_tick, watch_rows
-from h2okv.analysis.sample import Sample
-from h2okv.analysis.trace import follow, split_budget
+from h2okv.analysis.ablation import dense_losses
+from h2okv.analysis.attention_stats import (
+    Accumulation,
+    Tick,
+    full_attention_layers,
+    no_tick,
+    watch_rows,
+)
+from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.policy import Policy
+
+LEAST_TOKENS = 128
+MOST_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text as tokens.
+
+    Attributes:
+        input_ids: int64 ``[1, T]``.
+        pieces: each token's own text.
+    """
+
+    input_ids: torch.Tensor
+    pieces: tuple[str, ...]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens, T."""
+        return self.input_ids.shape[1]
+
+
+def make_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    max_tokens: int,
+    min_tokens: int = LEAST_TOKENS,
+) -> Sample:
+    """Turns the beginning of a text into tokens."""
+    if not text.strip():
+        raise ValueError("the text is empty; give a text file with some pages of running text.")
+    input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :max_tokens]
+    length = input_ids.shape[1]
+    if length < min_tokens:
+        raise ValueError(
+            f"the text has {length} tokens for this model; it takes at least {min_tokens}, so give "
+            "a longer text."
+        )
+    return Sample(input_ids, token_pieces(tokenizer, input_ids[0].tolist()))
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> tuple[str, ...]:
+    """Decodes each token on its own, with the space that belongs to it."""
+    pieces = []
+    for token in token_ids:
+        # Decoders that drop a leading space drop it from the first token only.
+        pair = str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False))
+        alone = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        pieces.append(pair[len(alone) :] if pair.startswith(alone) else alone)
+    return tuple(pieces)
+
 
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
 """Shares of the text; all below one half, for the second half is what counts."""
@@ -23,13 +80,7 @@ DEFAULT_BUDGET = 0.2
 
 
 class Study:
-    """The subject of an analysis.
-
-    Args:
-        model: a loaded model.
-        sample: the text.
-        folder: where results are kept between runs; must exist. ``None`` keeps nothing.
-    """
+    """The subject of an analysis."""
 
     def __init__(self, model: PreTrainedModel, sample: Sample, folder: Path | None = None) -> None:
         self.model, self.sample, self.folder = model, sample, folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2okv.benchmarking.clock import Clock
+from h2okv.benchmarking.timing import Clock
 from h2okv.engine.memory import available_bytes
 
 _CPU_BYTES = 2**30
@@ -14,17 +14,7 @@ _TRIES = 7
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
-    """Reads, and copies, a buffer that no cache of a processor holds.
-
-    Args:
-        device: Whose memory.
-        num_bytes: Size of the buffer; ``None`` takes 1 GiB (4 GiB on a GPU), or an eighth of what
-            is free if that is less.
-
-    Returns:
-        Bytes in a second: the best of several sums (which read the buffer) and copies (which read
-        it and write another).
-    """
+    """Reads, and copies, a buffer that no cache of a processor holds."""
     if num_bytes is None:
         num_bytes = _CPU_BYTES if device.type == "cpu" else _GPU_BYTES
         free = available_bytes(device)

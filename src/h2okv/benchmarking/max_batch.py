@@ -13,16 +13,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from h2okv.benchmarking.clock import Clock, Spread, in_turn
-from h2okv.benchmarking.contestant import static_shapes
-from h2okv.benchmarking.demand import Demand
-from h2okv.benchmarking.footprint import Footprint
-from h2okv.benchmarking.lineup import contestant_class
-from h2okv.benchmarking.requirement import cache_bytes
-from h2okv.benchmarking.row import flat, flat_names
-from h2okv.benchmarking.settings import CacheChoice, Settings
-from h2okv.benchmarking.source import ModelSource
-from h2okv.benchmarking.trial import Peak, Trial, TrialFailedError, measure_peak, prompt_ids
+from h2okv.benchmarking.caches import CacheChoice, Settings, contestant_class, static_shapes
+from h2okv.benchmarking.memory import Demand, Footprint, cache_bytes
+from h2okv.benchmarking.model import ModelSource
+from h2okv.benchmarking.peak import Peak, Trial, TrialFailedError, measure_peak, prompt_ids
+from h2okv.benchmarking.timing import Clock, Spread, flat, flat_names, in_turn
 from h2okv.engine.memory import available_bytes
 
 _MOST_CORRECTIONS = 3
@@ -134,11 +129,7 @@ class MaxBatch:
     report: Callable[[str], None]
 
     def rows(self) -> Iterator[MaxBatchRow]:
-        """Measures all contexts; a context's rows come when it is done.
-
-        Raises:
-            ValueError: If this system does not tell how much memory a process takes.
-        """
+        """Measures all contexts; a context's rows come when it is done."""
         for context in self.settings.contexts:
             choices = [CacheChoice("dynamic")] + [
                 CacheChoice("h2o", budget, self.settings.positions, bits)

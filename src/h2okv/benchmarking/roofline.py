@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from h2okv.benchmarking.row import Row
-from h2okv.benchmarking.settings import CacheChoice
+from h2okv.benchmarking.caches import CacheChoice
+from h2okv.benchmarking.timing import Row
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which stay apart for colour-blind readers; the markers help in grey.
@@ -16,14 +16,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def check_plot(path: Path) -> None:
-    """Finds out before a long run whether its picture can be made.
-
-    Args:
-        path: The picture's file.
-
-    Raises:
-        ValueError: If the kind of file is not known or matplotlib is missing.
-    """
+    """Finds out before a long run whether its picture can be made."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(
             f"--plot '{path}' is not a picture's name; let it end in {', '.join(SUFFIXES)}"
@@ -36,13 +29,6 @@ def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
 
     Points are medians with quartiles. The dashed line of the same colour is the limit: the bytes
     that the step must read over the bandwidth measured in the run.
-
-    Args:
-        path: The picture's file; its suffix says which kind.
-        rows: What was measured; rows without a time are left out.
-
-    Raises:
-        ValueError: If no row has a time, or the picture cannot be written.
     """
     timed = [row for row in rows if row.decode is not None]
     if not timed:

@@ -12,10 +12,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from h2okv.budget import Budget
 from h2okv.cache.integrity import check_integrity
 from h2okv.cache.persistence import load_cache, save_cache
-from h2okv.cache.positions import PositionRule, Positions
+from h2okv.cache.positions import PositionRule
 from h2okv.cache.quantized import QuantizedSimulatedLayer, QuantizedSlotLayer
 from h2okv.cache.refusals import check_kv_bits, check_policy, check_scoring
 from h2okv.cache.rolling import Rotation
@@ -23,6 +22,7 @@ from h2okv.cache.scored import ScoredLayer
 from h2okv.cache.simulated import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
 from h2okv.cache.support import check_config, check_positions, trained_window
+from h2okv.config import Budget, CacheConfig, Positions
 from h2okv.ops.packing import packed_bytes
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
@@ -145,6 +145,25 @@ class H2OCache(Cache):
                 "positions='original' for it."
             )
         super().__init__(layers=layers)
+
+    @classmethod
+    def from_config(
+        cls, config: PreTrainedConfig, cache_config: CacheConfig, *, simulate: bool = False
+    ) -> H2OCache:
+        """Makes the cache that a `CacheConfig` describes.
+
+        Args:
+            config: the model's config.
+            cache_config: the arguments of this class by name.
+            simulate: keep everything and mask instead of dropping.
+
+        Returns:
+            The cache, empty.
+
+        Raises:
+            ValueError: as the constructor does.
+        """
+        return cls(config, simulate=simulate, **cache_config.to_dict())
 
     def __repr__(self) -> str:
         parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-Positions = Literal["original", "rolling", "clamped"]
-POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
+from h2okv.config import POSITIONS, Positions
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2okv.budget import TokenBudget
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.rows import empty_value
 from h2okv.cache.slots import SlotLayer
 from h2okv.cache.window_slots import is_window_layer, window_slots
+from h2okv.config import TokenBudget
 
 
 class _Tenants:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 
 _EMPTY: dict[str, int] = {"positions": -1, "enabled": False}
 

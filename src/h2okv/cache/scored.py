@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from h2okv.budget import Budget, TokenBudget
 from h2okv.cache.blocks import Block, split_block
-from h2okv.cache.fingerprint import fingerprint
 from h2okv.cache.positions import PositionRule
 from h2okv.cache.refusals import check_match, check_whole_prompt, check_window
 from h2okv.cache.rolling import Rotation
 from h2okv.cache.weighing import WeighingLayer
+from h2okv.config import Budget, TokenBudget
 from h2okv.ops.rotary import pair_up, turn
 from h2okv.policy import Policy
 from h2okv.policy.scoring import Scoring
+from h2okv.provenance import fingerprint
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
 """Attribute on the key tensor by which the attention function finds the cache layer."""

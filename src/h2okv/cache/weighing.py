@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from h2okv.budget import TokenBudget
 from h2okv.cache.rows import RowLayer
+from h2okv.config import TokenBudget
 from h2okv.policy import Policy
 from h2okv.policy.h2o import H2OPolicy
 from h2okv.policy.scoring import Scoring

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2okv.budget import Budget
 from h2okv.cache.positions import PositionRule
 from h2okv.cache.slots import SlotLayer
+from h2okv.config import Budget
 from h2okv.policy import get_policy
 
 

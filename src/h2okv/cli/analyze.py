@@ -1,28 +1,30 @@
-"""`h2okv analyze`: the paper's observations on a model and a text, as a report."""
+"""`h2okv analyze` and `h2okv view`."""
 
 from __future__ import annotations
 
 import sys
+import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from h2okv.analysis.analysis import analyze as run_analysis
-from h2okv.analysis.analysis import finished, open_folder
+from h2okv.analysis.ablation import find_neurons
+from h2okv.analysis.figures import new_figure
 from h2okv.analysis.measurements import MEASUREMENTS, Measurement
-from h2okv.analysis.neurons import find_neurons
-from h2okv.analysis.power_law import load_scipy
-from h2okv.analysis.report.drawing import new_figure
-from h2okv.analysis.report.page import REPORT_FILE, write_report
-from h2okv.analysis.sample import LEAST_TOKENS, MOST_TOKENS, make_sample
+from h2okv.analysis.report import REPORT_FILE, write_report
+from h2okv.analysis.run import analyze as run_analysis
+from h2okv.analysis.run import finished, open_folder
+from h2okv.analysis.score_stats import load_scipy
+from h2okv.analysis.study import LEAST_TOKENS, MOST_TOKENS, make_sample
+from h2okv.analysis.viewer.reading import Reader, budget_tokens, check_choice
+from h2okv.analysis.viewer.server import HOST, Desk, build_page, make_server
 from h2okv.assets import sample_prompt
-from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.options import DTYPES, parse_device, parse_dtype
-from h2okv.cli.output import write_remark, write_text
-from h2okv.cli.prompt import read_prompt
+from h2okv.cli.args import DTYPES, POLICY_HELP, parse_device, parse_dtype
+from h2okv.cli.generate import read_prompt
+from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
 
 HELP = """Measure what the paper observed, on your model and text, and write a report.
@@ -129,3 +131,123 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+VIEW_HELP = """See what a policy keeps of a text, token by token, in the browser.
+
+Without --export it serves a page on this machine only, until Ctrl-C; with it, it writes one HTML
+file that opens anywhere, offline.
+
+Examples:
+
+    h2okv view
+
+    h2okv view --text chapter.txt --policy h2o --beside recent --budget 0.1
+
+    h2okv view --export kept.html --text chapter.txt --budget 0.1 --budget 0.2
+"""
+
+_POLICIES = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
+"""What the page offers; others are named with --policy or --beside."""
+_DEFAULT_BUDGETS = (0.2, 0.1, 0.05)
+_SHORT_PROMPT = 6000
+"""Characters of the built-in text that the page begins with, so that it is there soon."""
+
+
+def view(
+    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file; by default the opening of a novel.")
+    ] = None,
+    export: Annotated[Path | None, typer.Option(help="Write one HTML file and end.")] = None,
+    port: Annotated[int, typer.Option(help="The port on this machine; 0 for any.")] = 8765,
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
+    beside: Annotated[str, typer.Option(help="A second policy to show beside it.")] = "",
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(help="Budget as a share of the text, half of it recent; may be repeated."),
+    ] = None,
+    layer: Annotated[int, typer.Option(help="The layer to begin with.")] = 0,
+    head: Annotated[int, typer.Option(help="The KV head to begin with.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Cut texts off at so many tokens.")] = 2 * MOST_TOKENS,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens that the model adds with the full cache.")
+    ] = 0,
+    open_browser: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in the browser.")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+) -> int:
+    """Serves or writes the page, as `HELP` tells the user."""
+    budgets = list(dict.fromkeys(budget or _DEFAULT_BUDGETS))
+    for share in budgets:
+        budget_tokens(share, 1000)
+    wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
+    wording = sample_prompt()[:_SHORT_PROMPT] if text is None else read_text(text)
+    described = describe(model)
+    loaded = load_weights(described, wanted_dtype, wanted_device)
+    reader = Reader(loaded, described.tokenizer, described.name, described.context, tokens)
+    check_choice(reader, layer, head, [policy, *filter(None, [beside])])
+    choice = {
+        "policies": list(dict.fromkeys((*_POLICIES, policy, *filter(None, [beside])))),
+        "budgets": budgets,
+        "policy": policy,
+        "beside": beside,
+        "other": "recent" if policy != "recent" else "h2o",
+        "layer": layer,
+        "head": head,
+        "new_tokens": new_tokens,
+        "text": wording,
+    }
+    if export is not None:
+        return _export(reader, choice, export)
+    return _serve(reader, choice, port, open_browser)
+
+
+def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
+    """Writes the page with every policy and budget in it."""
+    pairs = [(name, share) for name in choice["policies"] for share in choice["budgets"]]
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    reading = reader.read(choice["text"], choice["new_tokens"])
+    traces = []
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=len(pairs))
+        try:
+            for done, (name, share) in enumerate(pairs):
+                progress.update(task, description=f"{name} {100 * share:g} %")
+
+                def tick(part: float, done: int = done) -> None:
+                    progress.update(task, completed=done + part)
+
+                traces.append(reading.trace(name, share, tick))
+        except KeyboardInterrupt:
+            write_remark("stopped; nothing was written.")
+            return INTERRUPTED
+    content = {"choice": {**choice, "text": ""}, "reading": reading.describe(), "traces": traces}
+    try:
+        path.write_text(build_page(content), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--export '{path}' cannot be written ({error.strerror}); choose another file"
+        ) from error
+    write_text(f"{path}\n")
+    return 0
+
+
+def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool) -> int:
+    """Serves the page until Ctrl-C."""
+    server = make_server(Desk(reader, choice), port)
+    address = f"http://{HOST}:{server.server_address[1]}/"
+    write_text(f"{address}\n")
+    write_remark("Ctrl-C ends it.")
+    if open_browser:
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        write_remark("")
+    finally:
+        server.server_close()
+    return 0

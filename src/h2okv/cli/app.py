@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -14,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 import h2okv
 from h2okv.cli.analyze import HELP as ANALYZE_HELP
-from h2okv.cli.analyze import analyze
+from h2okv.cli.analyze import VIEW_HELP, analyze, view
 from h2okv.cli.batch import HELP as BATCH_HELP
 from h2okv.cli.batch import batch
 from h2okv.cli.bench import HELP as BENCH_HELP
@@ -23,24 +24,57 @@ from h2okv.cli.bench_serve import SERVE_HELP as BENCH_SERVE_HELP
 from h2okv.cli.bench_serve import bench_serve
 from h2okv.cli.chat import HELP as CHAT_HELP
 from h2okv.cli.chat import chat
-from h2okv.cli.demo import demo
 from h2okv.cli.env import HELP as ENV_HELP
 from h2okv.cli.env import env
 from h2okv.cli.eval import eval_app
-from h2okv.cli.exit_codes import BAD_INPUT
-from h2okv.cli.generate import HELP, generate
-from h2okv.cli.lm_eval import CONTEXT as LM_EVAL_CONTEXT
-from h2okv.cli.lm_eval import HELP as LM_EVAL_HELP
-from h2okv.cli.lm_eval import lm_eval
-from h2okv.cli.output import OutputClosedError, write_text
+from h2okv.cli.generate import HELP, demo, generate
 from h2okv.cli.plan import HELP as PLAN_HELP
 from h2okv.cli.plan import plan
 from h2okv.cli.serve import HELP as SERVE_HELP
 from h2okv.cli.serve import serve
 from h2okv.cli.stream import HELP as STREAM_HELP
 from h2okv.cli.stream import stream
-from h2okv.cli.view import HELP as VIEW_HELP
-from h2okv.cli.view import view
+from h2okv.console import BAD_INPUT, INTERRUPTED, OutputClosedError, write_remark, write_text
+from h2okv.evaluation.lm_eval.launcher import run_harness
+
+LM_EVAL_HELP = """Run lm-evaluation-harness with the model type h2okv and six tasks.
+
+All options but --data are lm_eval's own; `lm_eval run --help` lists them.
+--model is h2okv unless you say otherwise. The tasks read local files:
+h2okv_copa, h2okv_rte, h2okv_piqa, h2okv_openbookqa, h2okv_winogrande,
+h2okv_mathqa, and h2okv_tasks for all six.
+
+Examples:
+
+    h2okv lm-eval --data DIR --tasks h2okv_copa --num_fewshot 5
+    --model_args pretrained=bundled,heavy=0.1,recent=0.1
+
+    h2okv lm-eval --data DIR --tasks h2okv_tasks --output_path OUT
+    --model_args pretrained=./my-model,heavy=64,recent=64,prefill_chunk=1
+
+    h2okv lm-eval ls tasks
+"""
+
+LM_EVAL_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""What the registration gives typer, so that it passes on what it does not know."""
+
+
+def lm_eval(
+    context: typer.Context,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the tasks' data files; or set H2OKV_EVAL_DATA."),
+    ] = None,
+) -> int:
+    """Hands over to the harness, as `HELP` tells the user."""
+    try:
+        return run_harness(context.args, data)
+    except KeyboardInterrupt:
+        write_remark(
+            "stopped; answers that --use_cache stored stay, and the same command goes on from them."
+        )
+        return INTERRUPTED
+
 
 _app = typer.Typer(
     name="h2okv",
@@ -86,14 +120,7 @@ _app.command("plan", help=PLAN_HELP)(plan)
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs one command.
-
-    Args:
-        args: The words after `h2okv`.
-
-    Returns:
-        The exit code: 0, 2 after bad input (one sentence on stderr), 130 after Ctrl-C.
-    """
+    """Runs one command."""
     _quieten_libraries()
     try:
         code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)

@@ -8,24 +8,23 @@ from typing import Annotated
 import typer
 
 import h2okv
-from h2okv.cli.batch_job import run_batch
-from h2okv.cli.batch_ray import run_batch_on_ray
-from h2okv.cli.batch_request import BatchRequest, Stopped
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.options import (
+from h2okv.cli.args import (
     DECAY_HELP,
     DTYPES,
     KV_BITS_HELP,
     SCORING_HELP,
+    CacheChoice,
     Sampling,
+    check_copies,
     parse_amount,
     parse_device,
     parse_dtype,
     parse_positions,
 )
-from h2okv.cli.output import write_remark, write_text
-from h2okv.cli.ray_options import check_copies
+from h2okv.cli.batch_job import run_batch
+from h2okv.cli.batch_ray import run_batch_on_ray
+from h2okv.cli.batch_request import BatchRequest, Stopped
+from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.engine.memory import parse_memory
 from h2okv.engine.packed_layers import WEIGHT_BITS
 from h2okv.engine.placement import PLACES, parse_shares

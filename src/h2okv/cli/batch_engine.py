@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import h2okv
-from h2okv.cli.batch_progress import StageProgress
 from h2okv.cli.batch_request import BatchRequest
+from h2okv.cli.console import StageProgress
 from h2okv.cli.streamed_model import OpenModel, checkpoint_folder, make_planner, open_model
 from h2okv.engine.assembly import Assembled, assemble
 from h2okv.engine.demand import Demand, demand_of

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 import h2okv
 from h2okv.cli.batch_engine import Engine, make_engine
-from h2okv.cli.batch_progress import BatchProgress
 from h2okv.cli.batch_request import BatchRequest, Stopped, Summary
+from h2okv.cli.console import BatchProgress
 from h2okv.cli.text_stream import TextStream
 from h2okv.engine.chooser import Chooser
 from h2okv.engine.job import Job, Wording

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import h2okv
+from h2okv.cli.args import parse_device
 from h2okv.cli.batch_engine import make_engine
 from h2okv.cli.batch_job import described_of, settings_of, stopped, wording_of
-from h2okv.cli.batch_progress import BatchProgress
 from h2okv.cli.batch_request import BatchRequest, Summary
-from h2okv.cli.options import parse_device
+from h2okv.cli.console import BatchProgress
 from h2okv.engine.chooser import Chooser
 from h2okv.engine.job import Job
 from h2okv.engine.prompt_file import PromptFile

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.options import Sampling
-from h2okv.cli.report import format_bytes
+from h2okv.cli.args import CacheChoice, Sampling
+from h2okv.console import format_bytes
 
 
 class Stopped(Exception):

@@ -1,41 +1,254 @@
-"""`h2okv bench`: speed and memory beside other caches, and the largest batch."""
+"""`h2okv bench`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
 
+import h2okv
+from h2okv.assets import bundled_model_path
 from h2okv.benchmarking.bandwidth import measure_bandwidth
-from h2okv.benchmarking.comparison import Comparison, count_units
-from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
-from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS, environment
+from h2okv.benchmarking.caches import CACHES, CacheChoice, CheckFailedError, Settings, check_h2o
 from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch, MaxBatchRow
-from h2okv.benchmarking.roofline import plot_roofline
-from h2okv.benchmarking.row import COLUMNS, Row
-from h2okv.benchmarking.row_file import RowFile
-from h2okv.benchmarking.settings import CACHES, CacheChoice, Settings
-from h2okv.benchmarking.shape import SHAPES
-from h2okv.benchmarking.trial import TrialFailedError
-from h2okv.cli.bench_options import parse_budgets, parse_dtypes, parse_numbers, split_list
-from h2okv.cli.bench_progress import BenchProgress
-from h2okv.cli.bench_request import (
-    Request,
-    check_files,
-    checked_request,
-    choose_source,
-    memory_for_batch,
+from h2okv.benchmarking.memory import Footprint, check_fits, footprint_of
+from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
+from h2okv.benchmarking.peak import TrialFailedError
+from h2okv.benchmarking.roofline import check_plot, plot_roofline
+from h2okv.benchmarking.timing import COLUMNS, Comparison, Row, Spread, count_units
+from h2okv.cache.support import trained_window
+from h2okv.cli.args import (
+    parse_budgets,
+    parse_device,
+    parse_dtypes,
+    parse_numbers,
+    parse_positions,
+    split_list,
 )
-from h2okv.cli.bench_table import comparison_table, left_out, max_batch_table, to_json
-from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.options import parse_device, parse_positions
-from h2okv.cli.output import write_remark, write_text
+from h2okv.cli.console import BenchProgress
+from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
+from h2okv.engine.memory import available_bytes, parse_memory
+from h2okv.integration.checkpoint import locate
 from h2okv.integration.compiled import check_compiler
 from h2okv.integration.loading import BUNDLED
+from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
+from h2okv.records import RowFile
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that was asked for, checked.
+
+    Attributes:
+        source: The model.
+        settings: What to measure.
+        device: Where.
+        memory: Bytes for the largest batch; ``None`` for a comparison.
+        max_run_batch: The largest batch that is really run.
+        footprints: The model's bytes, by dtype.
+    """
+
+    source: ModelSource
+    settings: Settings
+    device: torch.device
+    memory: int | None
+    max_run_batch: int
+    footprints: dict[torch.dtype, Footprint]
+
+
+def choose_source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
+    """Finds the model that the options name."""
+    if model is None:
+        chosen = parse_shape("small" if shape is None else shape, layers)
+        return ModelSource(chosen.name, shape=chosen)
+    if shape is not None:
+        raise ValueError("both --model and --shape are given; give one of them")
+    if layers is not None:
+        raise ValueError("--layers cuts a --shape, not a --model; leave it out")
+    folder = locate(str(bundled_model_path()) if model == BUNDLED else model)
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the configuration of --model {model!r} cannot be loaded"
+            f" ({type(error).__name__}); check the name and the network, or give a folder"
+        ) from error
+    return ModelSource(model, folder=folder)
+
+
+def memory_for_batch(
+    max_batch: bool, memory: str | None, most: int, plot: Path | None
+) -> int | None:
+    """Reads the options of `--max-batch`."""
+    if max_batch != (memory is not None):
+        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
+    if most < 1:
+        raise ValueError(f"--max-run-batch {most} is too few; give 1 or more")
+    if max_batch and plot is not None:
+        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
+    return None if memory is None else parse_memory(memory)
+
+
+def check_files(csv: Path | None, plot: Path | None) -> None:
+    """Refuses files that could not be written at the end."""
+    for name, path in (("csv", csv), ("plot", plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"--{name} '{path}' is no file in a folder that exists; make it first")
+    if plot is not None:
+        check_plot(plot)
+
+
+def checked_request(
+    source: ModelSource,
+    settings: Settings,
+    device: torch.device,
+    memory: int | None,
+    max_run_batch: int,
+) -> Request:
+    """Finds out what can be known before anything is allocated."""
+    config = source.config()
+    h2okv.check_model(config)
+    settings.check_window(trained_window(config))
+    for choice in settings.choices():
+        if choice.name == "h2o":
+            h2okv.H2OCache(
+                config, **choice.parts(), positions=choice.positions, kv_bits=choice.kv_bits
+            )
+    rolls = settings.positions == "rolling"
+    footprints = {dtype: footprint_of(config, dtype, rolls) for dtype in settings.dtypes}
+    needed = settings
+    if memory is not None:
+        # Its straight line begins at batches of one and two, one cache at a time.
+        needed = Settings(
+            settings.contexts, (2,), settings.budgets, ("dynamic",), settings.dtypes,
+            prefill_chunk=settings.prefill_chunk,
+        )  # fmt: skip
+    for footprint in footprints.values():
+        check_fits(needed, footprint, available_bytes(device), device.type == "cpu")
+        if memory is not None and footprint.weight_bytes >= memory:
+            raise ValueError(
+                f"--memory {memory} bytes do not hold the model's {footprint.weight_bytes} bytes of"
+                " weights; give more, fewer --layers or another --dtype"
+            )
+    return Request(source, settings, device, memory, max_run_batch, footprints)
+
+
+_NONE = "-"
+_WIDTH = 190
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """Sets the caches side by side."""
+    return _table(
+        [row for row in rows if row.status == "ok"],
+        {
+            "dtype": lambda r: r.dtype,
+            "context": lambda r: f"{r.context:,}",
+            "batch": lambda r: str(r.batch),
+            "cache": lambda r: CacheChoice(r.cache, r.budget, kv_bits=r.kv_bits).label,
+            "prefill, s": lambda r: _spread(r.prefill),
+            "of full": lambda r: _spread(r.prefill_ratio),
+            "step, ms": lambda r: _spread(r.decode, 1e3),
+            "tokens/s": lambda r: _number(r.tokens_per_second),
+            "cache held": lambda r: _bytes(r.cache_bytes),
+            "peak": lambda r: _bytes(r.peak_bytes),
+            "speed-up": lambda r: _spread(r.speedup),
+            "limit": lambda r: _number(r.limit),
+            "reached": lambda r: _percent(r.share),
+            "GB/s": lambda r: _number(None if r.achieved is None else r.achieved / 1e9),
+        },
+    )
+
+
+def left_out(rows: Sequence[Row]) -> list[str]:
+    """Says which caches gave no figure, and why, each once."""
+    lines = {f"{row.cache}: {row.status}": None for row in rows if row.status != "ok"}
+    return list(lines)
+
+
+def max_batch_table(rows: Sequence[MaxBatchRow]) -> str:
+    """Sets the largest batches side by side."""
+    return _table(
+        rows,
+        {
+            "dtype": lambda r: r.dtype,
+            "context": lambda r: f"{r.context:,}",
+            "cache": lambda r: CacheChoice(r.cache, r.budget, kv_bits=r.kv_bits).label,
+            "one cache": lambda r: _bytes(r.cache_bytes),
+            "one forward": lambda r: _bytes(r.activation_bytes),
+            "largest batch": lambda r: f"{r.max_batch:,}",
+            "verified": lambda r: "yes" if r.is_verified else "no",
+            "run with": lambda r: str(r.run_batch),
+            "peak": lambda r: _bytes(r.peak_bytes),
+            "prefill, s": lambda r: _spread(r.prefill),
+            "step, ms": lambda r: _spread(r.decode, 1e3),
+            "tokens/s": lambda r: _number(r.tokens_per_second),
+            "against full": lambda r: _spread(r.throughput_ratio),
+        },
+    )
+
+
+def to_json(
+    environment: Mapping[str, str],
+    bandwidth: float | None,
+    checks: Mapping[str, Any],
+    rows: Sequence[Row] | Sequence[MaxBatchRow],
+) -> str:
+    """Makes the object that `--json` prints."""
+    result = {
+        "environment": dict(environment),
+        "bandwidth": bandwidth,
+        "checks": dict(checks),
+        "rows": [row.cells() for row in rows],
+    }
+    return json.dumps(result, allow_nan=False)
+
+
+def _table(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> str:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in cells:
+        is_text = heading in ("dtype", "cache")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in cells.values()))
+    # Rendered to text, so that a closed pipe shows where the text is written and nowhere else.
+    console = Console(width=_WIDTH)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def _spread(value: Spread | None, factor: float = 1.0) -> str:
+    if value is None:
+        return _NONE
+    middle, lower, upper = (
+        _number(factor * part) for part in (value.median, value.lower, value.upper)
+    )
+    return f"{middle} [{lower}, {upper}]"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _percent(value: float | None) -> str:
+    return _NONE if value is None else f"{100 * value:.0f} %"
+
+
+def _bytes(value: int | None) -> str:
+    return _NONE if value is None else format_bytes(value)
+
 
 CHECK_FAILED = 1
 

@@ -1,34 +1,228 @@
-"""`h2okv bench serve`: what a server gives many clients."""
+"""`h2okv bench serve`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS, environment
-from h2okv.benchmarking.load.measurement import COLUMNS, Measured
-from h2okv.benchmarking.load.openai_target import load_aiohttp
-from h2okv.benchmarking.load.workload import Mix, default_texts, read_texts
-from h2okv.benchmarking.row_file import RowFile
-from h2okv.cli.bench_progress import BenchProgress
-from h2okv.cli.bench_request import check_files
-from h2okv.cli.bench_serve_run import ServeRun, Wanted
-from h2okv.cli.bench_serve_table import serve_json, serve_remarks, serve_table
-from h2okv.cli.bench_serve_wanted import (
-    check_timeout,
-    choose_servers,
-    parse_context,
-    parse_extra,
-    parse_loads,
+from h2okv.benchmarking.serving import (
+    COLUMNS,
+    Command,
+    Load,
+    Measured,
+    PagedSize,
+    Percentiles,
+    ServeRun,
+    Wanted,
+    make_loads,
+    own_server,
+    transformers_server,
 )
-from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.output import write_remark, write_text
-from h2okv.integration.loading import BUNDLED
+from h2okv.benchmarking.serving_client import Endpoint, Mix, default_texts, load_aiohttp, read_texts
+from h2okv.cli.args import parse_numbers, split_list
+from h2okv.cli.bench import check_files
+from h2okv.cli.console import BenchProgress
+from h2okv.console import INTERRUPTED, write_remark, write_text
+from h2okv.integration.loading import BUNDLED, describe
+from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
+from h2okv.records import RowFile
+
+_NONE = "-"
+_WIDTH = 200
+_LATE = 0.05
+
+
+def serve_table(rows: Sequence[Measured]) -> str:
+    """Sets the loads side by side."""
+    cells: dict[str, Callable[[Measured], str]] = {
+        "server": lambda r: r.server,
+        "load": _load,
+        "done": lambda r: f"{r.summary.finished}/{r.summary.requests}",
+        "errors": lambda r: str(r.summary.failed),
+        "prompt": lambda r: _count(r.summary.prompt_tokens),
+        "new": lambda r: _count(r.summary.new_tokens),
+        "requests/s": lambda r: f"{r.summary.requests_per_second:.3g}",
+        "new tokens/s": lambda r: _number(r.summary.new_tokens_per_second),
+        "all tokens/s": lambda r: _number(r.summary.total_tokens_per_second),
+        "first token, s": lambda r: _points(r.summary.first_token, 1),
+        "per token, ms": lambda r: _points(r.summary.per_token, 1e3),
+        "gap, ms": lambda r: _points(r.summary.gap, 1e3),
+    }
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="times: p50 / p95 / p99",
+        caption_justify="left",
+    )  # fmt: skip
+    for heading in cells:
+        is_text = heading in ("server", "load")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in cells.values()))
+    console = Console(width=_WIDTH)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def serve_remarks(rows: Sequence[Measured]) -> list[str]:
+    """Says what a reader of the table must know: errors, how tokens were counted, lateness."""
+    lines: dict[str, None] = {}
+    for row in rows:
+        summary = row.summary
+        for kind, count in summary.errors.items():
+            lines[f"{row.server}, {_load(row)}: {count} x {kind}: {summary.messages[kind]}"] = None
+        if summary.interrupted:
+            lines[
+                f"{row.server}, {_load(row)}: stopped; {summary.interrupted} requests were under"
+                " way, which count nowhere"
+            ] = None
+        if summary.counted_by in ("pieces", "both"):
+            told = "not" if summary.counted_by == "pieces" else "not always"
+            lines[
+                f"{row.server}: the server does {told} tell token counts; pieces of the stream are"
+                " counted instead"
+            ] = None
+        if summary.lateness is not None and summary.lateness.p95 > _LATE:
+            lines[
+                f"{row.server}, {_load(row)}: requests were sent up to"
+                f" {summary.lateness.p95:.2f} s late (p95); this machine is too slow for the rate"
+            ] = None
+    return list(lines)
+
+
+def serve_json(environment: Mapping[str, str], rows: Sequence[Measured]) -> str:
+    """Makes the object that `--json` prints."""
+    told = []
+    for row in rows:
+        errors = {"errors": row.summary.errors, "messages": row.summary.messages}
+        told.append({**row.cells(), **errors})
+    return json.dumps({"environment": dict(environment), "rows": told}, allow_nan=False)
+
+
+def _load(row: Measured) -> str:
+    load = row.load
+    return f"{load.clients} clients" if load.rate is None else f"{load.rate:g}/s"
+
+
+def _points(value: Percentiles | None, factor: float) -> str:
+    if value is None:
+        return _NONE
+    return " / ".join(f"{factor * point:.3g}" for point in (value.p50, value.p95, value.p99))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _count(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.0f}"
+
+
+OTHERS = ("transformers", "sequential")
+_CLIENTS = "8"
+_UNSTRETCHED = 1024
+
+
+def parse_context(text: str) -> tuple[int, int] | None:
+    """Reads a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
+    if not text.strip():
+        return None
+    parts = text.split(":")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise ValueError(f"--context {text!r} is no range of tokens; give one such as 2048:4096")
+    return numbers[0], numbers[-1]
+
+
+def parse_loads(clients: str, rates: str, requests: int | None) -> tuple[Load, ...]:
+    """Reads which loops to run."""
+    try:
+        found = tuple(float(part) for part in split_list(rates))
+    except ValueError:
+        raise ValueError(f"--rate {rates!r} is no list of numbers; give one such as 2,5") from None
+    if any(not math.isfinite(rate) for rate in found):
+        raise ValueError(f"--rate {rates!r} is not finite; give requests a second, such as 5")
+    chosen = clients or ("" if found else _CLIENTS)
+    return tuple(make_loads(parse_numbers("clients", chosen), found, requests))
+
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """Reads further fields of every request."""
+    if not text.strip():
+        return {}
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"--extra {text!r} is no JSON object; give one such as '{{\"top_p\": 0.9}}'"
+        )
+    return fields
+
+
+def check_timeout(seconds: float) -> float:
+    """Returns the time-out if it is one."""
+    if not seconds > 0:
+        raise ValueError(f"--timeout {seconds:g} leaves no time; give seconds, such as 600")
+    return seconds
+
+
+def choose_servers(
+    url: str | None,
+    model: str | None,
+    against: str,
+    served_name: str | None,
+    serve_options: str,
+    device: str,
+    loads: Sequence[Load],
+    mix: Mix,
+) -> tuple[Command | Endpoint, ...]:
+    """Finds out which servers to measure."""
+    if (url is None) == (model is None):
+        raise ValueError(
+            "give either --url of a running server or --model, for which one is started"
+        )
+    others = split_list(against)
+    for name in others:
+        if name not in OTHERS:
+            raise ValueError(f"--against {name!r} is not known; choose from {', '.join(OTHERS)}")
+    if url is not None:
+        if others or serve_options:
+            raise ValueError("--against and --serve-options go with --model, not with --url")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--url {url!r} is no URL; give one such as http://127.0.0.1:8000")
+        return (Endpoint(url.rstrip("/").removesuffix("/v1"), served_name),)
+    assert model is not None
+    options = [*shlex.split(serve_options), *(("--device", device) if device != "auto" else ())]
+    servers: list[Command | Endpoint] = [own_server(model, options)]
+    if others:
+        described = describe(model)
+        longest = _UNSTRETCHED if mix.context is None else mix.context[1]
+        size = PagedSize(
+            max(load.clients or load.requests for load in loads), longest + mix.most_new_tokens
+        )
+        dtype = "float32" if model == BUNDLED and device in ("auto", "cpu") else "auto"
+        for name in others:
+            paged = size if name == "transformers" else None
+            servers.append(transformers_server(described.source, dtype, device, paged))
+    return tuple(servers)
+
 
 NOTHING_FINISHED = 1
 

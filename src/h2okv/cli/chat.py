@@ -1,37 +1,347 @@
-"""`h2okv chat`: a conversation on one cache that never grows."""
+"""`h2okv chat`."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import os
+import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
 from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import h2okv
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.chat_answer import Answer
-from h2okv.cli.chat_cache import parse_tokens, plan_cache, probe_positions
-from h2okv.cli.chat_commands import Commands, QuitChat, load_and_tell
-from h2okv.cli.chat_input import EntryReader, entries_of_stdin
-from h2okv.cli.chat_session import Chat, Partner
-from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.options import (
+from h2okv.cache.support import trained_window
+from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
+from h2okv.chat.session import Answer, Chat, Partner
+from h2okv.cli.args import (
     COMPILE_HELP,
     DECAY_HELP,
     DTYPES,
     KV_BITS_HELP,
     POLICY_HELP,
     SCORING_HELP,
+    CacheChoice,
     Sampling,
+    parse_amount,
     parse_device,
     parse_dtype,
 )
-from h2okv.cli.output import OutputClosedError, write_remark, write_text
-from h2okv.cli.report import format_bytes
+from h2okv.config import POSITIONS, Positions
+from h2okv.console import INTERRUPTED, OutputClosedError, format_bytes, write_remark, write_text
 from h2okv.integration.loading import BUNDLED, describe, load_weights
+
+# Enough to read fast, few enough to hear Ctrl-C soon.
+_CHUNK = 512
+_AUTO = "auto"
+
+
+def parse_tokens(name: str, text: str) -> int:
+    """Reads a part of the budget in tokens."""
+    amount = parse_amount(name, text)
+    if isinstance(amount, float):
+        raise ValueError(
+            f"--{name} {text} is a share of a prompt, but a chat has no end; give tokens, such as"
+            f" --{name} 256"
+        )
+    return amount
+
+
+def plan_cache(
+    config: PreTrainedConfig, choice: CacheChoice, positions: str, chunk: int | None
+) -> tuple[CacheChoice, str | None]:
+    """Settles what the user left open, and hears about mistakes before the weights load."""
+    if positions not in (_AUTO, *POSITIONS):
+        raise ValueError(
+            f"--positions {positions!r} is not known; choose from {', '.join((_AUTO, *POSITIONS))}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"--prefill-chunk {chunk} reads nothing; give 1 or more")
+    choice.make(config, seed=0)
+    remark = None
+    if positions == _AUTO:
+        positions = "rolling"
+        try:
+            replace(choice, positions="rolling").make(config, seed=0)
+        except ValueError as error:
+            positions, remark = "original", _remark(error)
+    most = _largest_chunk(config, choice) if positions == "rolling" else None
+    if chunk is not None and most is not None and chunk > most:
+        raise ValueError(
+            f"--prefill-chunk {chunk} does not fit behind the cache's entries in the window that"
+            f" --model was trained on; give {most} or less, or lower --heavy, --recent or --sink"
+        )
+    if chunk is None:
+        chunk = _CHUNK if most is None else min(_CHUNK, most)
+    planned = replace(choice, positions=cast(Positions, positions), prefill_chunk=chunk)
+    planned.make(config, seed=0)
+    return planned, remark
+
+
+def probe_positions(
+    model: PreTrainedModel, planned: CacheChoice, positions: str
+) -> tuple[CacheChoice, str | None]:
+    """Asks the loaded model whether its positions roll, for a config does not tell everything."""
+    if positions != _AUTO or planned.positions != "rolling":
+        return planned, None
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(token, past_key_values=planned.make(model.config, seed=0))
+    except ValueError as error:
+        if "positions=" not in str(error):
+            raise
+        return replace(planned, positions="original"), _remark(error)
+    return planned, None
+
+
+def _largest_chunk(config: PreTrainedConfig, choice: CacheChoice) -> int | None:
+    """The most tokens that fit behind a full cache; None for any number."""
+    window = trained_window(config)
+    if window is None:
+        return None
+    budget = int(choice.sink + choice.heavy + choice.recent)
+    if budget >= window:
+        raise ValueError(
+            f"--sink, --heavy and --recent add up to {budget} tokens, which leaves no room for a"
+            f" new one in the window of {window} that --model was trained on; lower them"
+        )
+    return window - budget
+
+
+def _remark(error: ValueError) -> str:
+    reason = str(error).rstrip(".")
+    return f"note: positions stay original, so the chat ends with the model's context ({reason})"
+
+
+_LONG_CHAT = 2000
+_SHORTEN_ABOVE = 30
+
+_HELP = '''Type a turn and press Enter. A line that ends in a backslash goes on in the next one, and
+whatever stands between two lines of """ is one turn as it is.
+
+/cache [LAYER [HEAD]]  the chat so far: which tokens the cache still holds, by all layers and heads
+                       or by the one named
+/save FILE             write the chat and its cache to a file
+/load FILE             go on with a saved chat; the one that is going on is left
+/reset                 forget everything but the system text
+/help                  this text
+/quit                  leave; Ctrl-D does it too
+
+Ctrl-C ends an answer and keeps the chat; at the prompt it clears the line, twice it leaves.
+'''
+
+
+class QuitChat(Exception):  # noqa: N818  nothing went wrong
+    """The user wants to leave."""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The commands of a chat.
+
+    Attributes:
+        chat: The chat that they act on.
+    """
+
+    chat: Chat
+
+    def run(self, line: str) -> None:
+        """Runs one command."""
+        known: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/cache": self._cache,
+            "/save": self._save,
+            "/load": self._load,
+            "/reset": self._reset,
+            "/quit": self._quit,
+        }
+        name, _, rest = line.strip().partition(" ")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}" if close else "/help lists what there is"
+            raise ValueError(
+                f"{name!r} is not a command; {hint} (a turn that begins with / goes between two"
+                ' lines of """)'
+            )
+        known[name](rest.strip())
+
+    def _help(self, rest: str) -> None:
+        write_text(_HELP)
+
+    def _quit(self, rest: str) -> None:
+        raise QuitChat
+
+    def _reset(self, rest: str) -> None:
+        self.chat.reset()
+        write_remark("a new chat")
+
+    def _save(self, rest: str) -> None:
+        path = _file("/save", rest)
+        self.chat.save(path)
+        write_remark(f"saved to '{path}'")
+
+    def _load(self, rest: str) -> None:
+        load_and_tell(self.chat, _file("/load", rest))
+
+    def _cache(self, rest: str) -> None:
+        words = rest.split()
+        if len(words) > 2:
+            raise ValueError(f"/cache {rest} names too much; give /cache [LAYER [HEAD]]")
+        layer, head = ([_number(word) for word in words] + [None, None])[:2]
+        transcript, cache = self.chat.transcript, self.chat.cache
+        if not transcript.token_ids:
+            raise ValueError("there is nothing in the cache yet; say something first")
+        if self.chat.is_broken:
+            raise ValueError("the cache is broken since the last answer was cut; use /reset")
+        shares = kept_shares(cache, layer, head)
+        shorten = _SHORTEN_ABOVE if len(transcript.token_ids) > _LONG_CHAT else None
+        tokenizer = self.chat.partner.described.tokenizer
+        runs = list(runs_of(tokenizer, transcript.token_ids, shares, shorten))
+        console = Console(file=sys.stdout, highlight=False)
+        if console.color_system is None or console.no_color:
+            write_text(marked(runs) + "\n")
+            return
+        with console.capture() as captured:
+            console.print(coloured(runs))
+        _show(captured.get())
+
+
+def load_and_tell(chat: Chat, path: Path) -> None:
+    """Takes up a saved chat and says so on stderr."""
+    saved = chat.load(path)
+    turns = sum(message["role"] == "user" for message in saved.transcript.messages)
+    cache = chat.cache
+    write_remark(
+        f"'{path}': {turns} {'turn' if turns == 1 else 'turns'}, {cache.num_seen_tokens:,} tokens"
+        f" read, {cache.num_cached_tokens:,} held; {cache!r}"
+    )
+    now, then = asdict(chat.partner.sampling), asdict(saved.sampling)
+    others = [f"--{name.replace('_', '-')} {then[name]}" for name in now if now[name] != then[name]]
+    if others:
+        write_remark(f"note: it was saved with {' '.join(others)}; this chat goes on with its own")
+
+
+def _show(text: str) -> None:
+    """Shows a coloured text, one that is longer than the terminal through a pager."""
+    if not sys.stdin.isatty() or text.count("\n") < shutil.get_terminal_size().lines:
+        write_text(text)
+        return
+    import pydoc
+
+    # less shows colours only if it is told to.
+    options = os.environ.get("LESS", "")
+    if "R" not in options:
+        os.environ["LESS"] = f"{options} -R".strip()
+    pydoc.pager(text)
+
+
+def _file(command: str, rest: str) -> Path:
+    if not rest:
+        raise ValueError(f"{command} needs a file, such as {command} evening.chat")
+    return Path(rest)
+
+
+def _number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is not a number; give /cache [LAYER [HEAD]]") from None
+
+
+BLOCK_MARK = '"""'
+_PROMPT = "> "
+_MORE = "... "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One turn or one command.
+
+    Attributes:
+        text: Without the last line's end.
+        is_command: Whether it is a line that begins with a slash; a block never is.
+    """
+
+    text: str
+    is_command: bool
+
+
+class EntryReader:
+    """Puts lines together: a line that ends in a backslash goes on, and so does a block."""
+
+    def __init__(self, read_line: Callable[[str], str | None]) -> None:
+        self._read_line = read_line
+
+    def read(self) -> Entry | None:
+        """Reads the next entry."""
+        line = self._read_line(_PROMPT)
+        if line is None:
+            return None
+        if line.strip() == BLOCK_MARK:
+            return Entry(_checked("\n".join(self._block())), is_command=False)
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            more = self._read_line(_MORE)
+            if more is None:
+                break
+            lines.append(more)
+        is_command = len(lines) == 1 and line.startswith("/") and "\n" not in line
+        return Entry(_checked("\n".join(lines)), is_command)
+
+    def _block(self) -> list[str]:
+        """Lines up to the mark; the end of the input ends a block too, so that nothing is lost."""
+        lines: list[str] = []
+        while (line := self._read_line(_MORE)) is not None and line.strip() != BLOCK_MARK:
+            lines.append(line)
+        return lines
+
+
+def entries_of_stdin() -> EntryReader:
+    """Reads stdin: a terminal with line editing and history, anything else without a word."""
+    if hasattr(sys.stdin, "reconfigure"):
+        # Bytes that are no text are found out about in the entry that holds them.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if not sys.stdin.isatty():
+        return EntryReader(_read_pipe)
+    with contextlib.suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  importing it gives input() editing and history
+    return EntryReader(_read_terminal)
+
+
+def _read_terminal(prompt: str) -> str | None:
+    try:
+        if sys.stdout.isatty():
+            return input(prompt)
+        print(prompt, end="", file=sys.stderr, flush=True)
+        return input()
+    except EOFError:
+        print(file=sys.stderr)  # what comes next shall not stand behind the prompt
+        return None
+
+
+def _read_pipe(prompt: str) -> str | None:
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        line = text.count("\n", 0, error.start) + 1
+        where = f"line {line} of the input" if "\n" in text else "the line"
+        raise ValueError(f"{where} is not UTF-8 text; convert it to UTF-8") from error
+    return text
+
 
 HELP = """Chat with a model on one H2O cache.
 
@@ -102,14 +412,7 @@ def chat(
 
 
 def greeting(session: Chat) -> str:
-    """Says who is there, before the first turn.
-
-    Args:
-        session: The chat.
-
-    Returns:
-        A few lines.
-    """
+    """Says who is there, before the first turn."""
     partner, cache = session.partner, session.cache
     name, dtype = partner.described.name, str(partner.model.dtype).removeprefix("torch.")
     if partner.described.tokenizer.chat_template is not None:
@@ -131,13 +434,6 @@ def converse(session: Chat, entries: EntryReader) -> int:
     """Takes one entry after the other, until there is none or the user leaves.
 
     Whatever is wrong with an entry is said in one sentence, and the chat goes on.
-
-    Args:
-        session: The chat; mutated.
-        entries: Where the entries come from.
-
-    Returns:
-        The exit code: 0, or 130 if the user left by Ctrl-C.
     """
     commands = Commands(session)
     leaving = False
@@ -190,15 +486,7 @@ def _answer(session: Chat, message: str) -> None:
 
 
 def status_line(session: Chat, answer: Answer) -> str:
-    """Puts what an answer took in one line.
-
-    Args:
-        session: The chat, after the answer.
-        answer: The answer.
-
-    Returns:
-        The line, without a line end.
-    """
+    """Puts what an answer took in one line."""
     cache = session.cache
     held, full = format_bytes(cache.nbytes), format_bytes(cache.full_nbytes)
     first, speed = answer.time_to_first_token, answer.tokens_per_second

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from h2okv.benchmarking.environment import environment
-from h2okv.cli.options import parse_device
-from h2okv.cli.output import write_text
+from h2okv.cli.args import parse_device
+from h2okv.console import write_text
 from h2okv.integration.loading import BUNDLED, describe
 from h2okv.ops import dispatch
+from h2okv.provenance import environment
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTH = 110

@@ -11,6 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 import h2okv
+from h2okv.cli.args import (
+    DTYPES,
+    KV_BITS_HELP,
+    CacheChoice,
+    parse_amount,
+    parse_device,
+    parse_dtype,
+)
 from h2okv.cli.batch import (
     CACHE_HELP,
     MEMORY_HELP,
@@ -20,11 +28,8 @@ from h2okv.cli.batch import (
     parse_rows,
 )
 from h2okv.cli.batch_engine import own_memory
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.options import DTYPES, KV_BITS_HELP, parse_amount, parse_device, parse_dtype
-from h2okv.cli.output import write_text
-from h2okv.cli.report import format_bytes
 from h2okv.cli.streamed_model import find_room, measure_speeds, open_model
+from h2okv.console import format_bytes, write_text
 from h2okv.engine.memory import give_memory_back, parse_memory
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.planner import Plan, Planner, Workload

@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 import h2okv
-from h2okv.cli.options import (
+from h2okv.cli.args import (
     DTYPES,
     KV_BITS_HELP,
     POLICY_HELP,
+    check_copies,
     parse_amount,
     parse_device,
     parse_dtype,
     parse_positions,
 )
-from h2okv.cli.ray_options import check_copies
 from h2okv.cli.serve_parts import follow, is_first_rank
 from h2okv.cli.serve_ray import run_server_on_ray
 from h2okv.cli.serve_run import ServeRequest, run_server

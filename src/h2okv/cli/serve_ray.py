@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 
-from h2okv.cli.output import write_remark, write_text
 from h2okv.cli.serve_run import ServeRequest, check_installed, engine_options, settings_of
+from h2okv.console import write_remark, write_text
 from h2okv.engine.ray_cluster import cluster, count_workers, has_gpus, import_ray, share_cpus
 
 _ROWS = 64

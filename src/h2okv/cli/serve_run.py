@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h2okv.budget import Budget
-from h2okv.cli.output import write_remark, write_text
+from h2okv.config import Budget
+from h2okv.console import write_remark, write_text
 from h2okv.engine.serving.async_llm import AsyncLLM
 from h2okv.engine.serving.engine import EngineSettings
 from h2okv.integration.loading import BUNDLED, describe

@@ -8,31 +8,24 @@ from typing import Annotated
 
 import typer
 
-from h2okv.cache.positions import POSITIONS
 from h2okv.cache.support import trained_window
-from h2okv.cli.cache_choice import CacheChoice
-from h2okv.cli.chat_interrupt import Interrupt
-from h2okv.cli.exit_codes import INTERRUPTED
-from h2okv.cli.options import (
+from h2okv.cli.args import (
     DECAY_HELP,
     DTYPES,
     KV_BITS_HELP,
     POLICY_HELP,
     SCORING_HELP,
+    CacheChoice,
     parse_device,
     parse_dtype,
 )
-from h2okv.cli.output import write_remark, write_text
-from h2okv.cli.report import format_bytes
-from h2okv.cli.stream_progress import StreamProgress, perplexity
+from h2okv.cli.console import Interrupt, StreamProgress, perplexity
+from h2okv.config import POSITIONS
+from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
+from h2okv.evaluation.plots import check_plot, plot_stream
 from h2okv.evaluation.resident_memory import resident_bytes
-from h2okv.evaluation.stream import Step, Stream
-from h2okv.evaluation.stream_plot import check_plot, plot_stream
-from h2okv.evaluation.stream_record import RowFile
-from h2okv.evaluation.stream_run import run_stream
-from h2okv.evaluation.stream_settings import StreamSettings
-from h2okv.evaluation.stream_source import ConversationSource, TextSource
-from h2okv.evaluation.stream_state import Setting
+from h2okv.evaluation.stream_data import ConversationSource, TextSource
+from h2okv.evaluation.streaming import RowFile, Setting, Step, Stream, StreamSettings, run_stream
 from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
 
 # What each part of the budget gets if nothing else is said: a share of the trained window, but no

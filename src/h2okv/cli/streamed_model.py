@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 import h2okv
 from h2okv.benchmarking.bandwidth import measure_bandwidth
-from h2okv.cli.batch_progress import StageProgress
+from h2okv.cli.console import StageProgress
 from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
 from h2okv.engine.conversion import convert, converted_path
 from h2okv.engine.demand import Demand, demand_of

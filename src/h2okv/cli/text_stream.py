@@ -13,14 +13,7 @@ from h2okv.engine.detokenizer import Detokenizer
 
 
 class TextStream(BaseStreamer):
-    """Hands on each piece of text as soon as it can no longer change.
-
-    Args:
-        tokenizer: Decodes the tokens.
-        prompt_ids: int [1, T].
-        write: Takes each piece of text.
-        on_first_token: Called when the prompt has been read.
-    """
+    """Hands on each piece of text as soon as it can no longer change."""
 
     def __init__(
         self,

@@ -1,19 +1,19 @@
-"""One cache of an evaluation: a policy with its budget, given in whole."""
+"""A cache setting and the model under test."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.budget import Budget
-from h2okv.cache.positions import POSITIONS, Positions
 from h2okv.cache.support import check_positions, trained_window
+from h2okv.config import POSITIONS, Budget, Positions
 from h2okv.policy import get_policy
+from h2okv.provenance import fingerprint
 
 OPTIONAL = ("scoring", "decay", "kv_bits")
 """What a cache may be given beyond policy and budget."""
@@ -109,17 +109,7 @@ class CacheSetting:
         }
 
     def options(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Says it in the words of `H2OCache`.
-
-        Args:
-            config: The model's configuration.
-
-        Returns:
-            Keyword arguments.
-
-        Raises:
-            ValueError: If this version's cache lacks an option that is asked for.
-        """
+        """Says it in the words of `H2OCache`."""
         missing = self.missing()
         if missing:
             raise ValueError(
@@ -156,31 +146,11 @@ class CacheSetting:
         return _CHUNK if window is None else max(1, min(_CHUNK, window // 4))
 
     def make(self, config: PreTrainedConfig, seed: int) -> h2okv.H2OCache:
-        """Makes the cache, empty.
-
-        Args:
-            config: The model's configuration.
-            seed: For policies that draw at random.
-
-        Returns:
-            The cache.
-
-        Raises:
-            ValueError: If the policy is unknown or the budget makes no sense.
-        """
+        """Makes the cache, empty."""
         return h2okv.H2OCache(config, seed=seed, **self.options(config))
 
     def too_long(self, config: PreTrainedConfig, window: int | None, tokens: int) -> str | None:
-        """Says why the model cannot read and write so many tokens with this cache.
-
-        Args:
-            config: The model's configuration.
-            window: Tokens that it can take at their original positions; None for no limit.
-            tokens: Of the prompt and of the answer, together.
-
-        Returns:
-            The reason, with the remedy; None if it can.
-        """
+        """Says why the model cannot read and write so many tokens with this cache."""
         trained = trained_window(config)
         if not self.is_full and self.positions == "rolling":
             options = self.options(config)
@@ -210,3 +180,61 @@ def _is_learned(config: PreTrainedConfig) -> bool:
     except ValueError:
         return False
     return True
+
+
+_SHORT = 12
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its tokenizer.
+
+    Attributes:
+        model: Loaded, in evaluation mode.
+        tokenizer: Its tokenizer.
+        name: What the user calls it.
+        window: The most tokens that it can read and write at their original positions; None for
+            no fixed limit.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    window: int | None
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills the shorter rows of a batch; masked, so that any token will do."""
+        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token_id is not None:
+                return int(token_id)
+        return 0
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Turns a text into tokens."""
+        ids = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        vocab_size = self.config.get_text_config().vocab_size
+        if ids and max(ids) >= vocab_size:
+            raise ValueError(
+                f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get"
+                " the model again, with its own tokenizer"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turns tokens into a text, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def identity(self) -> dict[str, str]:
+        """Says which model it is."""
+        revision = getattr(self.config, "_commit_hash", None)
+        if revision is None:
+            digest = fingerprint(self.model)
+            revision = "" if digest is None else f"weights-{digest[:_SHORT]}"
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {"model": self.name, "revision": revision, "dtype": dtype}

@@ -33,13 +33,5 @@ class Decoding:
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
-    """Cuts a text where the first of some strings begins.
-
-    Args:
-        text: What the model wrote.
-        stops: What ends it.
-
-    Returns:
-        The text before; all of it if none of them is there.
-    """
+    """Cuts a text where the first of some strings begins."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

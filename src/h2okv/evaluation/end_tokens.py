@@ -6,14 +6,7 @@ from transformers import PreTrainedModel
 
 
 def end_token_ids(model: PreTrainedModel) -> set[int]:
-    """Tells which tokens end an answer.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The tokens; none if the model names none.
-    """
+    """Tells which tokens end an answer."""
     config = model.generation_config or model.config
     ids = getattr(config, "eos_token_id", None)
     if ids is None:

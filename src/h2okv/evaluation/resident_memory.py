@@ -9,11 +9,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int | None:
-    """Reads the resident memory of this process as it is now, not its peak.
-
-    Returns:
-        Bytes; None on a system without ``/proc``, where the standard library knows the peak only.
-    """
+    """Reads the resident memory of this process as it is now, not its peak."""
     try:
         pages = int(_STATM.read_text(encoding="ascii").split()[1])
     except OSError:

@@ -17,11 +17,6 @@ class SeededSampling(LogitsProcessor):
     (Gumbel 1954; Maddison et al., arXiv 1411.0030, section 2). Each row of a batch has a random
     generator of its own: what it draws does not depend on the rows beside it, nor on what an
     interrupted run has finished before.
-
-    Args:
-        seeds: One for each row.
-        temperature: Above 0.
-        top_p: Draws among the likeliest tokens that hold this much of the probability.
     """
 
     def __init__(self, seeds: Sequence[int], temperature: float, top_p: float) -> None:
@@ -48,14 +43,6 @@ class SeededSampling(LogitsProcessor):
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """Makes the seed of one sample.
-
-    Args:
-        seed: The run's.
-        sample: The sample's number.
-
-    Returns:
-        A number below 2^63 that tells nothing of the others.
-    """
+    """Makes the seed of one sample."""
     digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 
 
 class Policy(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
 
 

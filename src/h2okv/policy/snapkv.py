@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import avg_pool1d
 
-from h2okv.budget import TokenBudget
+from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
 
 

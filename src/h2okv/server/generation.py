@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from h2okv.budget import Budget
+from h2okv.config import Budget
 from h2okv.engine.serving.outputs import Completion, Piece, PromptRead
 from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.server.metrics import Metrics, Stopwatch

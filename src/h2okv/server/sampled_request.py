@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from h2okv.budget import Budget
+from h2okv.config import Budget
 from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.server.api_error import ApiError
 from h2okv.server.settings import ServerSettings

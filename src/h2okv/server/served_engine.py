@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.budget import Budget
+from h2okv.config import Budget
 from h2okv.engine.serving.outputs import Piece
 from h2okv.engine.serving.sampling_params import SamplingParams
 from h2okv.engine.serving.stats import EngineStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from h2okv.budget import Budget
+from h2okv.config import Budget
 
 MEBIBYTE = 2**20
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from h2okv.analysis.trace import follow, held_after
-from h2okv.analysis.viewer.page import build_page
+from h2okv.analysis.eviction_trace import follow, held_after
 from h2okv.analysis.viewer.reading import Reader
-from h2okv.analysis.viewer.server import Desk, make_server
-from h2okv.budget import TokenBudget
+from h2okv.analysis.viewer.server import Desk, build_page, make_server
+from h2okv.config import TokenBudget
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
 CHOICE = {

@@ -4,9 +4,9 @@ import gzip
 import numpy as np
 import pytest
 
-from h2okv.analysis.trace import follow
-from h2okv.analysis.viewer.packing import LOWEST_SCORE, pack_trace, quantise
-from h2okv.budget import TokenBudget
+from h2okv.analysis.eviction_trace import follow
+from h2okv.analysis.viewer.reading import LOWEST_SCORE, pack_trace, quantise
+from h2okv.config import TokenBudget
 
 
 def unpack(blob, dtype):

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from h2okv.analysis.viewer.page import build_page
 from h2okv.analysis.viewer.reading import Reader, check_choice
-from h2okv.analysis.viewer.server import HOST, Desk, make_server
+from h2okv.analysis.viewer.server import HOST, Desk, build_page, make_server
 
 
 class LetterTokenizer:

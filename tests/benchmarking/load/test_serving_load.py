@@ -13,26 +13,31 @@ import sys
 import psutil
 import pytest
 
-from h2okv.benchmarking.environment import ENVIRONMENT_COLUMNS
-from h2okv.benchmarking.load.child_server import ChildServer, Command, PagedSize
-from h2okv.benchmarking.load.loops import arrival_times
-from h2okv.benchmarking.load.measurement import (
+from h2okv.benchmarking.serving import (
     COLUMNS,
+    ChildServer,
+    Command,
     Load,
+    PagedSize,
+    Percentiles,
     make_loads,
     put_under,
+    summarize,
 )
-from h2okv.benchmarking.load.openai_target import Endpoint, OpenAITarget
-from h2okv.benchmarking.load.outcome import INTERRUPTED, Outcome
-from h2okv.benchmarking.load.summary import Percentiles, summarize
-from h2okv.benchmarking.load.workload import (
+from h2okv.benchmarking.serving_client import (
+    INTERRUPTED,
+    Endpoint,
     Mix,
+    OpenAITarget,
+    Outcome,
     Workload,
+    arrival_times,
     by_ratio,
     default_texts,
     read_texts,
 )
 from h2okv.cli.app import run
+from h2okv.provenance import ENVIRONMENT_COLUMNS
 
 pytest.importorskip("aiohttp", reason="aiohttp is in the [serve] extra")
 WAIT = 60

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("datasets", reason="lm-evaluation-harness is not installed (h2okv[eval])")
 
-from h2okv.evaluation.harness import documents  # noqa: E402
-from h2okv.evaluation.harness.data_folder import DATA_VARIABLE  # noqa: E402
+from h2okv.evaluation.lm_eval import tasks as documents
+from h2okv.evaluation.lm_eval.tasks import DATA_VARIABLE
 
 TASKS = ("copa", "rte", "piqa", "openbookqa", "winogrande", "mathqa")
 

@@ -138,7 +138,7 @@ def test_an_empty_continuation_is_named(harness_model):
     ],
 )
 def test_model_arguments_that_make_no_sense_are_refused(options, words):
-    from h2okv.evaluation.harness.model import H2OLM
+    from h2okv.evaluation.lm_eval.model import H2OLM
 
     with pytest.raises(ValueError, match=words):
         H2OLM("bundled", **options)
@@ -188,13 +188,13 @@ def test_the_model_type_is_found_by_its_entry_point():
     found = [point for point in entry_points(group="lm_eval.models") if point.name == "h2okv"]
     if not found:
         pytest.skip("the package is not installed, so it has no entry points")
-    from h2okv.evaluation.harness.model import H2OLM
+    from h2okv.evaluation.lm_eval.model import H2OLM
 
     assert found[0].load() is H2OLM
 
 
 def test_a_name_loads_the_bundled_model():
-    from h2okv.evaluation.harness.model import H2OLM
+    from h2okv.evaluation.lm_eval.model import H2OLM
 
     model = H2OLM("bundled", heavy=64, recent=64, device="cpu", batch_size=2)
     assert model.model.dtype == torch.float32

@@ -5,8 +5,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import h2okv
-from h2okv.evaluation.harness.scoring import Scorer, batches
-from h2okv.evaluation.harness.settings import EvictionSettings
+from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer, batches
 
 VOCAB = 97
 TOLERANCE = 2e-5

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.evaluation.harness.settings import EvictionSettings
 from h2okv.evaluation.helm.evicting_model import EvictingModel
+from h2okv.evaluation.lm_eval.scoring import EvictionSettings
 from h2okv.integration.reading import read_blocks
 
 BUDGET = {"heavy": 4, "recent": 3}

@@ -2,8 +2,7 @@ import pytest
 import yaml
 
 import h2okv
-from h2okv.evaluation.sweep.experiment import experiment_names, load_experiment
-from h2okv.evaluation.sweep.making_tasks import Surroundings, make_tasks
+from h2okv.evaluation.sweep import Surroundings, experiment_names, load_experiment, make_tasks
 
 
 def loaded(tmp_path, **content):

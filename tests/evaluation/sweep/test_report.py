@@ -1,11 +1,8 @@
 from dataclasses import dataclass
 
 from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.result_table import markdown, write_csv
-from h2okv.evaluation.sweep.experiment import Experiment, Published
-from h2okv.evaluation.sweep.picture import plot_sweep
-from h2okv.evaluation.sweep.pivot import pivot
-from h2okv.evaluation.sweep.report import report
+from h2okv.evaluation.sweep import Experiment, Published, pivot, plot_sweep, report
+from h2okv.records import markdown, write_csv
 
 ROW = {
     "samples": 40, "metric": "acc", "model": "m", "revision": "r", "dtype": "float32",

@@ -1,19 +1,83 @@
-"""A text that was read for the viewer, and its traces."""
+"""Reads a text with several policies for the viewer."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.analysis.observing import check_layer, full_attention_layers, num_kv_heads
-from h2okv.analysis.rows import Tick, no_tick
-from h2okv.analysis.sample import make_sample, token_pieces
-from h2okv.analysis.trace import follow
-from h2okv.analysis.viewer.packing import LOWEST_SCORE, RECORDED, pack_trace
-from h2okv.budget import TokenBudget
+from h2okv.analysis.attention_stats import (
+    Tick,
+    check_layer,
+    full_attention_layers,
+    no_tick,
+    num_kv_heads,
+)
+from h2okv.analysis.eviction_trace import Trace, follow
+from h2okv.analysis.study import make_sample, token_pieces
+from h2okv.config import TokenBudget
 from h2okv.policy import get_policy
+
+RECORDED = 48
+"""Steps whose scores are sent; the page draws a line between two of them."""
+LOWEST_SCORE = 0.01
+"""A score at or below this is sent as 0 (no attention worth a colour)."""
+_LEVELS = 254
+
+
+def pack_trace(
+    trace: Trace, policy: str, budget: TokenBudget, next_pieces: tuple[str, ...], highest: float
+) -> dict[str, Any]:
+    """Packs a trace for the page.
+
+    Returns:
+        A JSON object. ``gone`` is uint16 ``[L, H, T]`` and each of ``scores`` (one for a layer)
+        uint8 ``[C][H][step + 1]``, both as gzip in base64; ``bytes`` lists ``[step, bytes]``
+        where what the cache takes changes.
+    """
+    layers = trace.gone_at.shape[0]
+    return {
+        "policy": policy,
+        "sink": budget.sink,
+        "heavy": budget.heavy,
+        "recent": budget.recent,
+        "first": trace.first,
+        "steps": trace.recorded.tolist(),
+        "gone": _blob(trace.gone_at.astype("<u2")),
+        "scores": [
+            _blob(np.concatenate([quantise(part[i], highest).ravel() for part in trace.scores]))
+            for i in range(layers)
+        ],
+        "bytes": _changes(trace.held_bytes),
+        "next": list(next_pieces),
+        "losses": [None if np.isnan(x) else round(float(x), 3) for x in trace.losses],
+    }
+
+
+def quantise(scores: np.ndarray, highest: float) -> np.ndarray:
+    """Turns scores into 255 levels, even in their logarithm."""
+    span = np.log(highest / LOWEST_SCORE)
+    place = np.log(np.maximum(scores, LOWEST_SCORE) / LOWEST_SCORE) / span
+    levels = 1 + np.rint(_LEVELS * np.clip(place, 0, 1))
+    return np.where(scores > LOWEST_SCORE, levels, 0).astype(np.uint8)
+
+
+def _blob(array: np.ndarray) -> str:
+    # Without a time stamp, so that the same trace gives the same file.
+    return base64.b64encode(gzip.compress(array.tobytes(), 6, mtime=0)).decode("ascii")
+
+
+def _changes(values: np.ndarray) -> list[list[int]]:
+    found: list[list[int]] = []
+    for step, value in enumerate(values.tolist()):
+        if value and (not found or found[-1][1] != value):
+            found.append([step, value])
+    return found
+
 
 LEAST_TOKENS = 8
 MOST_TOKENS = 65_000
@@ -22,18 +86,7 @@ _READ_AT_ONCE = 64
 
 
 class Reader:
-    """Reads texts with a model.
-
-    Args:
-        model: a loaded model.
-        tokenizer: its tokenizer.
-        name: what the user calls the model.
-        context: the most tokens it can read; ``None`` for no limit.
-        max_tokens: where to cut texts off.
-
-    Raises:
-        ValueError: if the model is not supported.
-    """
+    """Reads texts with a model."""
 
     def __init__(
         self,
@@ -49,18 +102,7 @@ class Reader:
         self.heads = num_kv_heads(model)
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
-        """Turns a text into tokens and lets the model go on from it, with the full cache.
-
-        Args:
-            text: any text; cut off where the model's context, less the new tokens, ends.
-            new_tokens: how many tokens the model shall add.
-
-        Returns:
-            The reading.
-
-        Raises:
-            ValueError: if the text is too short, or there is no room for so many new tokens.
-        """
+        """Turns a text into tokens and lets the model go on from it, with the full cache."""
         if not 0 <= new_tokens <= self.max_tokens - LEAST_TOKENS:
             raise ValueError(
                 f"{new_tokens} new tokens is out of range; choose 0 to "
@@ -114,19 +156,7 @@ class Reading:
         }
 
     def trace(self, policy: str, share: float, tick: Tick = no_tick) -> dict[str, Any]:
-        """Follows a policy through the text; see `pack_trace`.
-
-        Args:
-            policy: a policy's name.
-            share: the budget as a share of the text, half of it recent.
-            tick: told the share of the tokens read.
-
-        Returns:
-            A JSON object.
-
-        Raises:
-            ValueError: if the policy is unknown or the share out of range.
-        """
+        """Follows a policy through the text; see `pack_trace`."""
         total = budget_tokens(share, self.length)
         budget = TokenBudget(0, total - total // 2, total // 2)
         trace = follow(
@@ -150,15 +180,7 @@ class Reading:
 
 
 def budget_tokens(share: float, length: int) -> int:
-    """Turns a share of the text into tokens, at least 2.
-
-    Args:
-        share: above 0 and at most 1.
-        length: tokens of the text.
-
-    Raises:
-        ValueError: if the share is out of range.
-    """
+    """Turns a share of the text into tokens, at least 2."""
     if not 0 < share <= 1:
         raise ValueError(
             f"a budget of {share:g} is no share of the text; give a number above 0 and up to 1."
@@ -167,17 +189,7 @@ def budget_tokens(share: float, length: int) -> int:
 
 
 def check_choice(reader: Reader, layer: int, head: int, policies: list[str]) -> None:
-    """Refuses what the page could not show.
-
-    Args:
-        reader: the model.
-        layer: the layer to begin with.
-        head: the KV head to begin with.
-        policies: names of policies.
-
-    Raises:
-        ValueError: naming what there is to choose from.
-    """
+    """Refuses what the page could not show."""
     check_layer(reader.model, layer, head)
     for policy in policies:
         get_policy(policy)

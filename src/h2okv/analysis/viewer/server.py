@@ -1,4 +1,4 @@
-"""The viewer's server: one person, one machine, the standard library."""
+"""Serves the viewer page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from h2okv.analysis.viewer.page import build_page
 from h2okv.analysis.viewer.reading import Reader, Reading
+
+_FOLDER = Path(__file__).parent / "page"
+_SCRIPTS = ("data.js", "pane.js", "map.js", "app.js")
+
+
+def build_page(content: dict[str, Any]) -> str:
+    """Makes the page, with its style, its scripts and what it shows inside."""
+    page = (_FOLDER / "index.html").read_text(encoding="utf-8")
+    scripts = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    # "</script" in a text would end the script that holds it.
+    data = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    for mark, part in (
+        ("/*STYLE*/", (_FOLDER / "style.css").read_text(encoding="utf-8")),
+        ("/*SCRIPT*/", scripts),
+        ("/*CONTENT*/", data),
+    ):
+        before, after = page.split(mark)
+        page = before + part + after
+    return page
+
 
 HOST = "127.0.0.1"
 _LARGEST_BODY = 4_000_000
@@ -30,12 +50,7 @@ _SECURITY = {
 
 
 class Desk:
-    """Reads texts and follows policies for the page, one thing at a time.
-
-    Args:
-        reader: the model.
-        choice: what the page shows at first.
-    """
+    """Reads texts and follows policies for the page, one thing at a time."""
 
     def __init__(self, reader: Reader, choice: dict[str, Any]) -> None:
         self.reader, self.choice = reader, choice
@@ -93,18 +108,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def make_server(desk: Desk, port: int) -> ThreadingHTTPServer:
-    """Opens the port, on this machine only.
-
-    Args:
-        desk: answers the page.
-        port: 0 takes any free one.
-
-    Returns:
-        The server; `serve_forever` starts it.
-
-    Raises:
-        ValueError: if the port is taken or not allowed.
-    """
+    """Opens the port, on this machine only."""
     try:
         return _Server((HOST, port), _handler(desk))
     except (OSError, OverflowError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.budget import Budget
+from h2okv.config import Budget
 from h2okv.engine.openmp import release_workers
 from h2okv.engine.serving.engine import Engine, EngineSettings
 from h2okv.engine.serving.errors import EngineStoppedError

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.row_block import check_fits_rows
 from h2okv.cache.support import window_by_length
+from h2okv.config import Budget
 from h2okv.engine.memory import available_bytes, data_bytes, give_memory_back
 from h2okv.engine.serving.core import Core
 from h2okv.engine.serving.errors import PromptTooLongError

@@ -10,7 +10,7 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.budget import Budget
+from h2okv.config import Budget
 from h2okv.engine.serving.engine import Engine, EngineSettings
 from h2okv.engine.serving.outputs import Completion, Piece, PromptRead, RequestOutput
 from h2okv.engine.serving.request import Request

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.pieces import can_take_pieces, expect_piece
 from h2okv.cache.row_block import RowBlock, held_by_row
+from h2okv.config import Budget
 from h2okv.engine.serving.plan import Plan, PromptPiece, PromptStart, Wanted
 
 MakeCache = Callable[[Budget | None], H2OCache]

@@ -19,9 +19,9 @@ from helm.tokenizers.tokenizer import Tokenizer
 from transformers import set_seed
 
 from h2okv.assets import bundled_model_path
-from h2okv.evaluation.harness.provenance import provenance
-from h2okv.evaluation.harness.settings import EvictionSettings, closest
 from h2okv.evaluation.helm.evicting_model import EvictingModel
+from h2okv.evaluation.lm_eval.model import provenance
+from h2okv.evaluation.lm_eval.scoring import EvictionSettings, closest
 
 
 class H2OServer(HuggingFaceServer):

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache.support import check_model
-from h2okv.evaluation.harness.scoring import Scorer
-from h2okv.evaluation.harness.settings import EvictionSettings
+from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer
 from h2okv.integration.enabling import enable
 from h2okv.integration.hf import ATTENTION_NAME
 

@@ -1,0 +1,250 @@
+"""What is evicted when, and how kept sets overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick
+from h2okv.cache import H2OCache
+from h2okv.config import TokenBudget
+from h2okv.integration import enable
+from h2okv.policy import Policy
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a policy held at every step. "Step t" is the state after token t was read.
+
+    Attributes:
+        layers: the layers with H2O entries.
+        gone_at: int32 ``[L, H, T]``: the first query that does not see the token. A token that
+            step t evicts is gone at t + 1; what is held after the last token is gone at T + 1.
+        losses: float32 ``[T]`` in nats; NaN before the first token that was foreseen with the
+            cache.
+        next_tokens: int32 ``[T]``: the likeliest token after each; -1 where it is not known.
+        first: the first token that was read on its own.
+        recorded: int32 ``[C]``, the steps at which scores were noted.
+        scores: for each recorded step t float32 ``[L, H, t + 1]``: each token's score, for an
+            evicted token the last one it had.
+        held_bytes: int64 ``[T]``, what the cache took after each step; 0 before the first one.
+        full_bytes: int64 ``[T]``, what a full cache would take.
+    """
+
+    layers: tuple[int, ...]
+    gone_at: np.ndarray
+    losses: np.ndarray
+    next_tokens: np.ndarray
+    first: int
+    recorded: np.ndarray
+    scores: tuple[np.ndarray, ...]
+    held_bytes: np.ndarray
+    full_bytes: np.ndarray
+
+
+def split_budget(total: int) -> TokenBudget:
+    """Divides a budget in halves, as the paper does: heavy hitters and recent tokens."""
+    return TokenBudget(sink=0, heavy=total - total // 2, recent=total // 2)
+
+
+class _Recorder:
+    """Notes after each step what every layer holds."""
+
+    def __init__(self, layers: tuple[int, ...], length: int, first: int, recorded: set[int]):
+        self.layers, self.length, self.first = layers, length, first
+        self.recorded = recorded
+        self.gone: torch.Tensor | None = None
+        self.latest: torch.Tensor | None = None
+        self.scores: list[np.ndarray] = []
+        self.steps: list[int] = []
+        self.held_bytes = np.zeros(length, dtype=np.int64)
+        self.full_bytes = np.zeros(length, dtype=np.int64)
+
+    def note(self, cache: H2OCache, step: int) -> None:
+        """Takes the state after the token of this step."""
+        # A slot that is empty points behind the last token.
+        positions = torch.cat([cache.kept_positions(i).cpu() for i in self.layers]).long()
+        positions[positions < 0] = self.length
+        if self.gone is None:
+            own = torch.arange(self.length + 1).clamp(min=self.first - 1) + 1
+            self.gone = own.expand(*positions.shape[:2], -1).clone()
+            if self.recorded:
+                self.latest = torch.zeros(self.gone.shape)
+        held = torch.full_like(positions, step + 2)
+        self.gone.scatter_(-1, positions, held)
+        self.held_bytes[step], self.full_bytes[step] = cache.nbytes, cache.full_nbytes
+        if self.latest is None:
+            return
+        scores = torch.cat([cache.scores(i).cpu() for i in self.layers])
+        self.latest.scatter_(-1, positions, scores)
+        if step in self.recorded:
+            self.scores.append(self.latest[..., : step + 1].numpy().copy())
+            self.steps.append(step)
+
+
+@torch.inference_mode()
+def follow(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    policy: str | Policy,
+    budget: TokenBudget,
+    first: int | None = None,
+    recorded: int = 0,
+    seed: int = 0,
+    tick: Tick = no_tick,
+) -> Trace:
+    """Reads a text token by token through an `H2OCache` and notes what it holds at every step.
+
+    Args:
+        model: a loaded model; its attention implementation is changed and restored.
+        input_ids: int64 ``[1, T]``.
+        policy: a name or a policy object.
+        budget: in tokens.
+        first: how many tokens are read at once at the beginning. By default as many as the budget
+            holds: nothing is evicted before, so this is the paper's Algorithm 1 from the first
+            token, only faster.
+        recorded: at how many steps to note the scores, the first and the last among them.
+        seed: for policies that draw at random.
+        tick: told the share of the tokens read.
+    """
+    length = input_ids.shape[1]
+    ids = input_ids.to(model.device)
+    cache = H2OCache(
+        model.config, budget.heavy, budget.recent, budget.sink, policy=policy, seed=seed
+    )
+    start = max(1, min(budget.total if first is None else first, length))
+    marks = np.linspace(start - 1, length - 1, recorded).round()
+    layers = full_attention_layers(model)
+    recorder = _Recorder(layers, length, start, {int(mark) for mark in marks})
+    losses = torch.full((length,), torch.nan)
+    following = torch.full((length,), -1, dtype=torch.int32)
+    with enable(model):
+        block = ids[:, :start]
+        for step in range(start - 1, length):
+            output = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[0, -1].float()
+            following[step] = logits.argmax()
+            recorder.note(cache, step)
+            if step + 1 < length:
+                losses[step + 1] = F.cross_entropy(logits, ids[0, step + 1])
+                block = ids[:, step + 1 : step + 2]
+            if step % 32 == 0:
+                tick(step / length)
+    assert recorder.gone is not None
+    return Trace(
+        layers=layers,
+        gone_at=recorder.gone[..., :length].to(torch.int32).numpy(),
+        losses=losses.numpy(),
+        next_tokens=following.numpy(),
+        first=start,
+        recorded=np.array(recorder.steps, dtype=np.int32),
+        scores=tuple(recorder.scores),
+        held_bytes=recorder.held_bytes,
+        full_bytes=recorder.full_bytes,
+    )
+
+
+def held_after(gone_at: np.ndarray, step: int) -> np.ndarray:
+    """Tells which tokens were held after a step.
+
+    Returns:
+        bool ``[L, H, step + 1]``.
+    """
+    return gone_at[..., : step + 1] > step + 1
+
+
+def heavy_after(gone_at: np.ndarray, step: int, recent: int) -> np.ndarray:
+    """Tells which tokens outside the recent window were held after a step.
+
+    Returns:
+        bool ``[L, H, step + 1 - recent]``.
+    """
+    return held_after(gone_at, step)[..., : step + 1 - recent]
+
+
+def overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The share of the first set that is in the second too.
+
+    Args:
+        first: bool ``[..., N]``.
+        second: bool ``[..., N]``.
+
+    Returns:
+        float ``[...]``; NaN for an empty first set.
+    """
+    size = first.sum(axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (first & second).sum(axis=-1) / size
+
+
+def similarity(sets: np.ndarray) -> np.ndarray:
+    """Jaccard similarity of every pair of sets: common tokens by tokens in either.
+
+    Args:
+        sets: bool ``[S, N]``.
+
+    Returns:
+        float ``[S, S]``.
+    """
+    numbers = sets.astype(np.float64)
+    common = numbers @ numbers.T
+    sizes = numbers.sum(axis=-1)
+    either = sizes[:, None] + sizes[None] - common
+    return np.divide(common, either, out=np.ones_like(common), where=either > 0)
+
+
+def chance_similarity(kept: int, candidates: int) -> float:
+    """The Jaccard similarity that two random sets of one size have on average, nearly."""
+    common = kept * kept / candidates
+    return common / (2 * kept - common)
+
+
+def stays(gone_at: np.ndarray, recent: int, first: int) -> np.ndarray:
+    """How long entries stayed after they left the recent window, in tokens.
+
+    Returns:
+        int ``[L, H, T']`` for the tokens that left the window in time to be evicted, with 0 for
+        those that went at once. Entries still held at the end have the time until then.
+    """
+    length = gone_at.shape[-1]
+    # At the step at which a token leaves the window it can go for the first time.
+    leaves = np.maximum(np.arange(length) + recent, first)
+    candidates = leaves < length
+    return (np.minimum(gone_at, length) - 1 - leaves)[..., candidates].clip(min=0)
+
+
+class GlobalPolicy(Policy):
+    """Ranks entries by the attention that they receive in the whole text, future included.
+
+    It is H2O with global in place of local statistics (arXiv 2306.14048, section 3.3), and can
+    only be used on a text that is known to its end.
+
+    Args:
+        scores: float ``[L, H, T]``, attention received from all queries.
+        layers: the layers of the array, in order.
+    """
+
+    name = "global"
+
+    def __init__(self, scores: np.ndarray, layers: tuple[int, ...]) -> None:
+        self._scores = {
+            layer_idx: torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
+            for layer_idx, part in zip(layers, scores, strict=True)
+        }
+
+    def priority(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """The attention received from the whole text, whatever has been received so far."""
+        table = self._scores[layer_idx].to(positions.device)
+        self._scores[layer_idx] = table
+        places = positions.clamp(min=0).to(torch.int64)
+        return table.expand(positions.shape[0], -1, -1).gather(-1, places)

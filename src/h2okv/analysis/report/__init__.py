@@ -1,1 +1,0 @@
-"""The report of an analysis: figures from its tables, and one page that opens offline."""

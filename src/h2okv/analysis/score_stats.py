@@ -1,0 +1,235 @@
+"""Score distributions: power law and words."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_CANDIDATES = 40
+_LEAST_TAIL = 30
+LEAST_VALUES = 2 * _LEAST_TAIL
+"""Fewer positive values than this are refused."""
+_DRAWS = 200
+
+
+def load_scipy(module: str) -> Any:
+    """Imports a part of scipy."""
+    try:
+        return importlib.import_module(f"scipy.{module}")
+    except ImportError as error:
+        raise ValueError(
+            "scipy is not installed, which the analysis needs; pip install 'h2okv[analysis]'."
+        ) from error
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """The tail ``p(x) ~ x ** -exponent`` for ``x >= start``.
+
+    Attributes:
+        values: how many values there are.
+        tail: how many of them are in the tail.
+        start: where the tail begins.
+        exponent: of the density; the rank plot falls with slope ``-1 / (exponent - 1)``.
+        exponent_error: its standard error.
+        distance: Kolmogorov-Smirnov distance of the tail from the law.
+        p_value: share of samples of the fitted law that are farther from their own fit. Below 0.1
+            the power law is not a plausible description (Clauset, Shalizi, Newman, 0706.1062).
+        log_ratio: log-likelihood of the power law minus that of a log-normal cut off at the same
+            place; negative speaks for the log-normal.
+        log_ratio_p: how likely a ratio as far from 0 is when both are as good (Vuong's test).
+    """
+
+    values: int
+    tail: int
+    start: float
+    exponent: float
+    exponent_error: float
+    distance: float
+    p_value: float
+    log_ratio: float
+    log_ratio_p: float
+
+
+def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> PowerLaw:
+    """Fits a power law to the upper tail (Clauset, Shalizi, Newman, arXiv 0706.1062)."""
+    ordered = np.sort(values[values > 0].astype(np.float64))
+    if len(ordered) < LEAST_VALUES:
+        raise ValueError(
+            f"{len(ordered)} positive values are too few for a power law; it takes at least "
+            f"{LEAST_VALUES}, so give a longer text."
+        )
+    first, exponent, distance = _best_tail(ordered)
+    tail = ordered[first:]
+    generator = np.random.default_rng(seed)
+    farther = 0
+    for _ in range(draws):
+        in_tail = int(generator.binomial(len(ordered), len(tail) / len(ordered)))
+        drawn = tail[0] * (1 - generator.random(in_tail)) ** (-1 / (exponent - 1))
+        body = ordered[:first] if first else tail[:1]
+        rest = generator.choice(body, len(ordered) - in_tail)
+        farther += _best_tail(np.sort(np.concatenate([rest, drawn])))[2] >= distance
+    log_ratio, log_ratio_p = _against_lognormal(tail, exponent)
+    return PowerLaw(
+        values=len(ordered),
+        tail=len(tail),
+        start=float(tail[0]),
+        exponent=exponent,
+        exponent_error=(exponent - 1) / np.sqrt(len(tail)),
+        distance=distance,
+        p_value=farther / draws if draws else float("nan"),
+        log_ratio=log_ratio,
+        log_ratio_p=log_ratio_p,
+    )
+
+
+def _best_tail(ordered: np.ndarray) -> tuple[int, float, float]:
+    """Chooses where the tail begins: first index, exponent, distance."""
+    count = len(ordered)
+    logs = np.log(ordered)
+    sums = np.cumsum(logs[::-1])[::-1]
+    starts = np.unique(np.linspace(0, count - _LEAST_TAIL, _CANDIDATES).astype(int))
+    best = (0, 1.0, np.inf)
+    for first in starts:
+        size = count - first
+        spread = sums[first] - size * logs[first]
+        if spread <= 0:
+            continue
+        exponent = 1 + size / spread
+        law = -np.expm1((1 - exponent) * (logs[first:] - logs[first]))
+        place = np.arange(size + 1) / size
+        distance = max(np.max(place[1:] - law), np.max(law - place[:-1]))
+        if distance < best[2]:
+            best = (int(first), float(exponent), float(distance))
+    return best
+
+
+def _against_lognormal(tail: np.ndarray, exponent: float) -> tuple[float, float]:
+    """Vuong's test of the power law against a log-normal with the same beginning."""
+    optimize, special = load_scipy("optimize"), load_scipy("special")
+    logs = np.log(tail / tail[0])
+    law = np.log(exponent - 1) - exponent * logs
+
+    def normal(parameters: np.ndarray) -> np.ndarray:
+        centre, width = parameters[0], np.exp(parameters[1])
+        inside = special.log_ndtr(centre / width)
+        standard = (logs - centre) / width
+        return -0.5 * standard**2 - np.log(width * np.sqrt(2 * np.pi)) - inside - logs
+
+    found = optimize.minimize(
+        lambda parameters: -normal(parameters).sum(),
+        [logs.mean(), np.log(logs.std() + 1e-9)],
+        method="Nelder-Mead",
+        # Without a limit the fit may run off to the power law that a log-normal tends to.
+        bounds=[(-50.0, 50.0), (-6.0, 4.0)],
+    )
+    gaps = law - normal(found.x)
+    ratio = float(gaps.sum())
+    spread = float(gaps.std() * np.sqrt(len(gaps)))
+    chance = float(special.erfc(abs(ratio) / (np.sqrt(2) * spread))) if spread > 0 else 1.0
+    return ratio, chance
+
+
+_RESAMPLES = 1000
+REACH = 5
+"""Two words stand together if at most this many tokens apart."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Every word of the vocabulary that occurs in a text.
+
+    Attributes:
+        token_ids: int ``[W]``.
+        count: int ``[W]``, how often each occurs.
+        together: int ``[W]``, how often another word stands within `REACH` tokens of it.
+        neighbours: int ``[W]``, how many different words do.
+        place: int ``[T]``, the word of each token of the text.
+    """
+
+    token_ids: np.ndarray
+    count: np.ndarray
+    together: np.ndarray
+    neighbours: np.ndarray
+    place: np.ndarray
+
+
+def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
+    """Counts words and what stands near them.
+
+    Args:
+        token_ids: int ``[T]``.
+        reach: the largest distance, in tokens.
+    """
+    found, place, count = np.unique(token_ids, return_inverse=True, return_counts=True)
+    together = np.zeros(len(found), dtype=np.int64)
+    pairs = []
+    for distance in range(1, reach + 1):
+        left, right = place[:-distance], place[distance:]
+        other = left != right
+        np.add.at(together, left[other], 1)
+        np.add.at(together, right[other], 1)
+        pairs += [left[other] * len(found) + right[other], right[other] * len(found) + left[other]]
+    distinct = np.unique(np.concatenate(pairs))
+    neighbours = np.bincount(distinct // len(found), minlength=len(found))
+    return Words(found, count, together, neighbours, place)
+
+
+def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
+    """Adds up the scores of a word's tokens.
+
+    Args:
+        scores: float ``[..., T]``.
+        words: from `count_words`.
+
+    Returns:
+        float64 ``[..., W]``.
+    """
+    flat = scores.reshape(-1, scores.shape[-1])
+    size = len(words.count)
+    sums = np.stack([np.bincount(words.place, row, minlength=size) for row in flat])
+    return sums.reshape(*scores.shape[:-1], size)
+
+
+@dataclass(frozen=True)
+class RankCorrelation:
+    """Spearman's rank correlation.
+
+    Attributes:
+        rho: the coefficient.
+        low: lower end of its 95 % interval (bootstrap over words).
+        high: upper end.
+        words: how many words were compared.
+    """
+
+    rho: float
+    low: float
+    high: float
+    words: int
+
+
+def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> RankCorrelation:
+    """Correlates two rankings.
+
+    Args:
+        first: float ``[W]``.
+        second: float ``[W]``.
+        seed: for the interval.
+    """
+    stats = load_scipy("stats")
+    ranks = np.stack([stats.rankdata(first), stats.rankdata(second)])
+    size = ranks.shape[1]
+    draws = np.random.default_rng(seed).integers(0, size, (_RESAMPLES, size))
+    # Ranks are not taken anew in each draw: it changes ties only, and takes ten times as long.
+    drawn = ranks[:, draws]
+    centred = drawn - drawn.mean(axis=-1, keepdims=True)
+    spread = np.sqrt((centred**2).sum(axis=-1)).prod(axis=0)
+    product = (centred[0] * centred[1]).sum(axis=-1)
+    with np.errstate(invalid="ignore"):
+        values = np.where(spread > 0, product / spread, 0.0)
+    low, high = np.quantile(values, (0.025, 0.975))
+    rho = float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else 0.0
+    return RankCorrelation(rho, float(low), float(high), size)

@@ -1,1 +1,0 @@
-"""Load on a server: requests that many clients send, and what they wait for."""

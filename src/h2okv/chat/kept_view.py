@@ -1,0 +1,188 @@
+"""What the cache still holds of a text, in colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+import h2okv
+from h2okv.cache.scored import ScoredLayer
+
+# Tokens before a piece that the decoder sees, so that it keeps the space between both.
+_LEAD = 4
+_UNFINISHED = "\ufffd"
+# A character has at most four bytes, and so at most as many tokens.
+_LONGEST_CHARACTER = 4
+_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+
+
+class Level(Enum):
+    """How much of a token is kept, with its colours and its marks where there are none."""
+
+    ALL = ("kept by all", "bold green", "", "")
+    MOST = ("by most (two thirds or more)", "green", "{most:", "}")
+    SOME = ("by some", "yellow", "{some:", "}")
+    FEW = ("by few (less than a third)", "dim yellow", "{few:", "}")
+    NONE = ("evicted", "dim strike", "[-", "-]")
+    WAITING = ("not read yet", "italic cyan", "{next:", "}")
+
+    def __init__(self, meaning: str, style: str, before: str, after: str) -> None:
+        self.meaning = meaning
+        self.style = style
+        self.before = before
+        self.after = after
+
+    @classmethod
+    def of(cls, share: float | None) -> Level:
+        """Returns the level of a share from 0 to 1; None for a token that was not read yet."""
+        if share is None:
+            return cls.WAITING
+        if share in (0.0, 1.0):
+            return cls.ALL if share else cls.NONE
+        if share >= 2 / 3:
+            return cls.MOST
+        return cls.FEW if share < 1 / 3 else cls.SOME
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of one level.
+
+    Attributes:
+        level: How much of them is kept.
+        text: Their text, special tokens included.
+        num_tokens: How many they are.
+    """
+
+    level: Level
+    text: str
+    num_tokens: int
+
+
+def kept_shares(
+    cache: h2okv.H2OCache, layer: int | None = None, head: int | None = None
+) -> list[float]:
+    """Tells for each token that was read how many layers and heads still hold it."""
+    scored = [index for index, held in enumerate(cache.layers) if isinstance(held, ScoredLayer)]
+    counts = torch.zeros(cache.num_seen_tokens, dtype=torch.int64)
+    num_heads = 0
+    for index in scored if layer is None else [layer]:
+        positions = cache.kept_positions(index)[0].cpu()
+        if head is not None:
+            if not 0 <= head < positions.shape[0]:
+                raise ValueError(
+                    f"head {head} is out of range; layer {index} has KV heads 0 to"
+                    f" {positions.shape[0] - 1}"
+                )
+            positions = positions[head : head + 1]
+        num_heads += positions.shape[0]
+        held = positions[positions >= 0].long()
+        counts += torch.bincount(held, minlength=len(counts))
+    return (counts.double() / num_heads).tolist()
+
+
+def runs_of(
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    shares: Sequence[float],
+    shorten_above: int | None = None,
+) -> Iterator[Run]:
+    """Puts tokens of one level together.
+
+    A character that is spread over several tokens gets the mean of their shares.
+    """
+    start, level = 0, None
+    for first, end, share in _characters(tokenizer, token_ids, shares):
+        own = Level.of(share)
+        if level is not None and own is not level:
+            yield _run(tokenizer, token_ids, start, first, level, shorten_above)
+            start = first
+        level = own
+        last = end
+    if level is not None:
+        yield _run(tokenizer, token_ids, start, last, level, shorten_above)
+
+
+def _characters(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], shares: Sequence[float]
+) -> Iterator[tuple[int, int, float | None]]:
+    """The tokens, those of one character together: first, end, mean share."""
+    first = 0
+    whole: dict[int, bool] = {}  # by token: a long chat has more tokens than a vocabulary
+    while first < len(token_ids):
+        end = first + 1
+        token = token_ids[first]
+        if token not in whole:
+            whole[token] = _is_text(tokenizer, [token])
+        if not whole[token]:
+            for longer in range(end + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1):
+                if _is_text(tokenizer, token_ids[first:longer]):
+                    end = longer
+                    break
+        known = shares[first:end]
+        yield first, end, sum(known) / len(known) if known else None
+        first = end
+
+
+def _is_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> bool:
+    return _UNFINISHED not in str(tokenizer.decode(list(token_ids)))
+
+
+def _run(
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    start: int,
+    end: int,
+    level: Level,
+    shorten_above: int | None,
+) -> Run:
+    count = end - start
+    if level is Level.NONE and shorten_above is not None and count > shorten_above:
+        side = shorten_above // 3
+        head = _text(tokenizer, token_ids, start, start + side)
+        tail = _text(tokenizer, token_ids, end - side, end)
+        text = f"{head} ... {count - 2 * side:,} more evicted tokens ...{tail}"
+    else:
+        text = _text(tokenizer, token_ids, start, end)
+    return Run(level, text, count)
+
+
+def _text(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], start: int, end: int
+) -> str:
+    lead = max(0, start - _LEAD)
+    before = str(tokenizer.decode(list(token_ids[lead:start])))
+    text = str(tokenizer.decode(list(token_ids[lead:end])))[len(before) :]
+    # A terminal obeys control characters, and here they are only to be seen.
+    return text.translate(_CONTROL)
+
+
+def coloured(runs: Sequence[Run]) -> Text:
+    """Shows the runs by colour, with a legend."""
+    text = Text()
+    for level, tokens in _totals(runs):
+        text.append(f"{level.meaning}: {tokens:,}", style=level.style)
+        text.append("  ")
+    text.append("\n\n")
+    for run in runs:
+        text.append(run.text, style=run.level.style)
+    return text
+
+
+def marked(runs: Sequence[Run]) -> str:
+    """Shows the runs by brackets, with a legend, for where there are no colours."""
+    legend = [
+        f"{level.before}{level.meaning}{level.after}: {tokens:,}" for level, tokens in _totals(runs)
+    ]
+    text = "".join(f"{run.level.before}{run.text}{run.level.after}" for run in runs)
+    return f"{'  '.join(legend)}\n\n{text}"
+
+
+def _totals(runs: Sequence[Run]) -> list[tuple[Level, int]]:
+    totals = {level: sum(run.num_tokens for run in runs if run.level is level) for level in Level}
+    return [(level, tokens) for level, tokens in totals.items() if tokens]

@@ -1,0 +1,294 @@
+"""Which cache: policy, budget, scores, positions. Pure data, the same everywhere."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Positions = Literal["original", "rolling", "clamped"]
+POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
+
+# 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
+_ROUNDING_SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """A budget in tokens: what one sequence keeps for each layer and KV head.
+
+    Attributes:
+        sink: first positions that are never evicted.
+        heavy: entries kept for their score.
+        recent: newest positions that are never evicted, the current token among them.
+        chosen: entries that a policy keeps by a rule of its own: a pattern of positions, or, in a
+            cache that keeps everything, anew for each query.
+    """
+
+    sink: int
+    heavy: int
+    recent: int
+    chosen: int = 0
+
+    @property
+    def total(self) -> int:
+        """The number of entries kept, ``K`` in the contract."""
+        return self.sink + self.heavy + self.recent + self.chosen
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A cache budget as the user gives it: tokens, or fractions of the prompt.
+
+    Args:
+        heavy: heavy hitters to keep; an ``int`` counts tokens, a ``float`` in (0, 1] is a fraction
+            of the prompt length (``heavy_ratio`` in the H2O paper, arXiv 2306.14048).
+        recent: newest tokens to keep, given like ``heavy``.
+        sink: first tokens to keep whatever their score, in tokens.
+        max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
+
+    Raises:
+        ValueError: if a part is negative, a fraction is above 1, everything is zero, or the sum is
+            above 1 (fractions) or ``max_tokens`` (tokens).
+    """
+
+    heavy: int | float = 0.1
+    recent: int | float = 0.1
+    sink: int = 0
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_part("heavy", self.heavy)
+        _check_part("recent", self.recent)
+        if isinstance(self.sink, bool) or not isinstance(self.sink, int) or self.sink < 0:
+            raise ValueError(
+                f"sink={self.sink!r} is not a number of tokens; give an int of 0 or more."
+            )
+        if self.heavy == 0 and self.recent == 0:
+            raise ValueError(
+                f"heavy={self.heavy!r} and recent={self.recent!r} keep nothing; "
+                "give at least one of them a value above 0."
+            )
+        fractions = sum(part for part in (self.heavy, self.recent) if isinstance(part, float))
+        if fractions > 1 + _ROUNDING_SLACK:
+            raise ValueError(
+                f"heavy={self.heavy!r} and recent={self.recent!r} add up to {fractions:g} of the "
+                "prompt; fractions must add up to at most 1."
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(
+                f"max_tokens={self.max_tokens!r} leaves no room; give at least 1, or None for no "
+                "limit."
+            )
+        if not isinstance(self.heavy, float) and not isinstance(self.recent, float):
+            self._check_total(TokenBudget(self.sink, self.heavy, self.recent))
+
+    def resolve(self, prompt_length: int) -> TokenBudget:
+        """Turns fractions into tokens for a prompt.
+
+        Args:
+            prompt_length: real tokens of the prompt, padding not counted.
+
+        Returns:
+            The budget in tokens. A fraction above 0 keeps at least one token.
+
+        Raises:
+            ValueError: if the sum is above ``max_tokens``.
+        """
+        tokens = TokenBudget(
+            sink=self.sink,
+            heavy=_to_tokens(self.heavy, prompt_length),
+            recent=_to_tokens(self.recent, prompt_length),
+        )
+        self._check_total(tokens)
+        return tokens
+
+    def _check_total(self, tokens: TokenBudget) -> None:
+        if self.max_tokens is not None and tokens.total > self.max_tokens:
+            raise ValueError(
+                f"sink + heavy + recent = {tokens.sink} + {tokens.heavy} + {tokens.recent} = "
+                f"{tokens.total} tokens is above max_tokens={self.max_tokens}; lower the budget or "
+                "raise max_tokens."
+            )
+
+
+def _check_part(name: str, value: int | float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(
+            f"{name}={value!r} is not a budget; give an int (tokens) or a float (fraction)."
+        )
+    if isinstance(value, float) and not 0.0 <= value <= 1.0:
+        raise ValueError(
+            f"{name}={value!r} is not a fraction of the prompt; give a float in (0, 1], "
+            "or an int for a number of tokens."
+        )
+    if value < 0:
+        raise ValueError(f"{name}={value!r} is negative; give a number of tokens of 0 or more.")
+
+
+def _to_tokens(value: int | float, prompt_length: int) -> int:
+    if not isinstance(value, float):
+        return value
+    if value == 0:
+        return 0
+    return max(1, int(value * prompt_length + _ROUNDING_SLACK))
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Everything that tells one cache from another; `H2OCache.from_config` makes the cache.
+
+    The fields are the arguments of `H2OCache`, where each is explained. Command line, engine,
+    server, evaluation and saved files all carry this one object.
+
+    Attributes:
+        policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything.
+        heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
+        recent: newest tokens to keep, given like ``heavy``.
+        sink: first tokens to keep whatever their score, in tokens.
+        scoring: ``"sum"``, ``"mean"``, ``"decay"`` or ``"value_norm"``.
+        decay: with ``scoring="decay"``, the factor per later query; ``None`` for the default.
+        positions: ``"original"``, ``"rolling"`` or ``"clamped"``.
+        prefill_chunk: the most tokens between two evictions; ``None``: a prompt is one block.
+        kv_bits: 8 or 4; ``None`` keeps keys and values in the model's dtype.
+        max_tokens: upper limit of the budget in tokens.
+        seed: for policies that draw at random.
+
+    Raises:
+        ValueError: if the budget or the positions make no sense.
+    """
+
+    policy: str = "h2o"
+    heavy: int | float = 0.1
+    recent: int | float = 0.1
+    sink: int = 0
+    scoring: str = "sum"
+    decay: float | None = None
+    positions: Positions = "original"
+    prefill_chunk: int | None = None
+    kv_bits: int | None = None
+    max_tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.positions not in POSITIONS:
+            raise ValueError(
+                f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
+            )
+        if not self.is_full:
+            Budget(self.heavy, self.recent, self.sink, self.max_tokens)
+
+    @classmethod
+    def from_budget(
+        cls, budget: int | float | None, heavy_fraction: float = 0.5, **options: Any
+    ) -> CacheConfig:
+        """Divides one budget between heavy hitters and recent tokens.
+
+        Args:
+            budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
+            heavy_fraction: how much of the budget is for heavy hitters, 0 to 1.
+            **options: the other fields.
+
+        Returns:
+            The config; the sink tokens come on top of ``budget``.
+
+        Raises:
+            ValueError: if the budget or the fraction is out of range.
+        """
+        if not 0 <= heavy_fraction <= 1:
+            raise ValueError(
+                f"heavy_fraction={heavy_fraction:g} is not a fraction of the budget; give 0 to 1"
+            )
+        if budget is None or (isinstance(budget, float) and budget == 1.0):
+            return cls(**(options | {"policy": "full"}))
+        if isinstance(budget, float) and not 0 < budget < 1:
+            raise ValueError(
+                f"budget {budget:g} is out of range; give a fraction above 0 and up to 1, tokens"
+                " (64), or full"
+            )
+        if isinstance(budget, int) and budget < 2:
+            raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
+        heavy = budget * heavy_fraction
+        if isinstance(budget, int):
+            heavy = int(heavy)
+        return cls(**(options | {"heavy": heavy, "recent": budget - heavy}))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CacheConfig:
+        """Makes a config of named values, as `to_dict` gives them.
+
+        Raises:
+            ValueError: if a name is unknown, or a value makes no sense.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"cache option {name!r} is unknown; {hint}choose from {', '.join(known)}."
+                )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, ready for JSON."""
+        return asdict(self)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is ever evicted."""
+        return self.policy == "full"
+
+    @property
+    def budget(self) -> Budget:
+        """The budget alone."""
+        return Budget(self.heavy, self.recent, self.sink, self.max_tokens)
+
+    def entries(self, length: int) -> int:
+        """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""
+        return length if self.is_full else self.budget.resolve(length).total
+
+    @property
+    def budget_label(self) -> str:
+        """The budget in few characters: ``full``, ``20%`` or ``512``."""
+        if self.is_full:
+            return "full"
+        parts = (self.heavy, self.recent)
+        if all(isinstance(part, float) or part == 0 for part in parts):
+            return f"{100 * sum(parts):g}%"
+        if all(isinstance(part, int) for part in parts):
+            return str(sum(parts))
+        return f"{self.heavy}+{self.recent}"
+
+    @property
+    def policy_label(self) -> str:
+        """The policy, with whatever is not its default."""
+        parts = [self.policy]
+        if not self.is_full:
+            whole = self.heavy + self.recent
+            if self.heavy != self.recent and type(self.heavy) is type(self.recent):
+                parts.append(f"heavy {100 * self.heavy / whole:.3g}%")
+            if self.sink:
+                parts.append(f"sink {self.sink}")
+            if self.scoring != "sum":
+                decay = "" if self.decay is None else f" {self.decay:g}"
+                parts.append(f"{self.scoring}{decay}")
+            if self.positions != "original":
+                parts.append(self.positions)
+        if self.kv_bits is not None:
+            parts.append(f"{self.kv_bits} bits")
+        return ", ".join(parts)
+
+    @property
+    def label(self) -> str:
+        """What tables and progress bars call it."""
+        return self.policy_label if self.is_full else f"{self.policy_label}, {self.budget_label}"
+
+    def identity(self) -> dict[str, Any]:
+        """All that a result depends on; what does not matter to a full cache is left out."""
+        values = self.to_dict()
+        if self.is_full:
+            kept = ("policy", "prefill_chunk", "kv_bits")
+            return {name: values[name] for name in kept}
+        return values

@@ -1,0 +1,1 @@
+"""lm-evaluation-harness with H2O caches."""

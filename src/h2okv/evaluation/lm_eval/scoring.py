@@ -1,0 +1,305 @@
+"""Log-likelihoods with an evicting cache."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from h2okv.cache import H2OCache
+from h2okv.cache.positions import PositionRule
+from h2okv.cache.scored import ScoredLayer
+from h2okv.config import Budget
+from h2okv.integration.enabling import enable
+from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.policy import get_policy
+from h2okv.policy.scoring import get_scoring
+
+Protocol = Literal["prompt", "whole"]
+PROTOCOLS: tuple[Protocol, ...] = ("prompt", "whole")
+
+
+def _defaults() -> dict[str, Any]:
+    """`H2OCache`'s arguments and their defaults, so that a new one is known here too."""
+    parameters = inspect.signature(H2OCache.__init__).parameters
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in ("self", "config")
+    }
+
+
+class EvictionSettings:
+    """A cache as a harness configures it, and what a continuation is scored on.
+
+    Attributes:
+        protocol: ``prompt`` or ``whole``.
+        options: all arguments of `H2OCache`, defaults included.
+    """
+
+    def __init__(self, protocol: str | None = None, **options: Any) -> None:
+        defaults = _defaults()
+        for name in options:
+            if name not in defaults:
+                raise ValueError(
+                    f"cache option {name!r} is unknown; {_hint(name)}choose from "
+                    f"{', '.join(defaults)}."
+                )
+        self.options: dict[str, Any] = defaults | options
+        chunk = self.options["prefill_chunk"]
+        if protocol is None:
+            protocol = "whole" if chunk == 1 else "prompt"
+        if protocol not in PROTOCOLS:
+            raise ValueError(
+                f"protocol={protocol!r} is unknown; choose one of {', '.join(PROTOCOLS)}."
+            )
+        if protocol == "whole" and chunk is None and not self.is_full:
+            raise ValueError(
+                "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
+                "after it, so that no score would change; give prefill_chunk=1 (the paper's way) "
+                "or a larger block."
+            )
+        self.protocol = protocol
+        # What the cache would refuse is heard about before a model's weights are loaded.
+        get_policy(self.options["policy"], self.options["seed"])
+        get_scoring(self.options["scoring"], self.options["decay"])
+        Budget(**{name: self.options[name] for name in ("heavy", "recent", "sink", "max_tokens")})
+        PositionRule(self.options["positions"], chunk)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is ever evicted, whatever the budget."""
+        return bool(self.options["policy"] == "full")
+
+    @property
+    def rolls(self) -> bool:
+        """Whether positions roll, so that there is no longest text."""
+        return bool(self.options["positions"] == "rolling")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the settings' names, as ``--model_args`` takes them."""
+        return ("protocol", *_defaults())
+
+    def make(self, config: PreTrainedConfig) -> H2OCache:
+        """Makes the cache, empty."""
+        return H2OCache(config, **self.options)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns all settings by name, for the output of a run."""
+        return {"protocol": self.protocol} | self.options
+
+
+def closest(name: str) -> str | None:
+    """Finds the setting that a misspelt name may mean."""
+    near = difflib.get_close_matches(name, EvictionSettings.names(), n=1, cutoff=0.7)
+    return near[0] if near else None
+
+
+def _hint(name: str) -> str:
+    near = closest(name)
+    return f"did you mean {near!r}? " if near else ""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the model says of given tokens.
+
+    Attributes:
+        log_probs: ``[n]``, of each token.
+        greedy: bool ``[n]``, whether the token is the likeliest one.
+    """
+
+    log_probs: torch.Tensor
+    greedy: torch.Tensor
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all tokens together."""
+        return float(self.log_probs.sum())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would write these tokens."""
+        return bool(self.greedy.all())
+
+
+class Scorer:
+    """Scores tokens on a cache that evicts; every row of a batch as it would be alone."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EvictionSettings,
+        dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.dtype = dtype
+        layers = settings.make(model.config).layers
+        # Recurrent and sliding layers are transformers' own, and not all of them see padding.
+        self.takes_padding = all(isinstance(layer, ScoredLayer) for layer in layers)
+
+    def after_prompt(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]], rows: int = 64
+    ) -> list[TokenScores]:
+        """Scores continuations of one context; see `after_prompts`."""
+        return self.after_prompts([context], [continuations], rows)[0]
+
+    def after_prompts(
+        self,
+        contexts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[Sequence[int]]],
+        rows: int = 64,
+    ) -> list[list[TokenScores]]:
+        """Reads contexts, evicts, and scores each one's continuations on what is left of it.
+
+        A context is read up to its last token, then evicted; the last token is read again with
+        the continuation, so that the first token of a continuation is predicted from the evicted
+        cache too. A continuation is one block (of at most ``prefill_chunk`` tokens).
+        """
+        if not self.takes_padding and len(contexts) > 1:
+            pairs = zip(contexts, continuations, strict=True)
+            return [self.after_prompt(context, own, rows) for context, own in pairs]
+        results: list[list[TokenScores | None]] = [[None] * len(own) for own in continuations]
+        long = [index for index, context in enumerate(contexts) if len(context) > 1]
+        short = [index for index, context in enumerate(contexts) if len(context) == 1]
+        # A context of one token leaves nothing to evict before its continuation.
+        for members in (long, short):
+            if not members:
+                continue
+            cache, seen = self._read([contexts[index][:-1] for index in members])
+            jobs = [
+                (row, index, place)
+                for row, index in enumerate(members)
+                for place in range(len(continuations[index]))
+            ]
+            step = rows if self.takes_padding else 1
+            for start in range(0, len(jobs), step):
+                part = jobs[start : start + step]
+                is_last = start + step >= len(jobs)
+                branch, mask = self._branch(cache, seen, [row for row, *_ in part], is_last)
+                texts = [[contexts[i][-1], *continuations[i][place]] for _, i, place in part]
+                scores = self._score(texts, [len(text) - 1 for text in texts], branch, mask)
+                for (_, index, place), score in zip(part, scores, strict=True):
+                    results[index][place] = score
+        return [[score for score in own if score is not None] for own in results]
+
+    def whole(
+        self, texts: Sequence[Sequence[int]], counts: Sequence[int] | None = None
+    ) -> list[TokenScores]:
+        """Scores the last tokens of texts that are evicted from their first block on.
+
+        One forward each: the layers cut the text into blocks of ``prefill_chunk`` tokens
+        themselves, attending and evicting as they go. The budget is of the tokens read, all but
+        the text's last one, which nothing follows.
+        """
+        counts = [len(text) - 1 for text in texts] if counts is None else counts
+        if not self.takes_padding and len(texts) > 1:
+            pairs = zip(texts, counts, strict=True)
+            return [self.whole([text], [count])[0] for text, count in pairs]
+        return self._score(texts, counts, self.settings.make(self.model.config), None)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Reads texts without padding in one forward, on an empty cache.
+
+        Args:
+            input_ids: int ``[B, T]``.
+
+        Returns:
+            ``[B, T, V]`` in the model's dtype.
+        """
+        cache = self.settings.make(self.model.config)
+        with _enabled(self.model, cache), torch.no_grad():
+            return self.model(input_ids.to(self.model.device), past_key_values=cache).logits
+
+    def _read(self, contexts: Sequence[Sequence[int]]) -> tuple[H2OCache, torch.Tensor]:
+        """Reads contexts onto an empty cache; with it, the mask ``[B, tokens seen]``."""
+        cache = self.settings.make(self.model.config)
+        input_ids, mask = self._padded(contexts)
+        if input_ids.shape[1]:
+            with _enabled(self.model, cache), torch.no_grad():
+                self.model(
+                    input_ids,
+                    attention_mask=mask,
+                    position_ids=_positions(mask),
+                    past_key_values=cache,
+                    logits_to_keep=1,
+                )
+        return cache, mask
+
+    def _branch(
+        self, cache: H2OCache, mask: torch.Tensor, rows: list[int], is_last: bool
+    ) -> tuple[H2OCache, torch.Tensor]:
+        """A cache whose rows go on from the named ones, and their mask."""
+        branch = cache if is_last else cache.fork(1)
+        if mask.shape[1] and rows != list(range(mask.shape[0])):
+            branch.batch_select_indices(torch.tensor(rows, device=mask.device))
+        return branch, mask[rows]
+
+    def _score(
+        self,
+        texts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        cache: H2OCache,
+        seen: torch.Tensor | None,
+    ) -> list[TokenScores]:
+        """One forward over texts without their last tokens, and what it says of the last ones."""
+        input_ids, mask = self._padded([text[:-1] for text in texts])
+        length = input_ids.shape[1]
+        if seen is not None:
+            mask = torch.cat([seen, mask], dim=1)
+        with _enabled(self.model, cache), torch.no_grad():
+            logits = self.model(
+                input_ids,
+                attention_mask=mask,
+                position_ids=_positions(mask)[:, -length:],
+                past_key_values=cache,
+                logits_to_keep=max(counts),
+            ).logits
+        scores = []
+        for row, text, count in zip(logits, texts, counts, strict=True):
+            predicted = row[-count:].log_softmax(dim=-1, dtype=self.dtype)
+            given = torch.tensor(text[-count:], device=predicted.device)
+            log_probs = predicted.gather(1, given.unsqueeze(1)).squeeze(1)
+            scores.append(TokenScores(log_probs.cpu(), (predicted.argmax(-1) == given).cpu()))
+        return scores
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Texts with padding on their left, and the mask; int64 ``[B, T]`` each."""
+        length = max(len(text) for text in texts)
+        shape = (len(texts), length)
+        input_ids = torch.zeros(shape, dtype=torch.int64)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            if text:
+                input_ids[row, length - len(text) :] = torch.tensor(list(text))
+                mask[row, length - len(text) :] = 1
+        return input_ids.to(self.model.device), mask.to(self.model.device)
+
+
+def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Puts texts of like lengths together, the longest first, so that memory ends early."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    """Places of the tokens in their own texts, int64 ``[B, T]``; 0 for padding."""
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _enabled(
+    model: PreTrainedModel, cache: H2OCache
+) -> AbstractContextManager[PreTrainedModel | None]:
+    """H2O attention for one forward, where the model does not have it already."""
+    if model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling:
+        return nullcontext()
+    return enable(model)

@@ -1,0 +1,524 @@
+"""A text without end on one cache, scored."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from h2okv.cache import H2OCache
+from h2okv.cache.persistence import read_notes
+from h2okv.cache.support import check_positions, trained_window
+from h2okv.evaluation.end_tokens import end_token_ids
+from h2okv.evaluation.resident_memory import resident_bytes
+from h2okv.evaluation.stream_data import Piece, StreamSource
+from h2okv.integration import enable
+from h2okv.integration.reading import read_blocks
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured since the row before.
+
+    Attributes:
+        position: Tokens of the stream that have been through the cache.
+        nll: Mean negative log-likelihood of the tokens that followed those read since the last
+            row, in nats for each token.
+        step_seconds: Median time of one block's forward pass in that interval, in seconds.
+        rss_bytes: Resident memory of the process at that position; None where it is not known.
+        cache_bytes: What the cache held at that position.
+    """
+
+    position: int
+    nll: float
+    step_seconds: float
+    rss_bytes: int | None
+    cache_bytes: int
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+"""The header of the CSV file."""
+
+
+class RowFile:
+    """A CSV file that holds every row as soon as it is known, so that a killed run keeps them."""
+
+    def __init__(self, path: Path, rows: Sequence[Row] | None = None) -> None:
+        self.path = path
+        if rows is None and path.exists():
+            raise ValueError(
+                f"'{path}' exists already; go on with it by --resume, move it away, or choose"
+                " another name"
+            )
+        if path.exists():
+            _check_header(path)
+        try:
+            # A new file in its place, not a file cut short: at no moment are rows missing.
+            fresh = path.with_name(f"{path.name}.new")
+            with fresh.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(COLUMNS)
+                writer.writerows(_cells(row) for row in rows or ())
+            os.replace(fresh, path)
+            self._file = path.open("a", newline="", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        self._writer = csv.writer(self._file)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Adds rows; they are with the operating system when this returns."""
+        try:
+            self._writer.writerows(_cells(row) for row in rows)
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        """Closes the file; its rows are there already."""
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads the rows of a file that `RowFile` wrote."""
+    _check_header(path)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = []
+        for number, cells in enumerate(csv.DictReader(file), start=2):
+            try:
+                rows.append(
+                    Row(
+                        int(cells["position"]),
+                        float(cells["nll"]),
+                        float(cells["step_seconds"]),
+                        int(cells["rss_bytes"]) if cells["rss_bytes"] else None,
+                        int(cells["cache_bytes"]),
+                    )
+                )
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"line {number} of '{path}' is no row of a stream") from error
+    return rows
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [])
+    except (OSError, UnicodeDecodeError, csv.Error):
+        header = []
+    if tuple(header) != COLUMNS:
+        raise ValueError(
+            f"'{path}' does not hold a stream's rows (its first line is not"
+            f" {','.join(COLUMNS)}); choose another file"
+        )
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"'{path}' cannot be written ({error.strerror}); choose another place")
+
+
+def _cells(row: Row) -> tuple[Any, ...]:
+    # repr gives a float back exactly; None becomes an empty cell.
+    return (
+        row.position,
+        repr(row.nll),
+        f"{row.step_seconds:.6g}",
+        row.rss_bytes,
+        row.cache_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """How a stream is read.
+
+    Attributes:
+        chunk: Tokens of a block of given text; 1 is the paper's Algorithm 1.
+        every: Tokens between two rows.
+        tokens: Where to stop; None for the source's end.
+        max_new_tokens: The most tokens of an answer.
+    """
+
+    chunk: int = 64
+    every: int = 1000
+    tokens: int | None = None
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuses what no stream can be read with."""
+        for name in ("chunk", "every", "tokens", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {value} is too few; give 1 or more")
+
+
+_KEY = "stream"
+_VERSION = 1
+
+Setting = str | int | float | None
+
+
+@dataclass
+class StreamState:
+    """Where a stream stands between two blocks.
+
+    Attributes:
+        position: Tokens that have been through the cache.
+        sample: The sample that is being read.
+        piece: The piece of it that is being read.
+        read: Tokens of that piece that have been read, the pending ones before it included.
+        pending: The token before the piece, if it has not been through the cache yet.
+        answer: What the model has answered to the piece so far; its last token is not read yet.
+        total_nll: Sum over all tokens so far, in nats.
+        nll: Sum over the tokens since the last row.
+        count: How many these are.
+        steps: Seconds of each block that was read since the last row.
+        last_step: Seconds of the newest block.
+        seconds: Time spent in forward passes.
+        rows: The rows so far.
+    """
+
+    position: int = 0
+    sample: int = 0
+    piece: int = 0
+    read: int = 0
+    pending: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    total_nll: float = 0.0
+    nll: float = 0.0
+    count: int = 0
+    steps: list[float] = field(default_factory=list)
+    last_step: float = 0.0
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+    def to_notes(self, settings: Mapping[str, Setting]) -> dict[str, str]:
+        """Writes the state down, floats to the last bit."""
+        content = {"version": _VERSION, "settings": dict(settings), "state": asdict(self)}
+        return {_KEY: json.dumps(content)}
+
+    @classmethod
+    def from_notes(
+        cls, notes: Mapping[str, str], settings: Mapping[str, Setting], where: str
+    ) -> StreamState:
+        """Reads a state back."""
+        if _KEY not in notes:
+            raise ValueError(
+                f"'{where}' holds a cache, but no stream to go on with; give a file that"
+                " h2okv stream saved"
+            )
+        try:
+            content: dict[str, Any] = json.loads(notes[_KEY])
+            version = content["version"]
+            if version == _VERSION:
+                state = cls(**content["state"])
+                state.rows = [Row(**row) for row in content["state"]["rows"]]
+                saved = dict(content["settings"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"'{where}' is damaged; begin again without --resume") from error
+        if version != _VERSION:
+            raise ValueError(
+                f"'{where}' is of version {version}, this h2okv reads {_VERSION}; begin again"
+                " without --resume"
+            )
+        _check_settings(saved, settings, where)
+        return state
+
+
+def _check_settings(
+    saved: Mapping[str, Setting], wanted: Mapping[str, Setting], where: str
+) -> None:
+    for name, value in wanted.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"'{where}' was saved with {name} {saved.get(name)}, not {value}; resume with what"
+                " it was begun with, or begin again without --resume"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one block brought.
+
+    Attributes:
+        rows: The rows that became complete with it; mostly none.
+        answer: The tokens of the answer that it completed.
+        precedes_cut: Whether it is no block, but the place before one that the stream's limit
+            cuts short: from here a longer stream reads what it would have read without that limit.
+    """
+
+    rows: tuple[Row, ...] = ()
+    answer: tuple[int, ...] | None = None
+    precedes_cut: bool = False
+
+
+class Stream:
+    """Reads a source on one cache; between two blocks it can be saved, stopped and gone on with.
+
+    A token's position counts the tokens that went through the cache, and its negative
+    log-likelihood is that of the token after it: the next one of a given text, or the one that
+    the model itself chose for its answer, always the likeliest.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: H2OCache,
+        source: StreamSource,
+        settings: StreamSettings,
+        identity: Mapping[str, Setting] | None = None,
+        state: StreamState | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.source = source
+        self.settings = settings
+        self.state = state or StreamState()
+        self._identity = dict(identity or {})
+        self._end_ids = end_token_ids(model)
+        self._last_position = _last_position(model, cache)
+
+    @classmethod
+    def resume(
+        cls,
+        model: PreTrainedModel,
+        path: Path,
+        source: StreamSource,
+        settings: StreamSettings,
+        identity: Mapping[str, Setting] | None = None,
+    ) -> Stream:
+        """Goes on where a checkpoint stands."""
+        if not path.is_file():
+            raise ValueError(
+                f"'{path}' does not exist, so there is nothing to go on with; begin without"
+                " --resume"
+            )
+        stream = cls(model, H2OCache.load(path, model), source, settings, identity)
+        stream.state = StreamState.from_notes(read_notes(path), stream._fixed(), str(path))
+        return stream
+
+    def save(self, path: Path) -> None:
+        """Writes cache and state into one file, which is complete or not there; between blocks."""
+        self.cache.save(path, notes=self.state.to_notes(self._fixed()))
+
+    def _fixed(self) -> dict[str, Setting]:
+        """What a checkpoint is bound to."""
+        settings = self.settings
+        return {
+            **self._identity,
+            "text": self.source.digest,
+            "chunk": settings.chunk,
+            "every": settings.every,
+            "max-new-tokens": settings.max_new_tokens,
+        }
+
+    def blocks(self) -> Generator[Step]:
+        """Reads block after block; mutates cache and state."""
+        with enable(self.model):
+            for sample in range(self.state.sample, len(self.source)):
+                pieces = self.source[sample]
+                for piece in pieces[self.state.piece :]:
+                    yield from self._read_piece(piece)
+                    if self._room == 0:
+                        return
+                self.state.sample, self.state.piece = sample + 1, 0
+
+    def last_row(self) -> Row | None:
+        """Makes the row of what came after the last complete one; changes nothing."""
+        return self._row() if self.state.count else None
+
+    @property
+    def _room(self) -> int | None:
+        """Tokens left before the stream's limit; None without one."""
+        limit = self.settings.tokens
+        return None if limit is None else max(limit - self.state.position, 0)
+
+    def _read_piece(self, piece: Piece) -> Iterator[Step]:
+        """Reads what is given and, where it is wanted, answers."""
+        state = self.state
+        ids = piece.ids
+        if state.pending:
+            # An end token that both the model and the template wrote is one token.
+            repeated = state.pending[0] in self._end_ids and ids[:1].tolist() == state.pending
+            ids = torch.cat([torch.tensor(state.pending), ids[1:] if repeated else ids])
+        # Without an answer the last token waits until it is known what follows it.
+        yield from self._read_given(ids, len(ids) if piece.answers else len(ids) - 1)
+        if self._room == 0:
+            return
+        while piece.answers and not self._is_answered:
+            yield from self._read_own()
+            if self._room == 0:
+                return
+        state.pending = state.answer[-1:] or ids[-1:].tolist()
+        state.answer = []
+        state.read = 0
+        state.piece += 1
+
+    def _read_given(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
+        """Reads `ids [T]` up to `end`; if that is its length, the model chooses what follows."""
+        start = self.state.read
+        limit = end if self._room is None else min(end, start + self._room)
+        # A block that the limit cuts short is another block than without the limit.
+        whole = limit if limit == end else limit - (limit - start) % self.settings.chunk
+        yield from self._read_blocks(ids, whole)
+        if whole < limit:
+            yield Step(precedes_cut=True)
+            yield from self._read_blocks(ids, limit)
+
+    def _read_blocks(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
+        """Reads `ids [T]` on to `end`, block by block."""
+        start = self.state.read
+        if start >= end:
+            return
+        self._check_positions(end - start)
+        began = time.perf_counter()
+        blocks = read_blocks(
+            self.model, ids[None, start:end], self.cache, self.settings.chunk, all_logits=True
+        )
+        for done, logits in blocks:
+            following = ids[self.state.read + 1 : start + done + 1]
+            chosen = []
+            if start + done == len(ids):
+                chosen = [int(logits[0, -1].argmax())]
+            self.state.read = start + done
+            yield self._step(logits[0], following.tolist() + chosen, chosen, began)
+            began = time.perf_counter()
+
+    def _read_own(self) -> Iterator[Step]:
+        """Reads the last token of the answer, and chooses the one after it."""
+        self._check_positions(1)
+        began = time.perf_counter()
+        last = torch.tensor([self.state.answer[-1:]])
+        for _, logits in read_blocks(self.model, last, self.cache, 1):
+            chosen = [int(logits[0, -1].argmax())]
+            yield self._step(logits[0], chosen, chosen, began)
+
+    def _check_positions(self, count: int) -> None:
+        """Refuses tokens that learned positions do not reach, which would end in a crash."""
+        last = self.state.position + count
+        if self._last_position is not None and last > self._last_position:
+            raise ValueError(
+                f"the model has learned positions for {self._last_position} tokens, and the stream"
+                f" goes on to {last}; use --positions clamped, or stop by --tokens"
+                f" {self._last_position}"
+            )
+
+    def _step(
+        self, logits: torch.Tensor, following: list[int], chosen: list[int], began: float
+    ) -> Step:
+        """Scores a block: `logits [c, V]` against the tokens after it; mutates the state."""
+        targets = torch.tensor(following, device=logits.device)
+        nlls = F.cross_entropy(logits.float(), targets, reduction="none")
+        values = nlls.tolist()  # waits for the device, so that the time is the block's
+        seconds = time.perf_counter() - began
+        if not all(map(_is_number, values)):
+            raise ValueError(
+                f"the model's output is not a number after {self.state.position} tokens; its data"
+                " type may be too narrow, try --dtype float32"
+            )
+        rows = self._note(values, seconds)
+        self.state.answer += chosen
+        # At the stream's limit an answer may be complete only in part.
+        done = chosen and (self._is_answered or self._room == 0)
+        return Step(tuple(rows), tuple(self.state.answer) if done else None)
+
+    def _note(self, values: list[float], seconds: float) -> list[Row]:
+        """Adds a block's numbers to the state, and makes the rows that they complete."""
+        state = self.state
+        state.seconds += seconds
+        state.last_step = seconds
+        state.steps.append(seconds)
+        rows = []
+        for value in values:
+            state.position += 1
+            state.count += 1
+            state.nll += value
+            state.total_nll += value
+            if state.position % self.settings.every == 0:
+                rows.append(self._row())
+                state.nll, state.count, state.steps = 0.0, 0, []
+        state.rows += rows
+        return rows
+
+    def _row(self) -> Row:
+        state = self.state
+        return Row(
+            position=state.position,
+            nll=state.nll / state.count,
+            # A block that fills several rows is the step of each of them.
+            step_seconds=statistics.median(state.steps or [state.last_step]),
+            rss_bytes=resident_bytes(),
+            cache_bytes=self.cache.nbytes,
+        )
+
+    @property
+    def _is_answered(self) -> bool:
+        answer = self.state.answer
+        return len(answer) >= self.settings.max_new_tokens or answer[-1] in self._end_ids
+
+
+def _is_number(value: float) -> bool:
+    return value == value
+
+
+def _last_position(model: PreTrainedModel, cache: H2OCache) -> int | None:
+    """Where learned positions end, if they are the text's; rotary ones just go on."""
+    if cache.rule.positions != "original":
+        return None
+    try:
+        check_positions(model.config, "clamped", cache.policy)
+    except ValueError:
+        return None
+    return trained_window(model.config)
+
+
+def run_stream(
+    stream: Stream,
+    *,
+    rows: RowFile | None = None,
+    checkpoint: Path | None = None,
+    save_every: int = 10_000,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_step: Callable[[Step], None] = lambda _: None,
+) -> bool:
+    """Reads a stream until it ends or is stopped; mutates it.
+
+    At the end, a row that is not complete is written too: a stream of 2,500 tokens has a third row
+    of 500. The last checkpoint is older than that row, and than a block that the stream's limit
+    cut short, so that a stream can be made longer as if it had been so from the start.
+    """
+    saved = stream.state.position
+    ended, cut = True, False
+    blocks = stream.blocks()
+    try:
+        for step in blocks:
+            if rows is not None and step.rows:
+                rows.append(step.rows)
+            on_step(step)
+            position = stream.state.position
+            is_due = position - saved >= (1 if step.precedes_cut else save_every)
+            if checkpoint is not None and is_due and not cut:
+                stream.save(checkpoint)
+                saved = position
+            cut = cut or step.precedes_cut
+            if should_stop():
+                ended = False
+                break
+    finally:
+        blocks.close()  # gives the model its own attention back
+    if checkpoint is not None and stream.state.position > saved and not cut:
+        stream.save(checkpoint)
+    last = stream.last_row()
+    if ended and last is not None and rows is not None:
+        rows.append([last])
+    return ended

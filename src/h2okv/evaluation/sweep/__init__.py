@@ -1,1 +1,0 @@
-"""Policies by budgets by tasks, from one file."""

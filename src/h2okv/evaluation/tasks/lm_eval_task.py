@@ -1,0 +1,185 @@
+"""A task of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tqdm import tqdm
+
+from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.evaluation.lm_eval.launcher import TASKS
+from h2okv.evaluation.lm_eval.tasks import DATA_VARIABLE
+from h2okv.evaluation.task import Score, Task
+from h2okv.records import Result, unknown
+
+PREFIX = "h2okv_"
+"""What the names of this package's own tasks begin with."""
+_FEWSHOT_SEED = 1234
+"""The harness's own seed for the examples of a prompt; a run's seed is added to it."""
+
+
+class HarnessTask(Task):
+    """A task of lm-evaluation-harness with so many examples in the prompt, as one sample.
+
+    The harness makes the prompts and the scores. It is one sample, because the examples that a
+    prompt gets depend on the prompts before it; answers that the model has given are kept in the
+    harness's own store, so that a stopped task does not ask for them again.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("acc", "acc_norm")
+
+    def __init__(
+        self,
+        name: str,
+        shots: int,
+        data: Path | None,
+        work: Path,
+        chunk: int | None = 1,
+        batch_size: int = 16,
+        limit: int | None = None,
+        own: bool = True,
+    ) -> None:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ValueError(
+                f"the task {name!r} is run by lm-evaluation-harness, which is not installed; pip"
+                " install 'h2okv[eval]'"
+            )
+        own_names = [path.stem.removeprefix(PREFIX) for path in sorted(TASKS.glob("*.yaml"))]
+        if own and name not in own_names:
+            raise unknown("task of the harness", name, own_names)
+        if shots < 0:
+            raise ValueError(f"shots {shots} is too few; give 0 or more")
+        for option, value in (("batch_size", batch_size), ("limit", limit), ("chunk", chunk)):
+            if value is not None and value < 1:
+                raise ValueError(f"{option} {value} is too few; give 1 or more")
+        self.name = name
+        self.columns = {"shots": shots}
+        self.shots, self.data, self.work = shots, data, work
+        self.chunk, self.batch_size, self.limit, self.own = chunk, batch_size, limit, own
+
+    def identity(self) -> Mapping[str, Any]:
+        """Names the protocol, the number of documents and the harness's version."""
+        return {
+            "chunk": self.chunk,
+            "limit": self.limit,
+            "lm_eval": importlib.metadata.version("lm_eval"),
+        }
+
+    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
+        """Looks whether all that the harness needs is there."""
+        with self._quietly():
+            self._manager().load([self._task_name])
+
+    def samples(self) -> Sequence[int]:
+        """Returns the one sample that the whole task is."""
+        return (0,)
+
+    def run(
+        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+    ) -> Iterator[dict[int, Result]]:
+        """Runs the task."""
+        from lm_eval.evaluator import simple_evaluate
+
+        from h2okv.evaluation.lm_eval.model import H2OLM
+
+        options = setting.options(subject.config) | {"seed": seed}
+        if not setting.is_full:
+            options["prefill_chunk"] = self.chunk or options["prefill_chunk"]
+        attention = subject.config._attn_implementation
+        with self._quietly():
+            model = H2OLM(
+                subject.model,
+                tokenizer=subject.tokenizer,
+                batch_size=self.batch_size,
+                **({} if self.chunk in (None, 1) or setting.is_full else {"protocol": "whole"}),
+                **options,
+            )
+            try:
+                found: Any = simple_evaluate(
+                    model,
+                    tasks=[self._task_name],
+                    num_fewshot=self.shots,
+                    limit=self.limit,
+                    use_cache=str(self._store(setting, seed)),
+                    task_manager=self._manager(),
+                    fewshot_random_seed=_FEWSHOT_SEED + seed,
+                    log_samples=False,
+                )
+            finally:
+                subject.model.set_attn_implementation(attention)
+        scores = {
+            name.removesuffix(",none"): value
+            for name, value in found["results"][self._task_name].items()
+            if name.endswith(",none") and isinstance(value, float)
+        }
+        yield {0: {**scores, "documents": found["n-samples"][self._task_name]["effective"]}}
+
+    def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
+        """Returns the harness's scores with its standard errors."""
+        result = results[0]
+        return {
+            name: Score(value, result.get(f"{name}_stderr"))
+            for name, value in result.items()
+            if name != "documents" and not name.endswith("_stderr")
+        }
+
+    def size(self, results: Mapping[int, Result]) -> int:
+        """Returns how many documents the scores are made of."""
+        return int(results[0]["documents"])
+
+    @property
+    def _task_name(self) -> str:
+        return f"{PREFIX}{self.name}" if self.own else self.name
+
+    def _manager(self) -> Any:
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_path=str(TASKS), include_defaults=not self.own)
+
+    def _store(self, setting: CacheSetting, seed: int) -> Path:
+        name = "-".join(
+            str(part) for part in (self.name, self.shots, *setting.identity().values(), seed)
+        )
+        return self.work / "".join(c if c.isalnum() or c in "-.%" else "_" for c in name)
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Names the data folder to the tasks, and keeps the harness's bars and remarks back."""
+        from lm_eval import evaluator
+
+        logger = logging.getLogger("lm_eval")
+        level, before = logger.level, os.environ.get(DATA_VARIABLE)
+        logger.setLevel(logging.ERROR)
+        if self.data is not None:
+            os.environ[DATA_VARIABLE] = str(self.data)
+        init = tqdm.__init__
+
+        def silent(bar: tqdm, *args: Any, **options: Any) -> None:
+            init(bar, *args, **{**options, "disable": True})
+
+        # What the harness would find out about the machine takes seconds and is not used here.
+        places = (
+            (tqdm, "__init__", silent),
+            (evaluator, "add_env_info", lambda results: None),
+            (evaluator, "get_git_commit_hash", lambda: ""),
+        )
+        kept = [getattr(owner, name) for owner, name, _ in places]
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            for (owner, name, _), value in zip(places, kept, strict=True):
+                setattr(owner, name, value)
+            logger.setLevel(level)
+            if self.data is not None:
+                os.environ.pop(DATA_VARIABLE)
+                if before is not None:
+                    os.environ[DATA_VARIABLE] = before

@@ -1,0 +1,129 @@
+"""RULER-style recall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.evaluation.generate import Prompt, answer_question
+from h2okv.evaluation.task import Length, Score, Task, TooLong, fitting, mean
+from h2okv.provenance import digest
+from h2okv.records import Result, read_objects
+
+Knowledge = Literal["known", "unknown"]
+KNOWLEDGE: tuple[Knowledge, ...] = ("known", "unknown")
+MOST_TOKENS = 128
+"""What RULER (arXiv 2404.06654) allows an answer of its needle tasks."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text.
+
+    Attributes:
+        context: The text.
+        question: What is asked, with the line end before it.
+        answers: What must stand in the answer.
+        where: The sample, for messages.
+    """
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    where: str
+
+
+def read_ruler(path: Path) -> list[Question]:
+    """Reads a file of RULER (arXiv 2404.06654), as its scripts write it."""
+    questions = []
+    for line in read_objects(path, "an object with input and outputs"):
+        context, end, question = line.text("input").rpartition("\n")
+        if not context.strip() or not question.strip():
+            raise ValueError(
+                f"{line.where}: field input has no last line that asks about the text before it;"
+                " give RULER's form"
+            )
+        questions.append(Question(context, end + question, line.texts("outputs"), line.where))
+    return questions
+
+
+class Recall(Task):
+    """Questions about long texts, each with a cache of its own."""
+
+    metrics = ("string_match",)
+
+    def __init__(
+        self,
+        name: str,
+        questions: Sequence[Question],
+        knowledge: Knowledge,
+        limit: int | None = None,
+        too_long: TooLong = "refuse",
+        max_new_tokens: int = MOST_TOKENS,
+    ) -> None:
+        for option, value in (("limit", limit), ("max-new-tokens", max_new_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"--{option} {value} is too few; give 1 or more")
+        self.name = name
+        self.columns = {"question": knowledge}
+        self.questions = questions[:limit]
+        self.knowledge = knowledge
+        self.too_long = too_long
+        self.max_new_tokens = max_new_tokens
+        self._match = load_string_match()
+        self._all = questions
+        self._encoded: list[tuple[list[int], list[int]]] = []
+        self._samples: Sequence[int] = ()
+
+    def identity(self) -> Mapping[str, Any]:
+        """Names the questions and how they are asked."""
+        content = repr([(q.context, q.question, q.answers) for q in self._all])
+        return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
+
+    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
+        """Makes texts and questions tokens, each on its own, so that both ways read the same."""
+        self._encoded = [
+            (subject.encode(q.context), subject.encode(q.question, special=False))
+            for q in self.questions
+        ]
+        lengths = [
+            Length(len(context) + len(question) + self.max_new_tokens, q.where)
+            for (context, question), q in zip(self._encoded, self.questions, strict=True)
+        ]
+        self._samples = fitting(subject, settings, lengths, self.too_long)
+
+    def samples(self) -> Sequence[int]:
+        """Returns the numbers of the questions that are asked."""
+        return self._samples
+
+    def run(
+        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+    ) -> Iterator[dict[int, Result]]:
+        """Asks questions."""
+        for sample in samples:
+            context, question = self._encoded[sample]
+            prompt = Prompt(question, self.max_new_tokens, ("\n",))
+            known = self.knowledge == "known"
+            answer = answer_question(subject, setting, context, prompt, known, seed)
+            expected = self.questions[sample].answers
+            score = self._match([answer.text], [list(expected)])
+            yield {sample: {"string_match": score, "text": answer.text, "expected": expected}}
+
+    def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
+        """Averages RULER's score over the questions."""
+        return {"string_match": mean(results, "string_match")}
+
+
+def load_string_match() -> Callable[[list[str], list[list[str]]], float]:
+    """Finds RULER's score in lm-evaluation-harness."""
+    try:
+        from lm_eval.tasks.ruler.common_utils import string_match_all
+    except ImportError as error:
+        raise ValueError(
+            "recall is scored by lm-evaluation-harness, which is not installed; pip install"
+            " 'h2okv[eval]'"
+        ) from error
+    return string_match_all
