@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import h2okv
 from h2okv.engine.assembly import assemble
 from h2okv.engine.checkpoint_files import CheckpointFiles
-from h2okv.engine.conversion import convert, converted_path
+from h2okv.engine.conversion import convert, converted_path, read_converted
 from h2okv.engine.placement import Placement, place_by_shares
 from h2okv.engine.runner import Limits
 from h2okv.engine.skeleton import make_skeleton
-from h2okv.engine.weight_map import NeedsConversion, map_weights
+from h2okv.engine.weight_map import NeedsConversion, map_weights, untie_if_stored_apart
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
@@ -37,18 +37,18 @@ def save_family(family, folder):
     AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
 
 
-def stream(folder, placement, converted=None):
+def stream(folder, placement, converted=None, dtype=torch.float32):
     """The model in the folder with some of its weights on the disk."""
-    skeleton = make_skeleton(AutoConfig.from_pretrained(folder), torch.float32, str(folder))
     files = CheckpointFiles.in_folder(folder)
+    skeleton = make_skeleton(AutoConfig.from_pretrained(folder), dtype, str(folder))
+    skeleton = untie_if_stored_apart(skeleton, files)
     try:
         found = map_weights(skeleton, files)
     except NeedsConversion:
         path = converted_path(converted or folder / "converted", files, skeleton)
         if not path.exists():
             convert(skeleton, files, path)
-        files = CheckpointFiles([path])
-        found = map_weights(skeleton, files)
+        files, found = read_converted(path, skeleton)
     return assemble(skeleton, files, found, placement(len(skeleton.units)), CPU)
 
 

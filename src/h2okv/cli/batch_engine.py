@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 import h2okv
 from h2okv.cli.batch_request import BatchRequest
 from h2okv.cli.console import StageProgress
-from h2okv.cli.streamed_model import OpenModel, checkpoint_folder, make_planner, open_model
+from h2okv.cli.streamed_model import (
+    OpenModel,
+    checkpoint_folder,
+    make_planner,
+    open_model,
+    write_anew,
+)
 from h2okv.engine.assembly import Assembled, assemble
 from h2okv.engine.demand import Demand, demand_of
 from h2okv.engine.job import Job
@@ -106,9 +112,7 @@ def make_engine(
         )
     if request.memory is not None:
         give_memory_back()
-    opened = open_model(
-        described, request.dtype, request.device, request.converted, request.weight_bits
-    )
+    opened = open_model(described, request.dtype, request.device, request.weight_bits)
     return _streamed(request, opened, job, make_cache)
 
 
@@ -120,17 +124,13 @@ def _streamed(
 ) -> Engine:
     lengths = measure_prompts(job)
     cache = make_cache()
-    new = request.sampling.max_new_tokens
-    work = _workload(lengths, new)
-    planner = make_planner(opened, cache, work, request.memory)
-    caches = own_memory(request.cache_shares, request.device)
-    most = planner.longest_that_fits(request.shares, caches)
-    if most < work.longest:
-        fitting = [length for length in lengths if length <= most]
-        if fitting:
-            planner = planner.with_work(_workload(fitting, new))
-        # Without any, the planner says what would be needed.
-    plan = planner.choose(request.rows, request.shares, caches)
+    plan, most = _choose(request, opened, lengths, cache)
+    if opened.found is None:
+        # Only now: what does not fit was refused before anything is written. And once more: what
+        # writing has left in memory counts.
+        opened = write_anew(opened, request.converted)
+        plan, most = _choose(request, opened, lengths, cache)
+    assert opened.found is not None
     store = _store(request, plan, cache)
     assembled = assemble(
         opened.skeleton,
@@ -150,6 +150,20 @@ def _streamed(
         bytes_of=_sizes(opened.demand(cache), cache, 1 - plan.cache_shares.get("device", 0.0)),
     )
     return Engine(opened.skeleton.model, assembled.passing, limits, most, plan, assembled, store)
+
+
+def _choose(
+    request: BatchRequest, opened: OpenModel, lengths: list[int], cache: h2okv.H2OCache
+) -> tuple[Plan, int]:
+    """The plan, and the tokens of the longest prompt that it has room for."""
+    new = request.sampling.max_new_tokens
+    planner = make_planner(opened, cache, _workload(lengths, new), request.memory)
+    caches = own_memory(request.cache_shares, request.device)
+    most = planner.longest_that_fits(request.shares, caches)
+    if fitting := [length for length in lengths if length <= most]:
+        planner = planner.with_work(_workload(fitting, new))
+    # Without any, the planner says what would be needed.
+    return planner.choose(request.rows, request.shares, caches), most
 
 
 def _store(request: BatchRequest, plan: Plan, cache: h2okv.H2OCache) -> TieredStore | None:

@@ -89,7 +89,7 @@ def plan(
     if promised is not None:
         give_memory_back()
     bits = check_weight_bits(weight_bits)
-    opened = open_model(described, parse_dtype(dtype), wanted_device, None, bits)
+    opened = open_model(described, parse_dtype(dtype), wanted_device, bits)
     demand = opened.demand(empty)
     room = find_room(wanted_device, promised)
     speeds = measure_speeds(opened, demand, room)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ import h2okv
 from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.cli.console import StageProgress
 from h2okv.engine.checkpoint_files import CheckpointFiles, Stored
-from h2okv.engine.conversion import convert, converted_path
+from h2okv.engine.conversion import convert, converted_path, read_converted
 from h2okv.engine.demand import Demand, demand_of
 from h2okv.engine.memory import available_bytes, data_bytes
 from h2okv.engine.packed_layers import pack_layers
 from h2okv.engine.planner import Planner, Room, Workload
 from h2okv.engine.skeleton import Skeleton, make_skeleton
 from h2okv.engine.speeds import Speeds, measure_disk, measure_link, measure_products
-from h2okv.engine.weight_map import NeedsConversion, lay_out, map_weights
+from h2okv.engine.weight_map import (
+    NeedsConversion,
+    lay_out,
+    map_weights,
+    untie_if_stored_apart,
+)
 from h2okv.integration.loading import BUNDLED, Described
 
 _SPARE = 0.9
@@ -37,14 +42,14 @@ class OpenModel:
     Attributes:
         skeleton: The model and its parts.
         files: The checkpoint, or what it was converted to.
-        found: Where each parameter lies.
         device: Where it will compute.
+        found: Where each parameter lies; None if the weights must be written anew to be streamed.
     """
 
     skeleton: Skeleton
     files: CheckpointFiles
-    found: dict[str, Stored]
     device: torch.device
+    found: dict[str, Stored] | None
 
     def demand(self, cache: h2okv.H2OCache) -> Demand:
         """The sizes that memory depends on."""
@@ -56,17 +61,15 @@ def open_model(
     described: Described,
     dtype: torch.dtype | None,
     device: torch.device,
-    converted: Path | None,
     weight_bits: int | None = None,
 ) -> OpenModel:
-    """Opens a checkpoint for streaming; writes it anew first if it must be.
+    """Opens a checkpoint for streaming; writes nothing.
 
     Args:
         described: From `describe`.
         dtype: Of the weights; None for the checkpoint's own, and for the bundled model on a CPU
             float32, as everywhere.
         device: Where it will compute.
-        converted: Where converted checkpoints are kept; None for the user's cache folder.
         weight_bits: 8 or 4 for the layers' weights in so many bits; None leaves them.
 
     Returns:
@@ -79,7 +82,7 @@ def open_model(
     files = CheckpointFiles.in_folder(folder)
     if dtype is None:
         dtype = torch.float32 if _is_small(described, device) else _own_dtype(described, files)
-    skeleton = make_skeleton(described.config, dtype, str(folder))
+    skeleton = untie_if_stored_apart(make_skeleton(described.config, dtype, str(folder)), files)
     if weight_bits is not None:
         skeleton = pack_layers(skeleton, weight_bits, device)
     try:
@@ -87,14 +90,30 @@ def open_model(
         for unit in skeleton.units:
             lay_out(unit, found)
     except NeedsConversion:
-        path = converted_path(converted or _cache_folder(), files, skeleton)
-        if not path.exists():
-            with StageProgress("writing the weights in the order of the layers") as progress:
-                convert(skeleton, files, path, progress.show)
-        files.close()
-        files = CheckpointFiles([path])
-        found = map_weights(skeleton, files)
-    return OpenModel(skeleton, files, found, device)
+        return OpenModel(skeleton, files, device, None)
+    return OpenModel(skeleton, files, device, found)
+
+
+def write_anew(opened: OpenModel, folder: Path | None) -> OpenModel:
+    """Opens a copy of the weights that can be streamed; makes it if it is not there.
+
+    Args:
+        opened: A model whose files cannot be streamed as they are.
+        folder: Where such copies are kept; None for the user's cache folder.
+
+    Returns:
+        The model with the copy.
+
+    Raises:
+        ValueError: If it cannot be written, or the checkpoint is incomplete.
+    """
+    path = converted_path(folder or _cache_folder(), opened.files, opened.skeleton)
+    if not path.exists():
+        with StageProgress("writing the weights in the order of the layers") as progress:
+            convert(opened.skeleton, opened.files, path, progress.show)
+    opened.files.close()
+    files, found = read_converted(path, opened.skeleton)
+    return replace(opened, files=files, found=found)
 
 
 def checkpoint_folder(described: Described) -> Path:

@@ -15,7 +15,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100 << 20
 """What the format allows; more is no header."""
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -107,9 +107,9 @@ class CheckpointFiles:
             os.close(self._descriptors.pop())
 
     @property
-    def identity(self) -> list[tuple[str, int]]:
-        """Names and sizes of the files."""
-        return [(path.name, size) for path, (size, _) in zip(self.paths, self._seen, strict=True)]
+    def identity(self) -> list[tuple[str, int, int]]:
+        """Names, sizes and times of the last change of the files."""
+        return [(path.name, *seen) for path, seen in zip(self.paths, self._seen, strict=True)]
 
     def read_into(self, file: int, start: int, target: memoryview) -> None:
         """Reads bytes; safe in any thread.
@@ -181,7 +181,7 @@ class CheckpointFiles:
 
 def _stored(file: int, base: int, entry: dict[str, Any]) -> Stored:
     start, end = entry["data_offsets"]
-    return Stored(file, base + start, end - start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    return Stored(file, base + start, end - start, DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
 
 def _state(descriptor: int) -> tuple[int, int]:

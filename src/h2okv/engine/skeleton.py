@@ -98,9 +98,19 @@ class Skeleton:
     rest: tuple[Slot, ...]
 
     @property
+    def slots(self) -> list[Slot]:
+        """All parameters; tied weights are there twice, once for each place."""
+        return [self.table, *self.rest, *(slot for unit in self.units for slot in unit.slots)]
+
+    @property
     def is_tied(self) -> bool:
         """Whether the head's weights are the embedding's."""
         return any(slot.name == self.table.name for slot in self.units[-1].slots)
+
+    @property
+    def head_name(self) -> str:
+        """What the head's weight is called where it is not the embedding's."""
+        return f"{self.units[-1].name}.weight"
 
 
 def make_skeleton(config: PreTrainedConfig, dtype: torch.dtype, source: str) -> Skeleton:
