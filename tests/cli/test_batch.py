@@ -205,20 +205,30 @@ def processes():
     return context
 
 
-def test_killed_again_and_again(processes, job, model_folder, tmp_path):
-    prompts = write_prompts(tmp_path / "in.jsonl", 100)
-    _, expected = job(prompts, "--batch", 2, output="whole.jsonl")
-    output = tmp_path / "killed.jsonl"
-    args = ("batch", "--model", model_folder, "--input", prompts, "--output", output,
-            "--max-new-tokens", STEPS, "--batch", 2)  # fmt: skip
+@pytest.mark.parametrize(("count", "weights"), [(100, "device"), (40, "disk")])
+def test_killed_again_and_again(processes, h2okv_command, save_model, tmp_path, count, weights):
+    prompts = write_prompts(tmp_path / "in.jsonl", count)
+    output, copies = tmp_path / "killed.jsonl", tmp_path / "copies"
+    # From the disk in another dtype and tied, so that a kill may hit the conversion too.
+    model = save_model(tie_word_embeddings=weights == "disk")
+    args = ["batch", "--model", model, "--input", prompts, "--max-new-tokens", STEPS,
+            "--batch", 2]  # fmt: skip
+    if weights == "disk":
+        args += ["--dtype", "bfloat16", "--weights", "disk"]
+    assert h2okv_command(*args, "--output", tmp_path / "whole.jsonl").code == 0
+    args += ["--output", output]
+    if weights == "disk":
+        args += ["--converted", copies]
     generator = random.Random(0)
     kills = 0
-    for _ in range(40):
+    for turn in range(40):
         child = processes.Process(target=run_quietly, args=(args,))
         child.start()
         # Let it begin, then strike at a random moment between two results or within one.
         size = size_of(output) + generator.randint(1, 2500)
-        while child.is_alive() and size_of(output) < size:
+        # The first few of the disk's before there are any: while weights are copied and measured.
+        end = time.monotonic() + (generator.random() if weights == "disk" and turn < 4 else 60)
+        while child.is_alive() and size_of(output) < size and time.monotonic() < end:
             time.sleep(0.0005)
         time.sleep(generator.random() * 0.01)
         child.kill()
@@ -226,11 +236,17 @@ def test_killed_again_and_again(processes, job, model_folder, tmp_path):
         if child.exitcode == 0:
             break
         kills += 1
-        for line in output.read_bytes().splitlines(keepends=True)[:-1]:
-            json.loads(line)
+        if output.exists():
+            for line in output.read_bytes().splitlines(keepends=True)[:-1]:
+                json.loads(line)
     assert child.exitcode == 0
     assert kills
-    assert read(output) == expected
+    assert read(output) == read(tmp_path / "whole.jsonl")
+    if weights == "disk":
+        assert len(list(copies.iterdir())) == 1
+        in_memory = [*args[:-6], "--output", tmp_path / "memory.jsonl"]
+        assert h2okv_command(*in_memory).code == 0
+        assert read(tmp_path / "memory.jsonl") == read(output)
 
 
 def size_of(path: Path) -> int:

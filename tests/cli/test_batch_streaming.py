@@ -129,6 +129,54 @@ def test_int4_weights(job, model_folder, tmp_path):
     assert "--dtype bfloat16" in error and "--weight-bits 8" in error
 
 
+@pytest.fixture
+def cache_home(tmp_path, monkeypatch):
+    """Where copies of weights go at the defaults."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "h2okv" / "weights"
+
+
+@pytest.fixture(scope="module")
+def stored_in_bf16(tmp_path_factory, save_model):
+    def save(tied):
+        folder = save_model(tie_word_embeddings=tied)
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        return folder
+
+    return {"bundled": "bundled", "tied": save(True), "untied": save(False)}
+
+
+DTYPES = [("bundled", ()), ("tied", ()), ("untied", ())]
+DTYPES += [(name, ("--dtype", "float32")) for name in ("tied", "untied")]
+DTYPES += [("bundled", ("--dtype", "bfloat16"))]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
+def test_otherwise_at_the_defaults(job, h2okv_command, stored_in_bf16, cache_home, name, dtype):
+    model = stored_in_bf16[name]
+    planned = h2okv_command("plan", model, *dtype)
+    assert planned.code == 0, planned
+    assert "new tokens/s" in planned.out
+    assert not cache_home.exists()  # a plan writes nothing
+    _, expected = job(model, *dtype, output="memory.jsonl")
+    memory = ("--memory", data_bytes() + (2 << 30))
+    for number, args in enumerate((memory, ("--weights", "disk"))):
+        summary, records = job(model, *dtype, *args, output=f"{number}.jsonl")
+        assert records == expected
+        assert summary["predicted"] > 0
+    needs_copy = name == "bundled" and not dtype or "float32" in dtype
+    assert cache_home.exists() == needs_copy
+
+
+def test_too_little_memory_is_refused_before_weights_are_written_anew(
+    job, model_folder, cache_home
+):
+    options = ("--dtype", "bfloat16", "--memory", "1MiB")
+    assert "is too little" in job(model_folder, *options, code=2)[0]
+    assert not cache_home.exists()
+
+
 def test_no_room_for_the_conversion(job, model_folder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
@@ -146,6 +194,10 @@ BAD = {
     "no place for the cache": (("--cache", "disk"), ("--cache 'disk'", "device, cpu, file")),
     "no folder for the cache": (
         ("--cache", "file", "--cache-folder", "/nowhere"),
+        ("no file for the cache can be made in '/nowhere'", "--cache-folder"),
+    ),
+    "a folder that is not needed, and not there": (
+        ("--cache-folder", "/nowhere"),
         ("no file for the cache can be made in '/nowhere'", "--cache-folder"),
     ),
     "next to nothing": (("--memory", "1MiB"), ("--memory 1MiB is too little", "give more")),

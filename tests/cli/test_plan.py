@@ -1,10 +1,13 @@
 """`h2okv plan`: a decision that fits, from measured speeds."""
 
 import json
+import re
 
 import pytest
 
+import h2okv.cli.plan
 from h2okv.engine.memory import data_bytes
+from h2okv.engine.speeds import Speeds
 
 
 @pytest.fixture
@@ -54,6 +57,29 @@ def test_on_the_disk_if_told(plan):
     assert made["placement"] == {"disk": 3}
     assert made["rows"] == 3
     assert made["forecast"]["step"]["weights"] > 0
+
+
+SLOW = Speeds(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5)))
+
+
+def test_a_first_result_that_is_far_off(plan, h2okv_command, model_folder, monkeypatch):
+    monkeypatch.setattr(h2okv.cli.plan, "measure_speeds", lambda *_: SLOW)
+    assert "0.0004 GFLOP/s at 8 rows" in plan()
+    args = ("plan", model_folder, "--prompt", 50, "--gen", 5, "--weights", "disk", "--json")
+    outcome = h2okv_command(*args)
+    first = json.loads(outcome.out)["forecast"]["first_seconds"]
+    assert first > 120
+    said = re.fullmatch(
+        r"the first result comes after about (.+); --batch (\d+) gives one after .+ s, with .+ new"
+        r" tokens/s in place of .+\n",
+        outcome.err,
+    )
+    assert said[1] in (f"{first / 60:.0f} min", f"{first / 3600:.1f} h")
+    sooner = h2okv_command(*args, "--batch", said[2])
+    assert json.loads(sooner.out)["forecast"]["first_seconds"] <= 60
+    assert sooner.err == ""
+    more = h2okv_command(*args, "--batch", int(said[2]) + 2)
+    assert "the first result comes after" in more.err
 
 
 BAD = {

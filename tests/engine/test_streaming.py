@@ -1,5 +1,7 @@
 """Weights from the disk give what weights in memory give, for every family, to the last bit."""
 
+import fcntl
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
+from h2okv.engine import conversion
 from h2okv.engine.assembly import assemble
 from h2okv.engine.checkpoint_files import CheckpointFiles
 from h2okv.engine.conversion import convert, converted_path, read_converted
@@ -149,6 +152,148 @@ def test_scattered_and_half_precision_checkpoints_are_converted_once(
         assembled.close()
         assert made == expected
         assert len(list(kept.iterdir())) == 1
+
+
+def converted_texts(folder, dtype, make_sequences, run_engine, kept):
+    """What a checkpoint gives in a dtype, streamed and held in memory alike."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    expected = run_engine(model, make_sequences(LENGTHS))
+    for placement in (everything_on_disk, mixed):
+        assembled = stream(folder, placement, kept, dtype)
+        model = assembled.skeleton.model
+        made = run_engine(model, make_sequences(LENGTHS), passing=assembled.passing)
+        assembled.close()
+        assert made == expected
+    return expected
+
+
+DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("stored", "run"), DTYPES, ids=["to fp32", "to bf16"])
+def test_another_dtype(make_llama, tmp_path, make_sequences, run_engine, tied, stored, run):
+    make_llama(tie_word_embeddings=tied).to(stored).save_pretrained(tmp_path)
+    converted_texts(tmp_path, run, make_sequences, run_engine, tmp_path / "kept")
+    (path,) = (tmp_path / "kept").iterdir()
+    assert ("lm_head.weight" in load_file(path)) is not tied
+
+
+def test_buffers_of_the_checkpoint_are_converted_too(tmp_path, make_sequences, run_engine):
+    (family,) = [own for own in FAMILIES if own.name == "Apertus"]
+    save_family(family, tmp_path)
+    texts = []
+    for factor in (1, 20):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        for name, buffer in model.named_buffers():
+            if name.endswith("act_fn.beta"):
+                buffer *= factor
+        folder = tmp_path / str(factor)
+        model.save_pretrained(folder)
+        texts.append(
+            converted_texts(folder, torch.float32, make_sequences, run_engine, folder / "kept")
+        )
+    assert texts[0] != texts[1]
+
+
+def test_nothing_is_left_in_the_model_after_it_was_converted(make_llama, tmp_path):
+    make_llama(tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path)
+    skeleton = make_skeleton(AutoConfig.from_pretrained(tmp_path), torch.float32, str(tmp_path))
+    convert(skeleton, CheckpointFiles.in_folder(tmp_path), tmp_path / "new.safetensors")
+    assert {p.device.type for p in skeleton.model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
+def test_tied_weights_that_are_stored_as_the_heads(
+    make_llama, tmp_path, make_sequences, run_engine, run
+):
+    make_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    converted_texts(tmp_path, run, make_sequences, run_engine, tmp_path / "kept")
+
+
+@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
+def test_a_head_that_is_stored_apart_although_the_config_ties_it(
+    make_llama, tmp_path, make_sequences, run_engine, run
+):
+    texts = []
+    for same in (True, False):
+        folder = tmp_path / str(same)
+        make_llama(tie_word_embeddings=True).save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        table = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = table.clone() if same else table.flip(0).contiguous()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        kept = folder / "kept"
+        texts.append(converted_texts(folder, run, make_sequences, run_engine, kept))
+    assert texts[0] != texts[1]
+
+
+def test_other_weights_of_the_same_size_are_converted_again(
+    make_llama, tmp_path, make_sequences, run_engine
+):
+    texts = []
+    for seed in (0, 1):
+        make_llama(seed=seed).save_pretrained(tmp_path)
+        kept = tmp_path / "kept"
+        texts.append(converted_texts(tmp_path, torch.bfloat16, make_sequences, run_engine, kept))
+    assert texts[0] != texts[1]
+
+
+def test_a_killed_process_leaves_nothing_for_ever(llama_folder, tmp_path):
+    files = CheckpointFiles.in_folder(llama_folder)
+    skeleton = make_skeleton(
+        AutoConfig.from_pretrained(llama_folder), torch.bfloat16, str(llama_folder)
+    )
+    path = tmp_path / "model[1].safetensors"
+    killed, busy, other = (tmp_path / f"{name}.safetensors.{number}.tmp" for name, number in (
+        ("model[1]", 7), ("model[1]", 8), ("model", 9)))  # fmt: skip
+    for draft in (killed, busy, other):
+        draft.write_bytes(b"0123")
+    with busy.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        convert(skeleton, files, path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, busy, other])
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    llama_folder, tmp_path, monkeypatch
+):
+    files = CheckpointFiles.in_folder(llama_folder)
+    skeleton = make_skeleton(
+        AutoConfig.from_pretrained(llama_folder), torch.bfloat16, str(llama_folder)
+    )
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ValueError, match="No space left on device.*give another --converted"):
+        convert(skeleton, files, tmp_path / "new.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_copy_is_not_blamed_on_the_model(make_llama, tmp_path):
+    make_llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    kept = tmp_path / "kept"
+    stream(tmp_path, everything_on_disk, kept).close()
+    (path,) = kept.iterdir()
+    os.truncate(path, path.stat().st_size - 9)
+    with pytest.raises(ValueError, match=f"'{path}', a copy of the weights.*delete it"):
+        stream(tmp_path, everything_on_disk, kept)
+
+
+def test_a_failure_of_ours_is_not_blamed_on_the_model(make_llama, tmp_path, monkeypatch):
+    make_llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    load = conversion.convert_and_load_state_dict_in_model
+
+    def fail(model, part, config):
+        info, rest = load(model, {}, config)
+        info.missing_keys.clear()
+        return info, rest
+
+    monkeypatch.setattr(conversion, "convert_and_load_state_dict_in_model", fail)
+    with pytest.raises(ValueError, match="is in the weights, but.*give --weights device"):
+        stream(tmp_path, everything_on_disk)
 
 
 @pytest.mark.parametrize("change", ["cut off", "written anew"])

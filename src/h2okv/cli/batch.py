@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -141,6 +142,11 @@ def batch(
         weight_bits=check_weight_bits(weight_bits),
         keep_pages=keep_pages,
     )
+    if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
+        raise ValueError(
+            f"no file for the cache can be made in '{cache_folder}'; give another --cache-folder,"
+            " one that exists"
+        )
     check_copies("--actors", actors, ray, device)
     if ray:
         check_whole(request)

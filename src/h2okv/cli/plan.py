@@ -29,13 +29,16 @@ from h2okv.cli.batch import (
 )
 from h2okv.cli.batch_engine import own_memory
 from h2okv.cli.streamed_model import find_room, measure_speeds, open_model
-from h2okv.console import format_bytes, write_text
+from h2okv.console import format_bytes, write_remark, write_text
 from h2okv.engine.memory import give_memory_back, parse_memory
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.planner import Plan, Planner, Workload
 from h2okv.engine.speeds import Speeds
 from h2okv.engine.tiers import CACHE_PLACES
 from h2okv.integration.loading import BUNDLED, describe
+
+_PATIENCE = 60.0
+"""Seconds until the first result, above which the user hears of it."""
 
 HELP = """Plan a job: where the weights go, how many prompts together, and the speed to expect.
 
@@ -95,12 +98,40 @@ def plan(
     speeds = measure_speeds(opened, demand, room)
     work = Workload(typical=prompt, longest=prompt, new=gen, prompts=prompts)
     planner = Planner(opened.skeleton, demand, empty, speeds, room, work, wanted_device)
-    chosen = planner.choose(parse_rows(batch), shares, own_memory(cache_shares, wanted_device))
+    rows, caches = parse_rows(batch), own_memory(cache_shares, wanted_device)
+    chosen = planner.choose(rows, shares, caches)
     if json:
         write_text(json_format.dumps(_as_json(chosen, speeds, room.used)) + "\n")
     else:
         _show(chosen, speeds, room.used)
+    if chosen.forecast.first_seconds > _PATIENCE:
+        write_remark(_warning(chosen, planner.sooner(chosen, _PATIENCE, shares, caches)))
     return 0
+
+
+def _warning(chosen: Plan, sooner: Plan | None) -> str:
+    """Says that the first result is far off, and with which batch it is not."""
+    first, speed = chosen.forecast.first_seconds, chosen.forecast.tokens_per_second
+    text = f"the first result comes after about {_duration(first)}"
+    if sooner is None:
+        return text
+    return (
+        f"{text}; --batch {sooner.rows} gives one after {_duration(sooner.forecast.first_seconds)},"
+        f" with {_number(sooner.forecast.tokens_per_second)} new tokens/s in place of"
+        f" {_number(speed)}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"
+
+
+def _number(value: float) -> str:
+    """Three digits of a small number, all before the point of a large one."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _as_json(chosen: Plan, speeds: Speeds, used: int) -> dict[str, Any]:
@@ -138,15 +169,19 @@ def _show(chosen: Plan, speeds: Speeds, used: int) -> None:
         ("", ""),
         ("measured: disk", f"{speeds.disk / 1e9:.2f} GB/s"),
         ("memory", f"{speeds.memory / 1e9:.2f} GB/s"),
-        ("products", ", ".join(f"{r / 1e9:.0f} GFLOP/s at {n} rows" for n, r in speeds.products)),
+        (
+            "products",
+            ", ".join(f"{_number(r / 1e9)} GFLOP/s at {n} rows" for n, r in speeds.products),
+        ),
         ("", ""),
         ("a step: weights", f"{step.weights:.3f} s"),
         ("caches", f"{step.cache:.3f} s"),
         ("computing", f"{step.compute:.3f} s"),
         ("the longest counts", f"{step.seconds:.3f} s ({step.limit})"),
         ("reading the prompts", f"{chosen.forecast.prompt_seconds:.1f} s for each batch"),
-        ("while decoding", f"{chosen.forecast.decode_tokens_per_second:,.1f} tokens/s"),
-        ("prompts included", f"{chosen.forecast.tokens_per_second:,.1f} new tokens/s"),
+        ("the first result", f"after {_duration(chosen.forecast.first_seconds)}"),
+        ("while decoding", f"{_number(chosen.forecast.decode_tokens_per_second)} tokens/s"),
+        ("prompts included", f"{_number(chosen.forecast.tokens_per_second)} new tokens/s"),
     ]
     for row in rows:
         table.add_row(*row)

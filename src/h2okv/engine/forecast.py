@@ -63,12 +63,14 @@ class Forecast:
     Attributes:
         step: Of one decode step.
         prompt_seconds: Reading the prompts of one batch.
+        first_seconds: Until the first results are there.
         decode_tokens_per_second: Of steps alone.
         tokens_per_second: New tokens over the whole time, prompts included.
     """
 
     step: Step
     prompt_seconds: float
+    first_seconds: float
     decode_tokens_per_second: float
     tokens_per_second: float
 
@@ -108,6 +110,8 @@ def forecast(
     return Forecast(
         step=step,
         prompt_seconds=prompt_seconds,
+        # A pass brings each prompt that is under way a token, also while others are still read.
+        first_seconds=prompt_seconds * min(1.0, new / passes) + max(0, new - passes) * step.seconds,
         decode_tokens_per_second=rows / step.seconds if step.seconds else 0.0,
         tokens_per_second=rows * new / total if total else 0.0,
     )

@@ -175,6 +175,37 @@ class Planner:
             raise self._too_little(candidates[0], shares, cache_shares)
         return best
 
+    def sooner(
+        self,
+        plan: Plan,
+        seconds: float,
+        shares: dict[str, float] | None = None,
+        cache_shares: dict[str, float] | None = None,
+    ) -> Plan | None:
+        """Finds the largest batch whose first results are there in a given time.
+
+        Args:
+            plan: From `choose`.
+            seconds: The time.
+            shares: Where weights go; ``None`` for what is best.
+            cache_shares: Where keys and values go; ``None`` for what is best.
+
+        Returns:
+            Its plan, or that of one prompt at a time if none is so quick; ``None`` if that is not
+            sooner by half.
+        """
+        found = None
+        for rows in reversed([own for own in self._candidates() if own < plan.rows]):
+            try:
+                found = self.choose(rows, shares, cache_shares)
+            except ValueError:
+                continue
+            if found.forecast.first_seconds <= seconds:
+                break
+        if found is None or found.forecast.first_seconds > plan.forecast.first_seconds / 2:
+            return None
+        return found
+
     def _best(
         self, candidates: list[int], shares: dict[str, float] | None, caches: dict[str, float]
     ) -> Plan | None:
