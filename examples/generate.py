@@ -1,13 +1,14 @@
-"""The five lines: a model, an H2O cache, and generate. Run with a model's path, or none."""
+"""The five lines: a model, an H2O cache, and generate. Run with a model's name, or none."""
 
 import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
-from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.assets import sample_prompt
+from h2okv.integration.models import resolve_model
 
-path = sys.argv[1] if len(sys.argv) > 1 else bundled_model_path()
+path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "bundled")
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
 inputs = tokenizer(sample_prompt(), return_tensors="pt", truncation=True, max_length=900)

@@ -22,10 +22,11 @@ from h2okv.analysis.study import LEAST_TOKENS, MOST_TOKENS, make_sample
 from h2okv.analysis.viewer.reading import Reader, budget_tokens, check_choice
 from h2okv.analysis.viewer.server import HOST, Desk, build_page, make_server
 from h2okv.assets import sample_prompt
-from h2okv.cli.args import DTYPES, POLICY_HELP, parse_device, parse_dtype
+from h2okv.cli.args import DTYPES, POLICY_HELP, Model, parse_device, parse_dtype
 from h2okv.cli.generate import read_prompt
 from h2okv.console import INTERRUPTED, write_remark, write_text
-from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
+from h2okv.integration.loading import Described, describe, load_weights
+from h2okv.integration.models import BUNDLED
 
 HELP = """Measure what the paper observed, on your model and text, and write a report.
 
@@ -44,7 +45,7 @@ _STEPS_PER_MEASUREMENT = 100
 
 def analyze(
     out: Annotated[Path, typer.Option(help="The folder that the report is written to.")],
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     text: Annotated[
         Path | None, typer.Option(help="A text file; by default the opening of a novel.")
     ] = None,
@@ -155,7 +156,7 @@ _SHORT_PROMPT = 6000
 
 
 def view(
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     text: Annotated[
         Path | None, typer.Option(help="A text file; by default the opening of a novel.")
     ] = None,

@@ -28,6 +28,7 @@ from h2okv.cli.env import HELP as ENV_HELP
 from h2okv.cli.env import env
 from h2okv.cli.eval import eval_app
 from h2okv.cli.generate import HELP, demo, generate
+from h2okv.cli.models import models_app
 from h2okv.cli.plan import HELP as PLAN_HELP
 from h2okv.cli.plan import plan
 from h2okv.cli.serve import HELP as SERVE_HELP
@@ -112,6 +113,7 @@ _bench_app.callback(invoke_without_command=True, help=BENCH_HELP)(bench)
 _bench_app.command("serve", help=BENCH_SERVE_HELP)(bench_serve)
 _app.add_typer(_bench_app, name="bench")
 _app.command("env", help=ENV_HELP)(env)
+_app.add_typer(models_app)
 _app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
 _app.add_typer(eval_app)
 _app.command("serve", help=SERVE_HELP)(serve)

@@ -154,7 +154,8 @@ def parse_dtypes(text: str, device: torch.device) -> tuple[torch.dtype, ...]:
     return tuple(parse_dtype(part) or preferred for part in split_list(text))
 
 
-Model = Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")]
+MODEL_HELP = "A folder, a GGUF file, a Hub id, smollm2, or bundled, the package's own."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Budgets = Annotated[
     str,
     typer.Option(help="Tokens (64), fractions of the prompt (0.2), or full, with commas."),

@@ -15,6 +15,7 @@ from h2okv.cli.args import (
     KV_BITS_HELP,
     SCORING_HELP,
     CacheChoice,
+    Model,
     Sampling,
     check_copies,
     parse_amount,
@@ -30,7 +31,7 @@ from h2okv.engine.memory import parse_memory
 from h2okv.engine.packed_layers import WEIGHT_BITS
 from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.tiers import CACHE_PLACES
-from h2okv.integration.loading import BUNDLED
+from h2okv.integration.models import BUNDLED
 
 HELP = """Generate for a file of prompts, as many at a time as there is room for.
 
@@ -58,7 +59,7 @@ MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that
 def batch(
     input: Annotated[Path, typer.Option(help="The prompts, a JSONL file.")],
     output: Annotated[Path, typer.Option(help="The results, a JSONL file; made or gone on with.")],
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens for a prompt.")] = 128,
     batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
     weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",

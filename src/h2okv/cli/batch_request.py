@@ -22,7 +22,7 @@ class BatchRequest:
     """What the user asked for.
 
     Attributes:
-        model: A folder, a Hub id, or the bundled model.
+        model: What `resolve_model` takes.
         input: The prompts.
         output: The results.
         choice: The cache.

@@ -16,7 +16,6 @@ from rich.table import Table
 from transformers import AutoConfig
 
 import h2okv
-from h2okv.assets import bundled_model_path
 from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.caches import CACHES, CacheChoice, CheckFailedError, Settings, check_h2o
 from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch, MaxBatchRow
@@ -27,6 +26,7 @@ from h2okv.benchmarking.roofline import check_plot, plot_roofline
 from h2okv.benchmarking.timing import COLUMNS, Comparison, Row, Spread, count_units
 from h2okv.cache.support import trained_window
 from h2okv.cli.args import (
+    MODEL_HELP,
     parse_budgets,
     parse_device,
     parse_dtypes,
@@ -37,9 +37,8 @@ from h2okv.cli.args import (
 from h2okv.cli.console import BenchProgress
 from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
 from h2okv.engine.memory import available_bytes, parse_memory
-from h2okv.integration.checkpoint import locate
 from h2okv.integration.compiled import check_compiler
-from h2okv.integration.loading import BUNDLED
+from h2okv.integration.models import resolve_model
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
 from h2okv.records import RowFile
 
@@ -74,7 +73,7 @@ def choose_source(model: str | None, shape: str | None, layers: int | None) -> M
         raise ValueError("both --model and --shape are given; give one of them")
     if layers is not None:
         raise ValueError("--layers cuts a --shape, not a --model; leave it out")
-    folder = locate(str(bundled_model_path()) if model == BUNDLED else model)
+    folder = resolve_model(model)
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -286,9 +285,7 @@ class _Results:
 
 def bench(
     ctx: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help=f"A folder, a Hub id, or {BUNDLED}, the bundled model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     shape: Annotated[
         str | None,
         typer.Option(

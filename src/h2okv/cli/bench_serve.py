@@ -30,11 +30,12 @@ from h2okv.benchmarking.serving import (
     transformers_server,
 )
 from h2okv.benchmarking.serving_client import Endpoint, Mix, default_texts, load_aiohttp, read_texts
-from h2okv.cli.args import parse_numbers, split_list
+from h2okv.cli.args import MODEL_HELP, parse_device, parse_numbers, split_list
 from h2okv.cli.bench import check_files
 from h2okv.cli.console import BenchProgress
 from h2okv.console import INTERRUPTED, write_remark, write_text
-from h2okv.integration.loading import BUNDLED, describe
+from h2okv.integration.loading import describe
+from h2okv.integration.models import default_dtype
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
 from h2okv.records import RowFile
 
@@ -217,7 +218,7 @@ def choose_servers(
         size = PagedSize(
             max(load.clients or load.requests for load in loads), longest + mix.most_new_tokens
         )
-        dtype = "float32" if model == BUNDLED and device in ("auto", "cpu") else "auto"
+        dtype = str(default_dtype(model, parse_device(device)) or "auto").removeprefix("torch.")
         for name in others:
             paged = size if name == "transformers" else None
             servers.append(transformers_server(described.source, dtype, device, paged))
@@ -246,7 +247,7 @@ def bench_serve(
     url: Annotated[str | None, typer.Option(help="A running server's, without /v1.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help=f"Start h2okv serve for the run: a folder, a Hub id or {BUNDLED}."),
+        typer.Option(help=f"Start h2okv serve for the run. {MODEL_HELP}"),
     ] = None,
     against: Annotated[
         str,

@@ -29,6 +29,7 @@ from h2okv.cli.args import (
     POLICY_HELP,
     SCORING_HELP,
     CacheChoice,
+    Model,
     Sampling,
     parse_amount,
     parse_device,
@@ -36,7 +37,8 @@ from h2okv.cli.args import (
 )
 from h2okv.config import POSITIONS, Positions
 from h2okv.console import INTERRUPTED, OutputClosedError, format_bytes, write_remark, write_text
-from h2okv.integration.loading import BUNDLED, describe, load_weights
+from h2okv.integration.loading import describe, load_weights
+from h2okv.integration.models import BUNDLED
 
 # Enough to read fast, few enough to hear Ctrl-C soon.
 _CHUNK = 512
@@ -362,7 +364,7 @@ Examples:
 
 
 def chat(
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     heavy: Annotated[str, typer.Option(help="Heavy hitters to keep, in tokens.")] = "256",
     recent: Annotated[str, typer.Option(help="Newest tokens to keep, in tokens.")] = "256",

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from h2okv.cli.args import parse_device
+from h2okv.cli.args import Model, parse_device
 from h2okv.console import write_text
-from h2okv.integration.loading import BUNDLED, describe
+from h2okv.integration.loading import describe
+from h2okv.integration.models import BUNDLED
 from h2okv.ops import dispatch
 from h2okv.provenance import environment
 
@@ -33,9 +34,7 @@ H2OKV_OPS=plain or triton overrides the choice.
 
 
 def env(
-    model: Annotated[
-        str, typer.Option(help="A folder, a Hub id, or the bundled model: for its heads.")
-    ] = BUNDLED,
+    model: Model = BUNDLED,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ... or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> int:

@@ -57,7 +57,8 @@ from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask, plot_needles
 from h2okv.evaluation.tasks.perplexity import Perplexity, Windows
 from h2okv.evaluation.tasks.ruler import MOST_TOKENS, Recall, read_ruler
 from h2okv.evaluation.tasks.summarization import Summarization, read_articles
-from h2okv.integration.loading import BUNDLED, describe, load_weights
+from h2okv.integration.loading import describe, load_weights
+from h2okv.integration.models import BUNDLED
 from h2okv.provenance import versions
 from h2okv.records import ResultFile, markdown, read_text_file, unknown, write_csv
 

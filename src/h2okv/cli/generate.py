@@ -28,6 +28,7 @@ from h2okv.cli.args import (
     POLICY_HELP,
     SCORING_HELP,
     CacheChoice,
+    Model,
     Sampling,
     full_cache,
     parse_amount,
@@ -46,7 +47,8 @@ from h2okv.console import (
     write_text,
 )
 from h2okv.evaluation.numbers_only import NumbersOnly
-from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
+from h2okv.integration.loading import Described, describe, load_weights
+from h2okv.integration.models import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -553,7 +555,7 @@ def generate(
         str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.")] = None,
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     heavy: Annotated[
         str, typer.Option(help="Heavy hitters to keep: tokens (64) or a share of the prompt (0.1).")
@@ -640,7 +642,7 @@ _SHOWN_CHARACTERS = 300
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     dtype: Annotated[str, typer.Option(help="As for generate.")] = "auto",
     device: Annotated[str, typer.Option(help="As for generate.")] = "auto",

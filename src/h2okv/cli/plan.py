@@ -14,6 +14,7 @@ import h2okv
 from h2okv.cli.args import (
     DTYPES,
     KV_BITS_HELP,
+    MODEL_HELP,
     CacheChoice,
     parse_amount,
     parse_device,
@@ -35,7 +36,8 @@ from h2okv.engine.placement import PLACES, parse_shares
 from h2okv.engine.planner import Plan, Planner, Workload
 from h2okv.engine.speeds import Speeds
 from h2okv.engine.tiers import CACHE_PLACES
-from h2okv.integration.loading import BUNDLED, describe
+from h2okv.integration.loading import describe
+from h2okv.integration.models import BUNDLED
 
 _PATIENCE = 60.0
 """Seconds until the first result, above which the user hears of it."""
@@ -54,9 +56,7 @@ Examples:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder, a Hub id, or the bundled model.")] = (
-        BUNDLED
-    ),
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = (BUNDLED),
     memory: Annotated[
         str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
     ] = None,

@@ -13,6 +13,7 @@ from h2okv.cli.args import (
     DTYPES,
     KV_BITS_HELP,
     POLICY_HELP,
+    Model,
     check_copies,
     parse_amount,
     parse_device,
@@ -23,7 +24,7 @@ from h2okv.cli.serve_parts import follow, is_first_rank
 from h2okv.cli.serve_ray import run_server_on_ray
 from h2okv.cli.serve_run import ServeRequest, run_server
 from h2okv.engine.memory import parse_memory
-from h2okv.integration.loading import BUNDLED
+from h2okv.integration.models import BUNDLED
 
 HELP = """Serve a model over HTTP, to clients of OpenAI's API.
 
@@ -53,7 +54,7 @@ _MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU tha
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     name: Annotated[
         str | None,
         typer.Option(help="What clients call the model.", show_default="the model's, or folder's"),

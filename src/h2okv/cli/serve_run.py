@@ -13,7 +13,8 @@ from h2okv.config import Budget
 from h2okv.console import write_remark, write_text
 from h2okv.engine.serving.async_llm import AsyncLLM
 from h2okv.engine.serving.engine import EngineSettings
-from h2okv.integration.loading import BUNDLED, describe
+from h2okv.integration.loading import describe
+from h2okv.integration.models import BUNDLED
 
 if TYPE_CHECKING:
     from h2okv.server.settings import ServerSettings
@@ -26,7 +27,7 @@ class ServeRequest:
     """What the user asked for; see `h2okv serve --help`.
 
     Attributes:
-        model: A folder, a Hub id, or the bundled model.
+        model: What `resolve_model` takes.
         name: What clients call it; ``None`` for its own name.
         host: The address to listen at.
         port: The port; 0 for any.
@@ -201,8 +202,9 @@ def _prefixes(request: ServeRequest) -> list[tuple[int, ...]]:
 
 
 def _name_of(model: str) -> str:
-    """A folder's own name, so that clients do not see where it lies; a Hub id as it is."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """A path's last name, so that clients do not see where it lies; a Hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 def _read(option: str, path: Path) -> str:

@@ -16,6 +16,7 @@ from h2okv.cli.args import (
     POLICY_HELP,
     SCORING_HELP,
     CacheChoice,
+    Model,
     parse_device,
     parse_dtype,
 )
@@ -26,7 +27,8 @@ from h2okv.evaluation.plots import check_plot, plot_stream
 from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_data import ConversationSource, TextSource
 from h2okv.evaluation.streaming import RowFile, Setting, Step, Stream, StreamSettings, run_stream
-from h2okv.integration.loading import BUNDLED, Described, describe, load_weights
+from h2okv.integration.loading import Described, describe, load_weights
+from h2okv.integration.models import BUNDLED
 
 # What each part of the budget gets if nothing else is said: a share of the trained window, but no
 # more than a window of 8,192 tokens would give.
@@ -86,7 +88,7 @@ def stream(
         typer.Option(help='JSONL of conversations: {"turns": [..]} or {"messages": [..]}.'),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Stop here; else at the end.")] = None,
-    model: Annotated[str, typer.Option(help="A folder, a Hub id, or the bundled model.")] = BUNDLED,
+    model: Model = BUNDLED,
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
     heavy: Annotated[
         int | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,9 @@ from h2okv.engine.weight_map import (
     map_weights,
     untie_if_stored_apart,
 )
-from h2okv.integration.loading import BUNDLED, Described
+from h2okv.integration.gguf import cache_folder
+from h2okv.integration.loading import Described
+from h2okv.integration.models import default_dtype
 
 _SPARE = 0.9
 """Of what is free, where nothing was promised."""
@@ -80,8 +81,7 @@ def open_model(
     """
     folder = checkpoint_folder(described)
     files = CheckpointFiles.in_folder(folder)
-    if dtype is None:
-        dtype = torch.float32 if _is_small(described, device) else _own_dtype(described, files)
+    dtype = dtype or default_dtype(described.name, device) or _own_dtype(described, files)
     skeleton = untie_if_stored_apart(make_skeleton(described.config, dtype, str(folder)), files)
     if weight_bits is not None:
         skeleton = pack_layers(skeleton, weight_bits, device)
@@ -107,7 +107,7 @@ def write_anew(opened: OpenModel, folder: Path | None) -> OpenModel:
     Raises:
         ValueError: If it cannot be written, or the checkpoint is incomplete.
     """
-    path = converted_path(folder or _cache_folder(), opened.files, opened.skeleton)
+    path = converted_path(folder or cache_folder("weights"), opened.files, opened.skeleton)
     if not path.exists():
         with StageProgress("writing the weights in the order of the layers") as progress:
             convert(opened.skeleton, opened.files, path, progress.show)
@@ -214,10 +214,6 @@ def make_planner(
     return Planner(opened.skeleton, demand, cache, speeds, room, work, opened.device)
 
 
-def _is_small(described: Described, device: torch.device) -> bool:
-    return described.name == BUNDLED and device.type == "cpu"
-
-
 def _own_dtype(described: Described, files: CheckpointFiles) -> torch.dtype:
     """What the config says, or else what most of the weights are stored in."""
     own: Any = getattr(described.config.get_text_config(), "dtype", None)
@@ -225,8 +221,3 @@ def _own_dtype(described: Described, files: CheckpointFiles) -> torch.dtype:
         return own
     largest = max(files.tensors.values(), key=lambda stored: stored.nbytes)
     return largest.dtype if largest.dtype.is_floating_point else torch.float32
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "h2okv" / "weights"

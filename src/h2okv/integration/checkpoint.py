@@ -28,7 +28,8 @@ def locate(name: str) -> str:
         return str(path)
     if path.exists():
         raise ValueError(
-            f"--model {name!r} is a file; give the folder that holds config.json and the weights"
+            f"--model {name!r} is a file, but no GGUF; give the folder that holds"
+            " config.json and the weights"
         )
     looks_like_a_path = name.startswith(("/", ".", "~")) or name.count("/") != 1 and "/" in name
     if looks_like_a_path or "\\" in name:
@@ -43,8 +44,8 @@ def _check_config_file(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"--model '{folder}' is not a model: it has no config.json; give the folder that"
-            " save_pretrained wrote"
+            f"--model '{folder}' is not a model: it has no config.json and no GGUF file;"
+            " give the folder that save_pretrained wrote"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

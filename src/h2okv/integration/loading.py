@@ -16,11 +16,9 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from h2okv.assets import bundled_model_path
 from h2okv.cache.support import check_model
-from h2okv.integration.checkpoint import check_complete, check_finite, locate
-
-BUNDLED = "bundled"
+from h2okv.integration.checkpoint import check_complete, check_finite
+from h2okv.integration.models import default_dtype, resolve_model
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def describe(name: str) -> Described:
     """Reads what is cheap to read, so that most mistakes show before the weights load.
 
     Args:
-        name: A folder, a Hub id, or `BUNDLED`.
+        name: What `resolve_model` takes.
 
     Returns:
         The model's description.
@@ -54,7 +52,7 @@ def describe(name: str) -> Described:
     Raises:
         ValueError: If it is not a model, or not one that h2okv supports.
     """
-    source = locate(str(bundled_model_path()) if name == BUNDLED else name)
+    source = resolve_model(name)
     config = _read(
         name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False)
     )
@@ -75,8 +73,7 @@ def load_weights(
 
     Args:
         described: From `describe`.
-        dtype: The data type; None for the checkpoint's own, and for the bundled model on a CPU
-            float32.
+        dtype: The data type; None for `default_dtype`, or else the checkpoint's own.
         device: Where it shall run.
         in_parts: Whether each of the processes that ``torchrun`` has started loads its part, by
             transformers' own tensor parallelism; `device` only says whether on GPUs.
@@ -87,9 +84,7 @@ def load_weights(
     Raises:
         ValueError: If its weights are missing, damaged, incomplete or not finite.
     """
-    if dtype is None and described.name == BUNDLED and device.type == "cpu":
-        # It is stored in half precision to be small, but not every CPU computes well in that.
-        dtype = torch.float32
+    dtype = dtype or default_dtype(described.name, device)
     model, info = _read(
         described.name,
         "weights",

@@ -31,8 +31,8 @@ class AsyncLLM:
     """Serves requests from any number of tasks; the model runs in one thread of its own.
 
     Args:
-        model: A folder, a Hub id, ``"bundled"``, or a loaded model, which has H2O attention until
-            `aclose`.
+        model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
+            which has H2O attention until `aclose`.
         tokenizer: The loaded model's; ``None`` to load it from where the model came from.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.

@@ -91,8 +91,8 @@ class Engine:
     """A model, its rows and the loop's body; not safe to use from two threads.
 
     Args:
-        model: A folder, a Hub id, ``"bundled"``, or a loaded model, which gets H2O attention until
-            `close`.
+        model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
+            which gets H2O attention until `close`.
         tokenizer: The loaded model's; ``None`` to load it from where the model came from.
         settings: How it shall serve.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.

@@ -18,10 +18,10 @@ from helm.common.request import Request, RequestResult
 from helm.tokenizers.tokenizer import Tokenizer
 from transformers import set_seed
 
-from h2okv.assets import bundled_model_path
 from h2okv.evaluation.helm.evicting_model import EvictingModel
 from h2okv.evaluation.lm_eval.model import provenance
 from h2okv.evaluation.lm_eval.scoring import EvictionSettings, closest
+from h2okv.integration.models import resolve_model
 
 
 class H2OServer(HuggingFaceServer):
@@ -55,7 +55,7 @@ class H2OClient(HuggingFaceClient):
     Args:
         cache_config: HELM's.
         tokenizer: HELM's.
-        pretrained_model_name_or_path: a folder, a Hub id, or ``"bundled"``.
+        pretrained_model_name_or_path: what `resolve_model` takes.
         record: a file that gets model, budget, policy, seed, versions and commit as JSON.
         **options: arguments of `H2OCache` (``heavy``, ``recent``, ``policy`` ...), and what HELM's
             `HuggingFaceClient` takes.
@@ -78,8 +78,8 @@ class H2OClient(HuggingFaceClient):
             near = closest(name)
             if near:
                 raise ValueError(f"client argument {name!r} is unknown; perhaps {near!r} is meant.")
-        if pretrained_model_name_or_path == "bundled":
-            pretrained_model_name_or_path = str(bundled_model_path())
+        if pretrained_model_name_or_path is not None:
+            pretrained_model_name_or_path = resolve_model(pretrained_model_name_or_path)
         self._record = record
         super().__init__(
             cache_config=cache_config,

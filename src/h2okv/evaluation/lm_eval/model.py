@@ -18,11 +18,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import h2okv.provenance
-from h2okv.assets import bundled_model_path
 from h2okv.cache.support import check_model
 from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer, TokenScores, batches, closest
 from h2okv.integration.enabling import enable
 from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.integration.models import default_dtype, resolve_model
 from h2okv.provenance import fingerprint
 
 _PACKAGES = ("tokenizers", "lm_eval", "crfm-helm")
@@ -77,14 +77,13 @@ class H2OLM(HFLM):
         _check_options(options, self.settings)
         if isinstance(pretrained, str):
             self.name = pretrained
+            if "gguf_file" not in options:
+                pretrained = resolve_model(pretrained)
         else:
             self.name = str(pretrained.name_or_path)
-        if pretrained == "bundled":
-            pretrained = str(bundled_model_path())
-            # Stored in half precision to be small; not every CPU computes well in that.
-            options.setdefault("dtype", "float32")
         # The harness's own default fails where there is no GPU.
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+        options.setdefault("dtype", default_dtype(self.name, options["device"]) or "auto")
         super().__init__(pretrained=pretrained, **options)
         check_model(self.model)
         self.model.set_attn_implementation(ATTENTION_NAME)

@@ -1,0 +1,243 @@
+"""GGUF files as ordinary checkpoints: converted once to safetensors, in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from h2okv.cache.support import check_model
+from h2okv.integration.checkpoint import check_complete
+
+RECORD = "converted_from.json"
+"""In a converted folder: which file it was made from."""
+_TEMPORARY = ".converting-"
+_DAY = 86400.0
+_SPARE_BYTES = 64 << 20
+
+
+def cache_folder(kind: str) -> Path:
+    """Where h2okv keeps what it can fetch or make again.
+
+    Args:
+        kind: The folder's last name, such as ``"models"``.
+
+    Returns:
+        An absolute path in `$XDG_CACHE_HOME`, by default ``~/.cache``; it may not exist yet.
+
+    Raises:
+        ValueError: If there is no home folder.
+    """
+    # A relative path is to be ignored, says the XDG base directory specification.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        with contextlib.suppress(RuntimeError):
+            base = Path.home() / ".cache"
+    if not base.is_absolute():
+        raise ValueError(
+            "there is no home folder to keep models in; set XDG_CACHE_HOME to the absolute path of"
+            " a folder with room for them"
+        )
+    return base / "h2okv" / kind
+
+
+def find_gguf(name: str) -> Path | None:
+    """The GGUF file that a path means: itself, or the one in a folder without other weights.
+
+    Args:
+        name: What the user wrote.
+
+    Returns:
+        The file; None if the path is none of a GGUF.
+
+    Raises:
+        ValueError: If the file does not exist, or the folder has several.
+    """
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1:
+        raise ValueError(
+            f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
+            f" '{files[0]}'"
+        )
+    return files[0] if files else None
+
+
+def converted(path: Path) -> Path:
+    """The checkpoint made of a GGUF file, which is made now if it is not there yet.
+
+    Weights that are quantised become bfloat16; others keep their type. The tokenizer, the chat
+    template and the tokens that end a text are the file's.
+
+    Args:
+        path: The GGUF file.
+
+    Returns:
+        A folder that `from_pretrained` takes.
+
+    Raises:
+        ValueError: If the file cannot be read or the checkpoint cannot be written.
+    """
+    path = path.resolve()
+    cache = cache_folder("models")
+    stat = path.stat()
+    source = {"file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
+    for folder, record in converted_folders():
+        if record == source:  # spares reading all of a large file at each start
+            return folder
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = cache / f"{path.stem}-{digest[:16]}"
+    if not folder.is_dir():
+        _write(path, _open(path), folder, source)
+    return folder
+
+
+def converted_folders() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What has been converted, with the record of each."""
+    for file in sorted(cache_folder("models").glob(f"*/{RECORD}")):
+        with contextlib.suppress(OSError, ValueError):
+            yield file.parent, json.loads(file.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def made_in(cache: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in the cache, for what is moved to its place when it is whole.
+
+    Raises:
+        ValueError: If the cache cannot be written, or is full.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(f"{prefix}*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=prefix, dir=cache, ignore_cleanup_errors=True
+        ) as made:
+            yield Path(made)
+    except OSError as error:
+        if error.errno is None:  # not the system's
+            raise
+        raise ValueError(
+            f"'{cache}' cannot be written ({error.strerror or error}); make room there, or set"
+            " XDG_CACHE_HOME to another folder"
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    """A reader of a GGUF file; refuses what is none, or not whole."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
+    if not all(importlib.util.find_spec(name) for name in ("gguf", "accelerate")):
+        raise ValueError(
+            f"--model '{path}' needs the packages gguf and accelerate: pip install 'h2okv[gguf]'"
+        )
+    import gguf
+
+    return _attempt(path, lambda: gguf.GGUFReader(path))
+
+
+def _attempt(path: Path, read: Callable[[], Any]) -> Any:
+    """Runs a reader whose failures have as many types as a file can have faults."""
+    try:
+        return read()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: Exception) -> ValueError:
+    text = next(iter(str(error).splitlines()), "").rstrip(".")
+    if "is not supported yet" in text or "GGMLQuantizationType" in text:
+        return ValueError(
+            f"--model '{path}' is not of a kind that transformers {transformers.__version__} reads"
+            f" ({text}); get the model as safetensors"
+        )
+    return ValueError(
+        f"--model '{path}' is truncated or damaged ({type(error).__name__}: {text[:200]}); get it"
+        " again"
+    )
+
+
+def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
+    """The type that the converted weights get; refuses a quantisation that cannot be undone."""
+    import gguf
+
+    kinds = {tensor.tensor_type: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
+    for kind, tensor in kinds.items():
+        try:
+            gguf.dequantize(tensor.data[:1], kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"--model '{path}' is quantised as {kind.name}, which gguf"
+                " cannot undo; get the model in another quantisation, such as Q4_K_M"
+            ) from error
+    names = {kind.name for kind in kinds}
+    exact = {"F32": torch.float32, "F16": torch.float16}
+    return exact.get(names.pop(), torch.bfloat16) if len(names) == 1 else torch.bfloat16
+
+
+def _write(path: Path, reader: Any, folder: Path, source: dict[str, Any]) -> None:
+    """Converts a file next to its place, then moves it there."""
+    dtype = _stored_dtype(path, reader)
+    needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * dtype.itemsize
+    with made_in(folder.parent, _TEMPORARY) as made:
+        free = shutil.disk_usage(made).free
+        if free < needed + _SPARE_BYTES:
+            raise ValueError(
+                f"'{folder.parent}' has {free:,} bytes free and --model '{path}' takes {needed:,}"
+                " when converted; make room there, or set XDG_CACHE_HOME to another folder"
+            )
+        _convert(path, reader, dtype, made)
+        (made / RECORD).write_text(json.dumps(source), encoding="utf-8")
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+
+
+def _convert(path: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
+    given: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+    config = _attempt(path, lambda: AutoConfig.from_pretrained(path.parent, **given))
+    check_model(config)
+    tokenizer = _attempt(path, lambda: AutoTokenizer.from_pretrained(path.parent, **given))
+    if hasattr(transformers, "GgufConfig"):  # else they are never left packed
+        given["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    given |= {"config": config, "dtype": dtype, "output_loading_info": True}
+    # Its progress bars are for a terminal.
+    bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with contextlib.redirect_stderr(bars):
+        model, info = _attempt(
+            path, lambda: AutoModelForCausalLM.from_pretrained(path.parent, **given)
+        )
+        check_complete(str(path), sorted(info["missing_keys"]))
+        end_of_turn = reader.fields.get("tokenizer.ggml.eot_token_id")
+        if end_of_turn is not None:  # transformers reads the end of a text only
+            ends = {model.generation_config.eos_token_id, end_of_turn.contents()} - {None}
+            model.generation_config.eos_token_id = sorted(ends)
+        model.save_pretrained(made)
+    tokenizer.save_pretrained(made)

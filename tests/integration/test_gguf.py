@@ -1,0 +1,294 @@
+"""GGUF files become ordinary checkpoints, once, whole or not at all."""
+
+import errno
+import json
+import shutil
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors import safe_open
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import h2okv
+from h2okv.integration import gguf as conversion
+from h2okv.integration.gguf import RECORD, cache_folder, converted, find_gguf
+from h2okv.integration.models import PACKAGED, SMOLLM2
+
+TEXT = "the cat sat on the mat and the dog sat on the log, "
+TEMPLATE = "{% for message in messages %}<turn>{{ message.content }}<end>{% endfor %}"
+SPECIAL = ["<bos>", "<eos>", "<turn>", "<end>"]
+WIDTH, LAYERS, VOCABULARY = 64, 2, 300
+# As a machine that runs these tests has it, before they turn to folders of their own.
+REAL = PACKAGED[SMOLLM2].find()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_folder("models")
+
+
+def add_tokenizer(writer):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )  # fmt: skip
+    learnt = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(learnt["vocab"], key=learnt["vocab"].get)
+    tokens += [f"unused{number}" for number in range(VOCABULARY - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in learnt["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_eot_token_id(3)
+    writer.add_chat_template(TEMPLATE)
+
+
+def write_gguf(path, kind=Kind.F32, architecture="llama", without=()):
+    """A tiny random Llama with tied embeddings."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCABULARY)
+    add_tokenizer(writer)
+    shapes = {"token_embd": (VOCABULARY, WIDTH), "output_norm": (WIDTH,)}
+    for layer in range(LAYERS):
+        block = {"attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}
+        block |= dict.fromkeys(("attn_k", "attn_v"), (WIDTH // 2, WIDTH))
+        names = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        block |= dict.fromkeys(names, (WIDTH, WIDTH))
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    generator = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        if name in without:
+            continue
+        values = generator.normal(0, 0.3, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", 1 + values)
+        elif kind is Kind.Q8_K:  # which nothing writes to a file, and gguf does not undo
+            packed = np.zeros((VOCABULARY, 292), dtype=np.uint8)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def greedy(model, tokenizer):
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    output = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    return tokenizer.decode(output[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(Kind.F32, torch.float32), (Kind.F16, torch.float16), (Kind.Q4_1, torch.bfloat16)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_writes_what_transformers_reads(tmp_path, kind, dtype):
+    path = write_gguf(tmp_path / "tiny.gguf", kind)
+    folder = converted(path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    given = {"gguf_file": path.name}
+    own_tokenizer = AutoTokenizer.from_pretrained(tmp_path, **given)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **given).eval()
+
+    assert model.dtype == dtype
+    own_weights = own.state_dict()
+    assert all(torch.equal(value, own_weights[name]) for name, value in model.state_dict().items())
+    assert greedy(model, tokenizer) == greedy(own, own_tokenizer)
+    assert tokenizer(TEXT + "<turn>").input_ids == own_tokenizer(TEXT + "<turn>").input_ids
+    assert tokenizer.chat_template == TEMPLATE
+    assert model.config.max_position_embeddings == 256
+    # The end of a text, and that of a turn.
+    assert model.generation_config.eos_token_id == [1, 3]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_converts_once(tmp_path, cache, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    folder = converted(path)
+    assert [entry.name for entry in cache.iterdir()] == [folder.name]
+
+    def fail(*_, **__):
+        raise AssertionError("it is converted already")
+
+    monkeypatch.setattr(conversion, "_write", fail)
+    copy = tmp_path / "elsewhere" / path.name
+    copy.parent.mkdir()
+    shutil.copy(path, copy)
+    assert converted(copy) == folder  # by its digest
+    monkeypatch.setattr(conversion.hashlib, "file_digest", fail)
+    assert converted(path) == folder  # by its size and time, which is faster
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+    write_gguf(path, Kind.Q4_1)
+    assert converted(path) != folder
+
+
+def test_another_process_was_first(tmp_path, cache, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    convert, others = conversion._convert, []
+
+    def convert_late(*args):
+        if not others:
+            others.append(None)
+            others.append(converted(path))
+        convert(*args)
+
+    monkeypatch.setattr(conversion, "_convert", convert_late)
+    assert converted(path) == others[1]
+    assert [entry.name for entry in cache.iterdir()] == [others[1].name]
+
+
+def test_removes_what_a_killed_process_left(tmp_path, cache, monkeypatch):
+    left, young = cache / ".converting-left", cache / ".converting-young"
+    for folder in (left, young):
+        folder.mkdir(parents=True)
+    later = left.stat().st_mtime + 90000
+    monkeypatch.setattr(conversion.time, "time", lambda: later)
+    conversion.os.utime(young, (later, later))
+    converted(write_gguf(tmp_path / "tiny.gguf"))
+    assert not left.exists()
+    assert young.exists()
+
+
+def patched_kind(path):
+    """A weight of a kind that no GGUF library knows."""
+    data = bytearray(write_gguf(path).read_bytes())
+    name = b"blk.0.attn_q.weight"
+    place = data.index(name) + len(name) + 4 + 2 * 8
+    assert data[place : place + 4] == bytes(4)
+    data[place] = 200
+    path.write_bytes(data)
+
+
+def cut(keep):
+    def write(path):
+        data = write_gguf(path).read_bytes()
+        path.write_bytes(data[: int(len(data) * keep)])
+
+    return write
+
+
+BAD_FILES = {
+    "text": (lambda path: path.write_text("not a model"), ("not a GGUF",)),
+    "empty": (lambda path: path.write_bytes(b""), ("not a GGUF",)),
+    "cut in the header": (lambda path: path.write_bytes(b"GGUF\3\0\0\0"), ("truncated",)),
+    "cut in the vocabulary": (cut(0.005), ("truncated", "get it again")),
+    "cut in the weights": (cut(0.9), ("truncated", "get it again")),
+    "architecture": (lambda path: write_gguf(path, architecture="warp"), ("warp", "safetensors")),
+    "encoder and decoder": (lambda path: write_gguf(path, architecture="t5"), ("t5",)),
+    "quantisation unknown": (patched_kind, ("200", "safetensors")),
+    "quantisation not undone": (lambda path: write_gguf(path, Kind.Q8_K), ("Q8_K", "Q4_K_M")),
+    "weights that lack": (
+        lambda path: write_gguf(path, without=("blk.1.ffn_up",)),
+        ("incomplete", "layers.1.mlp.up_proj"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "words"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_files(tmp_path, cache, capsys, write, words):
+    path = tmp_path / "bad.gguf"
+    write(path)
+    capsys.readouterr()
+    with pytest.raises(ValueError) as caught:
+        converted(path)
+    assert "\n" not in str(caught.value)
+    for word in (*words,):
+        assert word in str(caught.value)
+    assert not cache.exists() or not list(cache.iterdir())
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_full_disk(tmp_path, cache, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="has 1,000 bytes free.*XDG_CACHE_HOME"):
+        converted(path)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+
+    def fill(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(conversion, "_convert", fill)
+    with pytest.raises(ValueError, match="No space left.*XDG_CACHE_HOME"):
+        converted(path)
+    assert not list(cache.iterdir())
+
+
+def test_places_of_the_cache(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder("models") == tmp_path / "home" / ".cache" / "h2okv" / "models"
+    monkeypatch.setenv("HOME", "relative")
+    with pytest.raises(ValueError, match="no home folder.*XDG_CACHE_HOME"):
+        converted(path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # under a file no folder can be made
+    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\)"):
+        converted(path)
+
+
+def test_folders(tmp_path):
+    assert find_gguf("owner/name") is None
+    assert find_gguf(str(tmp_path)) is None
+    file = tmp_path / "a.gguf"
+    file.touch()
+    assert find_gguf(str(tmp_path)) == find_gguf(str(file)) == file
+    (tmp_path / "b.GGUF").touch()
+    with pytest.raises(ValueError, match=r"2 GGUF files; give one of them, such as '.*a\.gguf'"):
+        find_gguf(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert find_gguf(str(tmp_path)) is None
+    with pytest.raises(ValueError, match=r"c\.gguf' does not exist"):
+        find_gguf(str(tmp_path / "c.gguf"))
+
+
+@pytest.mark.skipif(REAL is None, reason="SmolLM2 is not here; h2okv models pull smollm2 gets it")
+def test_smollm2_answers_as_transformers_reads_it():
+    folder = converted(REAL)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    own = AutoModelForCausalLM.from_pretrained(
+        REAL.parent, gguf_file=REAL.name, dtype=torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="h2o")
+    cache = h2okv.H2OCache(model.config, heavy=64, recent=64)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    answer = model.generate(**inputs, past_key_values=cache, **options)
+    assert torch.equal(answer, own.generate(**inputs, **options))
+    text = tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :])
+    assert "Paris" in text
+    assert text.endswith("<|im_end|>")  # the template's end of a turn ends the text
+    assert folder.joinpath(RECORD).is_file()
