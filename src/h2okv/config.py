@@ -76,13 +76,20 @@ class Budget:
                 f"heavy={self.heavy!r} and recent={self.recent!r} add up to {fractions:g} of the "
                 "prompt; fractions must add up to at most 1."
             )
-        if self.max_tokens is not None and self.max_tokens < 1:
+        limit = self.max_tokens
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise ValueError(f"max_tokens={limit!r} is not a number of tokens; give an int.")
+        if limit is not None and limit < 1:
             raise ValueError(
-                f"max_tokens={self.max_tokens!r} leaves no room; give at least 1, or None for no "
-                "limit."
+                f"max_tokens={limit!r} leaves no room; give at least 1, or None for no limit."
             )
         if not isinstance(self.heavy, float) and not isinstance(self.recent, float):
             self._check_total(TokenBudget(self.sink, self.heavy, self.recent))
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a part is a fraction of the prompt."""
+        return isinstance(self.heavy, float) or isinstance(self.recent, float)
 
     def resolve(self, prompt_length: int) -> TokenBudget:
         """Turns fractions into tokens for a prompt.

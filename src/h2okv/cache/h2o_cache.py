@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ class H2OCache(Cache):
                     index, self.budget, self.policy, self.rule, self.scoring
                 )
         self._last_updated: ScoredLayer | None = None
+        self._expects_turn = False
         self._scored = [layer for layer in layers if isinstance(layer, ScoredLayer)]
         rotations: list[Rotation] = []
         for layer in self._scored:
@@ -203,10 +205,38 @@ class H2OCache(Cache):
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
+            if not torch.compiler.is_compiling():
+                self._check_uninterrupted()
+                self._check_first_block(key_states.shape[2])
             for rotation in layer.known_rotations:
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, ScoredLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_uninterrupted(self) -> None:
+        """Refuses to go on where the last forward ended before the last layer."""
+        first, last = self._scored[0], self._scored[-1]
+        if first.num_forwards != last.num_forwards:
+            raise ValueError(
+                "H2OCache: the last forward was interrupted, so that layers have seen different "
+                "numbers of tokens; call cache.reset() and read the prompt again."
+            )
+
+    def _check_first_block(self, length: int) -> None:
+        """Warns where fractions of the prompt may have been taken of its first part alone."""
+        first = self._scored[0]
+        if length == 1 or first.num_forwards != 1 or first.expected_length is not None:
+            return
+        if self._expects_turn:
+            return
+        if self.budget.is_relative and length <= first.cumulative_length:
+            warnings.warn(
+                f"{self!r}: fractions were taken of the first forward's "
+                f"{int(first.cumulative_length)} tokens, and {length} more follow it at once. If "
+                "they belong to one prompt (prefill_chunk_size), call cache.expect(its length) "
+                "first, or use H2OCache(prefill_chunk=...) or a budget in tokens.",
+                stacklevel=2,
+            )
 
     def next_turn(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Makes the inputs of a further turn out of its own tokens alone.
@@ -219,14 +249,20 @@ class H2OCache(Cache):
         begins with it. The same goes without this method by giving ``generate`` the whole text.
 
         Args:
-            input_ids: int ``[B, T]``, what the cache has not seen; without padding, as all before.
+            input_ids: int ``[B, T]``, what the cache has not seen; without padding.
 
         Returns:
-            ``input_ids`` and an ``attention_mask`` ``[B, tokens seen + T]`` of ones, by which
-            ``generate`` knows that there is something before.
+            ``input_ids`` and an ``attention_mask`` ``[B, tokens seen + T]`` by which ``generate``
+            knows what was there before: zeros for each row's padding, which is taken to be on the
+            left of the first turn, and ones.
         """
-        shape = (input_ids.shape[0], self.num_seen_tokens + input_ids.shape[1])
-        return {"input_ids": input_ids, "attention_mask": input_ids.new_ones(shape)}
+        seen, real = self.num_seen_tokens, self._scored[0].num_real_tokens
+        mask = input_ids.new_ones(input_ids.shape[0], seen + input_ids.shape[1])
+        self._expects_turn = seen > 0
+        if seen and real.shape[0] == mask.shape[0]:
+            padding = (seen - real).unsqueeze(1).to(mask.device)
+            mask.masked_fill_(torch.arange(mask.shape[1], device=mask.device) < padding, 0)
+        return {"input_ids": input_ids, "attention_mask": mask}
 
     def save(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
         """Writes the cache to a safetensors file, at once or not at all.
@@ -293,9 +329,18 @@ class H2OCache(Cache):
         memo[id(self)] = twin
         shared = (self.config, self.policy, self.rule, self.scoring)
         memo.update({id(part): part for part in shared})
-        for name, value in vars(self).items():
-            setattr(twin, name, copy.deepcopy(value, memo))
+        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, value in vars(self).items():
+                setattr(twin, name, copy.deepcopy(value, memo))
         return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickles; layers that are turned alike share what is learned of a model again."""
+        vars(self).update(state)
+        rotations: list[Rotation] = []
+        for layer in self._scored:
+            layer.known_rotations = rotations
 
     @property
     def prefill_chunk(self) -> int | None:
@@ -353,14 +398,15 @@ class H2OCache(Cache):
             layer.is_placed = True
         return self.rule.place(position_ids)
 
-    def expect(self, length: int) -> None:
+    def expect(self, length: int | None) -> None:
         """Announces a prompt that comes in several forwards, for budgets in fractions.
 
         Args:
-            length: its tokens; ignored when the cache holds something, or knows already.
+            length: its tokens; ignored when the cache holds something, or knows already. ``None``
+                takes back what was said, if nothing was read yet.
         """
         for layer in self._scored:
-            if not layer.row_budgets and layer.expected_length is None:
+            if not layer.row_budgets and (layer.expected_length is None or length is None):
                 layer.expected_length = length
 
     def prepare_step(self) -> bool:

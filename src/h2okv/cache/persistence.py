@@ -207,7 +207,11 @@ def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch
     """Fills an empty cache, made with the file's options; mutates it."""
     held: list[dict[str, torch.Tensor]] = [{} for _ in cache.layers]
     try:
-        with safe_open(str(path), framework="pt", device=str(device)) as file:
+        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
+        with (
+            torch.inference_mode(False),
+            safe_open(str(path), framework="pt", device=str(device)) as file,
+        ):
             for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
                 index, _, part = name.partition(".")
                 held[int(index)][part] = file.get_tensor(name)

@@ -61,11 +61,13 @@ class RowLayer(CacheLayerMixin):
         """Keeps the named rows, in this order.
 
         Args:
-            indices: int64 ``[B']``, rows to keep; may repeat.
+            indices: int64 ``[B']``, rows to keep; may repeat. Or bool ``[B]``, True to keep.
         """
         if not self.is_initialized:
             return
         indices = indices.to(self.device)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
         for name in self.row_tensors():
             held = getattr(self, name, None)
             if held is not None:

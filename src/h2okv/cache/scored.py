@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import abstractmethod
 from dataclasses import astuple
@@ -75,6 +76,7 @@ class ScoredLayer(WeighingLayer):
         """Drops all entries; the subclass drops its own state too."""
         self.is_initialized = False
         self.is_cast = False
+        self.num_forwards = 0
         self.keys = self.values = None
         self.scores: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
@@ -88,6 +90,36 @@ class ScoredLayer(WeighingLayer):
         # How the model turns this layer's keys; learned from the model at its first block.
         self.rotation: Rotation | None = None
         self.knows_rotation = not self.rule.rolls
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not what was learned of the model, whose weights are compared later."""
+        return {
+            **vars(self),
+            "owner": None,
+            "expected_weights": self._weights(),
+            "rotation": None,
+            "knows_rotation": not self.rule.rolls,
+            "known_rotations": [],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickles; ordinary tensors even under inference_mode, so that a step may write."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name, held in state.items():
+                is_fixed = torch.is_tensor(held) and held.is_inference()
+                setattr(self, name, held.clone() if is_fixed else held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScoredLayer:
+        """A copy goes on with the same model."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update({name: copy.deepcopy(held, memo) for name, held in vars(self).items()})
+        return twin
+
+    def _weights(self) -> str | None:
+        """Fingerprint of the module that wrote the entries."""
+        owner = None if self.owner is None else self.owner()
+        return self.expected_weights if owner is None else fingerprint(owner)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
@@ -230,12 +262,21 @@ class ScoredLayer(WeighingLayer):
         whole = Block(query, key, value, real, undo)
         chunk = self.rule.prefill_chunk
         if chunk is None or length <= chunk:
-            return self._attend_block(whole, scale, softcap).to(dtype)
+            output = self._attend_block(whole, scale, softcap)
+            self._count_forward()
+            return output.to(dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1])
         for columns, block in split_block(whole, chunk):
             own = self._attend_block(block, scale, softcap)
             output.scatter_(2, columns[:, None, :, None].expand_as(own), own)
+        self._count_forward()
         return output.to(dtype)
+
+    def _count_forward(self) -> None:
+        """Notes that a forward came through, by which an interrupted one is noticed."""
+        # In a compiled step a number that changes would compile it anew each time.
+        if not torch.compiler.is_compiling():
+            self.num_forwards += 1
 
     def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
@@ -279,12 +320,12 @@ class ScoredLayer(WeighingLayer):
             length: T.
 
         Returns:
-            K + 1 for a decode step, which must not look at numbers; else what is held, and T.
+            S for a decode step, which must not look at numbers; else what is held, and T.
         """
         if self.positions is None:
             return length
-        if length == 1:
-            return max(tokens.total for tokens in self.row_budgets) + 1
+        if length == 1:  # not by the budgets: a larger one's row may have been taken out
+            return self.positions.shape[2]
         return int((self.positions >= 0).sum(dim=-1).max()) + length
 
     def _resolve_budget(self, lengths: list[int]) -> None:
@@ -311,9 +352,16 @@ class ScoredLayer(WeighingLayer):
         """Returns the block's own size and offset; kept entries need no mask from the model."""
         return query_length, self.cumulative_length
 
-    def get_seq_length(self) -> torch.Tensor | int:  # type: ignore[override]
-        """Returns the tokens seen, padding included (not the tokens held)."""
-        return self.cumulative_length if self.is_initialized else 0
+    def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
+        """Returns the tokens seen, padding included (not the tokens held): an int.
+
+        Under ``torch.compile`` a tensor, as a number that changes would be compiled anew.
+        """
+        if not self.is_initialized:
+            return 0
+        if torch.compiler.is_compiling():
+            return self.cumulative_length.clone()
+        return int(self.cumulative_length)
 
     def get_max_length(self) -> int:
         """Returns -1: any number of tokens may pass."""
@@ -346,7 +394,6 @@ class ScoredLayer(WeighingLayer):
         Returns:
             ``(tensors, numbers)``: by the names of attributes, and values for JSON.
         """
-        owner = None if self.owner is None else self.owner()
         tensors = {name: getattr(self, name, None) for name in self.row_tensors()}
         tensors["cumulative_length"] = self.cumulative_length
         budgets = [list(astuple(tokens)) for tokens in self.row_budgets]
@@ -354,7 +401,7 @@ class ScoredLayer(WeighingLayer):
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
             {
                 "row_budgets": budgets,
-                "weights": self.expected_weights if owner is None else fingerprint(owner),
+                "weights": self._weights(),
             },
         )
 

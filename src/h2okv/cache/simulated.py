@@ -80,7 +80,9 @@ class SimulatedLayer(ScoredLayer):
         positions = torch.where(real, positions, -1).to(torch.int32).unsqueeze(1).expand(shape)
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if self.positions is None:
-            self.keys, self.values, self.scores, self.positions = key, value, scores, positions
+            # Detached: the key tensor given is marked with this layer, which would be a cycle.
+            self.keys, self.values = key.detach(), value.detach()
+            self.scores, self.positions = scores, positions
             return 0
         past = self.positions.shape[2]
         self.keys = torch.cat([self.keys, key], dim=2)

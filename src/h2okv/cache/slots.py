@@ -86,8 +86,8 @@ class SlotLayer(ScoredLayer):
         return (*super().row_tensors(), "free", "enabled", "ranks")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of a cache takes over: not functions, which are chosen anew."""
-        return {**vars(self), "operations": None}
+        """See `ScoredLayer.__getstate__`; what tokens run through is chosen anew."""
+        return {**super().__getstate__(), "operations": None, "turns": None}
 
     def move(self, device: torch.device) -> None:
         """See `RowLayer.move`."""

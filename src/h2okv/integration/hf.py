@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
 
 from h2okv.cache.refusals import check_follows, check_placed
 from h2okv.cache.scored import LAYER_ATTRIBUTE, ScoredLayer
@@ -14,6 +15,7 @@ from h2okv.integration.plain import plain_attention
 from h2okv.integration.rotation import find_rotation
 
 ATTENTION_NAME = "h2o"
+logger = logging.get_logger(__name__)
 
 # Arguments that change the probabilities and that SDPA passes over in silence: learned sinks, and
 # the keys that an indexer chose.
@@ -64,6 +66,11 @@ def h2o_attention(
             "scores twice; use transformers' own cache for this model."
         )
     layer.awaits_attention = False
+    if options.get("output_attentions"):
+        logger.warning_once(
+            "H2O attention makes no matrix, so output_attentions=True gives none; run the model "
+            "with attn_implementation='eager' and transformers' own cache for it."
+        )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
     _check_causal(module, query, attention_mask, options, layer.window)
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]

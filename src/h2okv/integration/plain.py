@@ -73,6 +73,9 @@ def _capped(
     """Soft-capped attention, ``[B, HQ, T, Dv]``: by blocks, unless a gradient must pass."""
     if mask is not None and mask.shape[-2] != 1:
         return attention_with_scores(query, key, value, mask, scale, softcap)[0]
+    if mask is None and query.shape[2] > 1:
+        # As SDPA is causal: a prompt on a static cache, whose other slots are empty.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     past = key.shape[2] - query.shape[2]
     window, real = (None, None) if mask is None else _read_window(mask)
     if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):

@@ -48,6 +48,17 @@ def read_blocks(
     if chunk < 1:
         raise ValueError(f"chunk={chunk} reads nothing; give 1 or more.")
     cache.expect(length)
+    try:
+        yield from _forwards(model, input_ids, cache, chunk, all_logits)
+    finally:
+        cache.expect(None)
+
+
+def _forwards(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: H2OCache, chunk: int, all_logits: bool
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The forwards of `read_blocks`."""
+    length = input_ids.shape[1]
     enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
     with nullcontext() if enabled else enable(model):
         for start in range(0, length, chunk):
@@ -57,6 +68,28 @@ def read_blocks(
                     block, past_key_values=cache, logits_to_keep=0 if all_logits else 1
                 ).logits
             yield start + block.shape[1], logits
+
+
+def check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
+    """Refuses what cannot be read onto a cache.
+
+    Args:
+        input_ids: what the user gave.
+        cache: likewise.
+
+    Raises:
+        ValueError: naming what is needed.
+    """
+    if not isinstance(cache, H2OCache):
+        raise ValueError(
+            f"cache={type(cache).__name__} is no H2OCache; give h2okv.H2OCache(model.config, ...)."
+        )
+    if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
+        given = list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
+        raise ValueError(
+            f"input_ids={given} is no batch of tokens; give an int tensor [batch, tokens], such as "
+            "tokenizer(text, return_tensors='pt').input_ids."
+        )
 
 
 def prefill(
@@ -76,9 +109,9 @@ def prefill(
         model: a loaded model, with H2O attention or without.
         input_ids: int ``[B, T]``.
         cache: mutated.
-        attention_mask: ``[B, tokens seen + T]``, 0 for padding; ``None`` if there is none. A padded
-            batch passes the model in one forward, cut into blocks inside each layer, because its
-            rows are cut at different columns.
+        attention_mask: ``[B, tokens seen + T]``, 0 for padding; ``None`` if ``input_ids`` has
+            none. A padded batch passes the model in one forward, cut into blocks inside each
+            layer, because its rows are cut at different columns.
 
     Returns:
         Logits of the last token, ``[B, V]``.
@@ -86,7 +119,10 @@ def prefill(
     Raises:
         ValueError: if there is nothing to read.
     """
-    if attention_mask is None or bool(attention_mask.to(torch.bool).all()):
+    check_inputs(input_ids, cache)
+    if attention_mask is None:
+        attention_mask = cache.next_turn(input_ids)["attention_mask"]
+    if bool(attention_mask.to(torch.bool).all()):
         for _, logits in read_blocks(model, input_ids, cache):
             last = logits[:, -1]
         return last

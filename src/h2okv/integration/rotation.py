@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -120,15 +121,20 @@ def _running_rotary(module: torch.nn.Module) -> Any:
     rotary embeddings, is further up the stack; this is looked at once for each layer.
     """
     family = type(module).__module__
-    frame = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.nn.Module):
-            for child in caller.children():
-                name = type(child).__name__
-                if name.endswith("RotaryEmbedding") and type(child).__module__ == family:
-                    return child
-        frame = frame.f_back  # type: ignore[assignment]
+    # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
+    # hold, hidden states and logits among it.
+    frame: FrameType | None = sys._getframe(1)
+    try:
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.nn.Module):
+                for child in caller.children():
+                    name = type(child).__name__
+                    if name.endswith("RotaryEmbedding") and type(child).__module__ == family:
+                        return child
+            frame = frame.f_back
+    finally:
+        del frame
     raise _unknown(module)
 
 

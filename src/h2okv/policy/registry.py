@@ -32,6 +32,7 @@ _POLICIES: dict[str, type[Policy]] = {
         TopKHeavyPolicy,
     )
 }
+_SEED_LIMIT = 1 << 32
 
 
 def policy_names(*, dropping: bool = False) -> tuple[str, ...]:
@@ -75,8 +76,10 @@ def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
         The policy.
 
     Raises:
-        ValueError: if the name is unknown.
+        ValueError: if the name is unknown, or the seed is no int that a hash takes.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= _SEED_LIMIT:
+        raise ValueError(f"seed={seed!r} is no seed; give an int below {_SEED_LIMIT} (2**32).")
     if isinstance(policy, Policy):
         return policy
     found = _POLICIES.get(policy)

@@ -1,0 +1,279 @@
+"""A cache that is copied, loaded, cut, padded, interrupted or misused, and then goes on."""
+
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
+
+import h2okv
+
+SMALL = {"heavy": 5, "recent": 4}
+
+
+def tokens(length: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def read(model, ids, cache, **options):
+    return model(ids, past_key_values=cache, **options).logits
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama(layers=3)
+
+
+def padded(short: int = 20, long: int = 45) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows, the second padded on the left, and their mask."""
+    ids = tokens(long, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, : long - short] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_the_length_is_a_number_that_stays(model, simulate):
+    cache = h2okv.H2OCache(model.config, **SMALL, simulate=simulate)
+    read(model, tokens(20), cache)
+    seen = cache.get_seq_length()
+    read(model, tokens(1), cache)
+    assert type(seen) is int and seen == 20 and cache.get_seq_length() == 21
+
+
+def test_in_a_compiled_step_the_length_is_no_constant(model):
+    cache = h2okv.H2OCache(model.config, **SMALL)
+    read(model, tokens(20), cache)
+    read(model, tokens(1), cache)
+    counter = CompileCounter()
+    seen = torch.compile(lambda: cache.get_seq_length() + 0, backend=counter, fullgraph=True)
+    for length in (21, 22, 23):
+        assert int(seen()) == length
+        read(model, tokens(1), cache)
+    assert counter.frame_count == 1
+
+
+def test_rolling_holds_nothing_of_a_forward(make_llama):
+    model = make_llama()
+    gc.collect()
+    gc.disable()
+    try:
+        cache = h2okv.H2OCache(model.config, **SMALL, positions="rolling")
+        logits = read(model, tokens(301), cache)
+        shape = logits.shape
+        del logits, cache
+        alive = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        assert not [each for each in alive if each.shape[:2] == shape[:2]]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["next_turn", "prefill"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"positions": "rolling"}], ids=str)
+def test_a_turn_after_a_padded_prompt(model, options, way):
+    ids, mask = padded()
+    more = tokens(6, rows=2, seed=1)
+    budget = {"heavy": 0.2, "recent": 0.2} | options
+    cache = h2okv.H2OCache(model.config, **budget)
+    h2okv.prefill(model, ids, cache, mask)
+    alone = h2okv.H2OCache(model.config, **budget)
+    h2okv.prefill(model, ids[1:, 25:], alone)
+    if way == "prefill":
+        made, expected = h2okv.prefill(model, more, cache), h2okv.prefill(model, more[1:], alone)
+    else:
+        turn = cache.next_turn(more)
+        assert turn["attention_mask"].sum(dim=1).tolist() == [51, 26]
+        made, expected = (
+            model.generate(
+                **turn, past_key_values=own, max_new_tokens=1, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            ).logits[0]
+            for turn, own in ((turn, cache), (alone.next_turn(more[1:]), alone))
+        )  # fmt: skip
+    torch.testing.assert_close(made[1:], expected, atol=1e-4, rtol=1e-4)
+
+
+def _copy(cache, way, path):
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(cache))
+    if way == "torch.save":
+        file = io.BytesIO()
+        torch.save(cache, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    if way == "fork":
+        return cache.fork(1)
+    cache.save(path / "cache")
+    return h2okv.H2OCache.load(path / "cache")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", ["fork", "load", "pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "options", [{}, {"positions": "rolling"}, {"kv_bits": 8}, {"simulate": True}], ids=str
+)
+def test_a_copy_goes_on_as_the_cache_does(model, tmp_path, options, way, mode):
+    if way == "load" and "simulate" in options and "kv_bits" in options:
+        pytest.skip("saves nothing")
+    cache = h2okv.H2OCache(model.config, **SMALL, **options)
+    read(model, tokens(30), cache)
+    with mode():
+        twin = _copy(cache, way, tmp_path)
+    for at in range(3):
+        ids = tokens(1, seed=at)
+        assert torch.equal(read(model, ids, twin), read(model, ids, cache))
+    twin.check_integrity()
+
+
+def test_an_unpickled_cache_knows_its_weights(model, make_llama):
+    cache = h2okv.H2OCache(model.config, **SMALL)
+    read(model, tokens(30), cache)
+    twin = pickle.loads(pickle.dumps(cache))
+    with pytest.raises(ValueError, match="saved with other weights"):
+        read(make_llama(layers=3, seed=1), tokens(1), twin)
+
+
+def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
+    ids, mask = padded()
+    budget = {"heavy": 0.3, "recent": 0.3, "positions": "rolling"}
+    cache = h2okv.H2OCache(model.config, **budget)
+    h2okv.prefill(model, ids, cache, mask)
+    cache.batch_select_indices(torch.tensor([1]))
+    alone = h2okv.H2OCache(model.config, **budget)
+    h2okv.prefill(model, ids[1:, 25:], alone)
+    cache.save(tmp_path / "row")
+    loaded = h2okv.H2OCache.load(tmp_path / "row", model)
+    for at in range(20, 25):
+        token, place = tokens(1, seed=at), torch.tensor([[at]])
+        expected = read(model, token, alone, position_ids=place)
+        for own in (cache, loaded):
+            made = read(model, token, own, position_ids=place)
+            torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
+            own.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"simulate": True}, {"kv_bits": 8}, {"positions": "rolling"}], ids=str
+)
+def test_rows_may_be_chosen_by_a_mask(model, kept_sets, options):
+    made = []
+    for rows in (torch.tensor([True, False, True]), torch.tensor([0, 2])):
+        cache = h2okv.H2OCache(model.config, **SMALL, **options)
+        read(model, tokens(20, rows=3), cache)
+        cache.batch_select_indices(rows)
+        made.append(read(model, tokens(1, rows=2), cache))
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_an_interrupted_forward_is_noticed(make_llama, layer, length):
+    model = make_llama(layers=3)
+    cache = h2okv.H2OCache(model.config, **SMALL)
+    read(model, tokens(20), cache)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[layer].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, tokens(1), cache)
+    hook.remove()
+    before = [int(own.cumulative_length) for own in cache.layers]
+    with pytest.raises(ValueError, match=r"interrupted.*cache\.reset"):
+        read(model, tokens(length), cache)
+    assert [int(own.cumulative_length) for own in cache.layers] == before
+    cache.reset()
+    read(model, tokens(20), cache)
+    cache.check_integrity()
+
+
+def test_a_prompt_in_transformers_own_chunks_is_told(model):
+    ids = tokens(60)
+    options = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 16}
+    cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+    with pytest.warns(UserWarning, match=r"first forward's 16 tokens.*cache\.expect"):
+        model.generate(ids, past_key_values=cache, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+        cache.expect(60)
+        model.generate(ids, past_key_values=cache, **options)
+        assert cache.num_cached_tokens == 24
+        model.generate(ids, past_key_values=h2okv.H2OCache(model.config, **SMALL), **options)
+
+
+def test_what_a_failed_prefill_expected_is_forgotten(model, kept_sets):
+    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
+    with pytest.raises(IndexError):
+        h2okv.prefill(model, torch.full((1, 300), 500), cache)
+    read(model, tokens(30), cache)
+    assert cache.num_cached_tokens == 6
+
+
+def test_a_soft_cap_on_a_static_cache():
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, intermediate_size=64, vocab_size=97, sliding_window=64,
+            attn_logit_softcapping=1.0,
+        )
+    ).eval()  # fmt: skip
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 20
+    logits = []
+    for attention in ("eager", "h2o"):
+        model.set_attn_implementation(attention)
+        for cache in (StaticCache(model.config, max_cache_len=32), DynamicCache()):
+            parts = [read(model, part, cache) for part in tokens(9).split([7, 1, 1], dim=1)]
+            logits.append(torch.cat(parts, dim=1))
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_attention_that_was_asked_for_is_missed_aloud(model, caplog):
+    import logging
+
+    from h2okv.integration import hf
+
+    hf.logger.warning_once.cache_clear()
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    hf.logger.addHandler(caplog.handler)
+    try:
+        read(model, tokens(9), h2okv.H2OCache(model.config, **SMALL), output_attentions=True)
+    finally:
+        library.removeHandler(caplog.handler)
+        hf.logger.removeHandler(caplog.handler)
+    assert "output_attentions=True gives none" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"max_tokens": 2.5}, "max_tokens=2.5 is not a number of tokens"),
+        ({"max_tokens": True}, "max_tokens=True is not a number of tokens"),
+        ({"seed": "a"}, "seed='a' is no seed"),
+        ({"seed": 2**60, "policy": "random"}, "is no seed; give an int"),
+        ({"seed": 1.5, "policy": "random"}, "seed=1.5 is no seed"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(model, options, text):
+    with pytest.raises(ValueError, match=text):
+        h2okv.H2OCache(model.config, **options)
+
+
+def test_prefill_of_what_is_no_batch(model):
+    cache = h2okv.H2OCache(model.config)
+    for ids in ([[1, 2]], torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match="is no batch of tokens"):
+            h2okv.prefill(model, ids, cache)
+    with pytest.raises(ValueError, match="DynamicCache is no H2OCache"):
+        h2okv.prefill(model, tokens(4), DynamicCache())
