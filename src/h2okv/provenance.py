@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 import subprocess
 import time
@@ -10,17 +11,14 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import transformers
-
-import h2okv
 
 
 def versions() -> dict[str, str]:
     """Tells which code runs."""
     return {
-        "h2okv": h2okv.__version__,
+        "h2okv": importlib.metadata.version("h2okv"),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "commit": commit(),
     }
 
@@ -28,7 +26,7 @@ def versions() -> dict[str, str]:
 @cache
 def commit() -> str:
     """Names the commit that the package runs from."""
-    package = Path(h2okv.__file__).parent
+    package = Path(__file__).parent
     if not (package.parent.parent / ".git").exists():
         return ""
 
@@ -56,13 +54,13 @@ def environment(device: torch.device) -> dict[str, str]:
     is_gpu = device.type == "cuda"
     values = (
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        h2okv.__version__,
+        importlib.metadata.version("h2okv"),
         commit(),
         _processor(),
         torch.cuda.get_device_name(device) if is_gpu else device.type,
         platform.python_version(),
         torch.__version__,
-        transformers.__version__,
+        importlib.metadata.version("transformers"),
         str(torch.get_num_threads()),
     )
     return dict(zip(ENVIRONMENT_COLUMNS, values, strict=True))
@@ -102,6 +100,7 @@ def fingerprint(module: torch.nn.Module) -> str | None:
     return digest.hexdigest()
 
 
-def digest(content: str) -> str:
-    """Names a text, so that results are gone on with on the same one only."""
-    return hashlib.sha256(content.encode("utf-8")).hexdigest()[:16]
+def digest(content: str | bytes) -> str:
+    """A short name of a content, so that results are resumed on the same one only."""
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -7,9 +7,9 @@ from h2okv.analysis import run as module
 from h2okv.analysis.ablation import activation_frequency
 from h2okv.analysis.measurements import MEASUREMENTS
 from h2okv.analysis.report import write_report
-from h2okv.analysis.run import analyze, finished, open_folder
+from h2okv.analysis.run import TEXT_COLUMNS, analyze, finished, open_folder
 from h2okv.analysis.study import Study, make_sample, token_pieces
-from h2okv.records import read_table, write_table
+from h2okv.records import read_csv, write_csv
 
 TEXT = "the text"
 
@@ -29,7 +29,7 @@ def test_every_measurement_has_its_tables(folder):
 
 def test_a_second_run_computes_nothing(folder, model, sample, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    monkeypatch.setattr(module, "write_table", None)
+    monkeypatch.setattr(module, "write_csv", None)
     analyze(model, sample, folder, with_neurons=True)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
@@ -88,13 +88,13 @@ def test_the_report_is_one_page_with_all_figures(folder):
 
 
 def test_numbers_in_the_tables_hang_together(folder, sample):
-    rows = read_table(folder / "perplexity.csv")
+    rows = read_csv(folder / "perplexity.csv")
     assert {row["policy"] for row in rows} == {"h2o", "global", "recent", "sink_recent", "random"}
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in rows)
-    tokens = read_table(folder / "token_scores.csv")
+    tokens = read_csv(folder / "token_scores.csv")
     total = sum(row["score"] for row in tokens if row["layer"] == 0)
     assert total == pytest.approx(4 * sample.length, rel=1e-3)
-    masses = read_table(folder / "retention.csv")
+    masses = read_csv(folder / "retention.csv")
     assert all(0 < row["mass"] <= 1 for row in masses)
     for policy in ("h2o", "recent"):
         by_share = [
@@ -117,8 +117,8 @@ def test_neurons_are_counted(model, sample):
 
 def test_tables_come_back_as_they_were(tmp_path):
     rows = [{"word": "7", "score": 0.5, "count": 3}, {"word": 'a,"b', "score": 2.0, "count": 1}]
-    write_table(tmp_path / "t.csv", rows)
-    assert read_table(tmp_path / "t.csv") == rows
+    write_csv(tmp_path / "t.csv", rows)
+    assert read_csv(tmp_path / "t.csv", text=TEXT_COLUMNS) == rows
 
 
 class SpacelessTokenizer:

@@ -5,10 +5,9 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from h2okv.evaluation.cache_setting import CacheSetting
 from h2okv.evaluation.decoding import Decoding
-from h2okv.evaluation.runner import Cell, Evaluation
+from h2okv.evaluation.runner import Cell, Evaluation, SampleFile
 from h2okv.evaluation.task import BatchOptions, TextPrompt
 from h2okv.evaluation.tasks.summarization import Article, Summarization
-from h2okv.records import ResultFile
 
 SETTINGS = [CacheSetting("h2o", 16), CacheSetting()]
 CODE = {"h2okv": "0"}
@@ -36,7 +35,7 @@ def evaluate(subject, path, task, stop_after=None, settings=SETTINGS, seed=0):
         if len(batches) == stop_after:
             raise KeyboardInterrupt
 
-    with ResultFile(path, CODE) as file:
+    with SampleFile(path, CODE) as file:
         evaluation = Evaluation(subject, [Cell(task, s, seed) for s in settings], file)
         with suppress(KeyboardInterrupt):
             evaluation.run(on_results)
@@ -84,7 +83,7 @@ def test_rows_say_all_that_they_come_from(subject, novel, tmp_path):
 
 def test_scores_are_the_means_of_rouge_score(subject, novel, tmp_path):
     task = make_task(novel, limit=3)
-    with ResultFile(tmp_path / "a", CODE) as file:
+    with SampleFile(tmp_path / "a", CODE) as file:
         cell = Cell(task, SETTINGS[0])
         evaluation = Evaluation(subject, [cell], file)
         evaluation.run()

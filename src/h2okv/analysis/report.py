@@ -28,9 +28,9 @@ from h2okv.analysis.figures import (
     draw_words,
     where,
 )
-from h2okv.analysis.run import read_settings
+from h2okv.analysis.run import TEXT_COLUMNS, read_settings
 from h2okv.analysis.theory import FACTOR
-from h2okv.records import read_table
+from h2okv.records import read_csv
 
 Tables = dict[str, Rows]
 
@@ -275,7 +275,7 @@ def write_report(folder: Path) -> list[str]:
         if not all(path.is_file() for path in paths):
             missing.append(section.title)
             continue
-        tables = {path.stem: read_table(path) for path in paths}
+        tables = {path.stem: read_csv(path, text=TEXT_COLUMNS) for path in paths}
         picture = _png(section.draw(tables))
         (folder / f"{section.name}.png").write_bytes(picture)
         parts.append(_section(section, tables, picture))

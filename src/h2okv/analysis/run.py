@@ -14,10 +14,13 @@ from transformers import PreTrainedModel
 import h2okv
 from h2okv.analysis.measurements import MEASUREMENTS, Measurement
 from h2okv.analysis.study import Sample, Study
-from h2okv.records import write_table
+from h2okv.records import write_csv
 
 SETTINGS_FILE = "settings.json"
 _KEPT_FOLDER = "working"
+
+TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure", "h", "objective")
+"""Columns of the tables that hold text, even where it reads as a number (a word may be "7")."""
 
 OnProgress = Callable[[Measurement, float], None]
 """Is told which measurement runs and which share of it is done."""
@@ -88,5 +91,5 @@ def analyze(
             on_progress(measurement, 0.0)
             tables = measurement.run(study, partial(on_progress, measurement))
             for name, rows in tables.items():
-                write_table(folder / f"{name}.csv", rows)
+                write_csv(folder / f"{name}.csv", rows)
         on_progress(measurement, 1.0)

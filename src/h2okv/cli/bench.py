@@ -40,7 +40,7 @@ from h2okv.engine.memory import available_bytes, parse_memory
 from h2okv.integration.compiled import check_compiler
 from h2okv.integration.models import resolve_model
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
-from h2okv.records import RowFile
+from h2okv.records import CsvFile
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ Examples:
 class _Results:
     """All that was found so far."""
 
-    file: RowFile | None
+    file: CsvFile | None
     environment: dict[str, str]
     bandwidth: float | None = None
     checks: dict[str, Any] = field(default_factory=dict)
@@ -362,7 +362,7 @@ def bench(
     check_files(csv, plot)
     request = checked_request(source, settings, chosen_device, wanted_memory, max_run_batch)
     columns = COLUMNS if wanted_memory is None else MAX_BATCH_COLUMNS
-    file = None if csv is None else RowFile(csv, (*ENVIRONMENT_COLUMNS, *columns))
+    file = None if csv is None else CsvFile(csv, (*ENVIRONMENT_COLUMNS, *columns))
     results = _Results(file, environment(chosen_device))
     code = _run(request, results)
     _show(request, results, plot, json)

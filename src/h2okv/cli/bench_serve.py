@@ -37,7 +37,7 @@ from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.integration.loading import describe
 from h2okv.integration.models import default_dtype
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
-from h2okv.records import RowFile
+from h2okv.records import CsvFile
 
 _NONE = "-"
 _WIDTH = 200
@@ -315,7 +315,7 @@ def bench_serve(
         timeout=check_timeout(timeout),
     )
     told = environment(torch.device("cpu"))
-    file = None if csv is None else RowFile(csv, (*ENVIRONMENT_COLUMNS, *COLUMNS))
+    file = None if csv is None else CsvFile(csv, (*ENVIRONMENT_COLUMNS, *COLUMNS))
     rows: list[Measured] = []
 
     def keep(row: Measured) -> None:

@@ -40,7 +40,7 @@ from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
 from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.plots import check_plot
-from h2okv.evaluation.runner import Cell, Evaluation
+from h2okv.evaluation.runner import Cell, Evaluation, SampleFile
 from h2okv.evaluation.sweep import (
     Experiment,
     Surroundings,
@@ -60,7 +60,7 @@ from h2okv.evaluation.tasks.summarization import Summarization, read_articles
 from h2okv.integration.loading import describe, load_weights
 from h2okv.integration.models import BUNDLED
 from h2okv.provenance import versions
-from h2okv.records import ResultFile, markdown, read_text_file, unknown, write_csv
+from h2okv.records import markdown_table, read_text_file, unknown_name, write_csv
 
 _SUFFIX = ".samples.jsonl"
 
@@ -94,7 +94,7 @@ def run_tasks(
     detailed: bool = False,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Runs tasks with several caches, writes the table, and prints the scores."""
-    with ResultFile(csv.with_suffix(_SUFFIX), versions()) as file:
+    with SampleFile(csv.with_suffix(_SUFFIX), versions()) as file:
         cells = [Cell(task, setting, seed) for task in tasks for setting in settings]
         evaluation = Evaluation(subject, cells, file)
         code = run_cells(evaluation)
@@ -102,7 +102,7 @@ def run_tasks(
     if rows:
         write_csv(csv, details if detailed else rows)
         header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
-        write_text(markdown(header, [[row[name] for name in header] for row in rows]))
+        write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
     return code, details
 
 
@@ -424,7 +424,7 @@ def sweep(
         for seed in plan.seeds
     ]
     subject = load_subject(model, dtype, device, plan.settings, plan.seeds[0])
-    with ResultFile(out / SAMPLES_FILE, versions()) as file:
+    with SampleFile(out / SAMPLES_FILE, versions()) as file:
         evaluation = Evaluation(subject, cells, file)
         code = run_cells(evaluation)
         _write(plan, evaluation, out)
@@ -437,7 +437,7 @@ def _chosen(tasks: list[Task], only: str | None) -> list[Task]:
     names = [task.name for task in tasks]
     for name in split_list(only):
         if name not in names:
-            raise unknown("--only: task", name, dict.fromkeys(names))
+            raise unknown_name("--only: task", name, dict.fromkeys(names))
     return [task for task in tasks if task.name in split_list(only)]
 
 

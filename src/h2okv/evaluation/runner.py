@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
 from h2okv.evaluation.task import Score, Task
-from h2okv.records import Result, ResultFile
+from h2okv.records import Record, ResultFile, check_settings
+from h2okv.records import Row as Result
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,75 @@ class Cell:
         return f"{self.task.label}: {self.setting.label}{seed}"
 
 
+class SampleFile(ResultFile):
+    """Results of samples, by run.
+
+    Lines have, in any order: ``cell`` and ``identity`` (a run's name and all that its results
+    depend on), ``versions`` (the code that wrote what follows), or ``cell``, ``sample`` and
+    ``result``.
+    """
+
+    def __init__(self, path: Path, versions: Mapping[str, str]) -> None:
+        self._identities: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, dict[int, Result]] = {}
+        self._versions: dict[str, list[Mapping[str, str]]] = {}
+        self._current: Mapping[str, str] = {}
+        super().__init__(path, "h2okv evaluation", version=2)
+        if dict(self._current) != dict(versions):
+            self.append([{"versions": dict(versions)}])
+
+    def take(self, record: Record) -> None:
+        """Remembers who ran what, and what came of it."""
+        fields = record.fields
+        shapes = {
+            ("versions",): (dict,),
+            ("cell", "identity"): (str, dict),
+            ("cell", "sample", "result"): (str, int, dict),
+        }
+        shape = shapes.get(tuple(fields))
+        if shape is None:
+            raise ValueError(f"{record.place} is no result of {self.kind}; choose another file")
+        for (name, value), kind in zip(fields.items(), shape, strict=True):
+            if not isinstance(value, kind):
+                record.refuse(name, f"is {value!r}; correct or remove the line")
+        if "versions" in fields:
+            self._current = fields["versions"]
+        elif "identity" in fields:
+            self._identities[fields["cell"]] = fields["identity"]
+        elif fields["cell"] not in self._identities:
+            record.refuse("cell", f"is {fields['cell']!r}, a run that no line before describes")
+        else:
+            self._results.setdefault(fields["cell"], {})[fields["sample"]] = fields["result"]
+            seen = self._versions.setdefault(fields["cell"], [])
+            if self._current not in seen:
+                seen.append(self._current)
+
+    def open_cell(self, cell: str, identity: Mapping[str, Any]) -> None:
+        """Begins a run, or resumes it if it is the same one."""
+        if cell in self._identities:
+            check_settings(self._identities[cell], identity, f"'{self.path}': {cell}")
+        else:
+            self.append([{"cell": cell, "identity": json.loads(json.dumps(identity))}])
+
+    def results(self, cell: str) -> dict[int, Result]:
+        """A run's results by sample."""
+        return dict(self._results.get(cell, {}))
+
+    def versions(self, cell: str) -> dict[str, str]:
+        """The code that computed a run's results."""
+        found = self._versions.get(cell) or [self._current]
+        names = dict.fromkeys(name for one in found for name in one)
+        return {name: " ".join(dict.fromkeys(one.get(name, "") for one in found)) for name in names}
+
+    def add(self, cell: str, results: Mapping[int, Result]) -> None:
+        """Appends results; they are on the disk when it returns."""
+        self.append({"cell": cell, "sample": n, "result": dict(r)} for n, r in results.items())
+
+
 class Evaluation:
     """Cells that are run one after another; what the file holds already is not run again."""
 
-    def __init__(self, subject: Subject, cells: Sequence[Cell], file: ResultFile) -> None:
+    def __init__(self, subject: Subject, cells: Sequence[Cell], file: SampleFile) -> None:
         self.subject = subject
         self.cells = cells
         self.file = file

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.integration.chat_text import ChatTemplateError, chat_text
 from h2okv.provenance import digest
-from h2okv.records import checked_text, read_objects, read_text_file
+from h2okv.records import check_text, read_jsonl, read_text_file
 
 _ROLES = ("system", "user", "assistant")
 
@@ -40,7 +40,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     ``messages``, a list of objects with ``role`` and ``content``. Other fields are passed over.
     """
     what = "an object with turns or messages"
-    found = [_conversation(line.fields, line.where) for line in read_objects(path, what)]
+    found = [_conversation(line.fields, line.place) for line in read_jsonl(path, what)]
     if not found:
         raise ValueError(f"'{path}' has no conversations; give a JSONL file with one on each line")
     return found
@@ -63,7 +63,7 @@ def _conversation(fields: dict[str, Any], where: str) -> Conversation:
 
 
 def _turn(entry: Any, where: str) -> Message:
-    return Message("user", checked_text(entry, where))
+    return Message("user", check_text(entry, where))
 
 
 def _message(entry: Any, where: str) -> Message:
@@ -72,7 +72,7 @@ def _message(entry: Any, where: str) -> Message:
     role = entry.get("role")
     if role not in _ROLES:
         raise ValueError(f"{where}.role is {role!r}; give one of {', '.join(_ROLES)}")
-    return Message(role, checked_text(entry.get("content"), f"{where}.content"))
+    return Message(role, check_text(entry.get("content"), f"{where}.content"))
 
 
 def _check_order(messages: Conversation, where: str) -> None:

@@ -23,7 +23,7 @@ from h2okv.evaluation.tasks.perplexity import Perplexity, Windows
 from h2okv.evaluation.tasks.ruler import KNOWLEDGE, MOST_TOKENS, Recall, read_ruler
 from h2okv.evaluation.tasks.summarization import Summarization, read_articles
 from h2okv.policy import get_policy
-from h2okv.records import markdown, read_text_file, unknown
+from h2okv.records import markdown_table, read_text_file, unknown_name
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 """The folder of the files that come with the package."""
@@ -98,7 +98,7 @@ def load_experiment(name: str) -> Experiment:
     if name in experiment_names():
         path = EXPERIMENTS / f"{name}.yaml"
     elif path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise unknown("experiment", name, experiment_names())
+        raise unknown_name("experiment", name, experiment_names())
     return _experiment(path.stem, _read_yaml(path), str(path))
 
 
@@ -192,7 +192,7 @@ def checked_fields(content: Any, known: Sequence[str], where: str) -> Mapping[st
         raise ValueError(f"{where} is {content!r}; give names and values ({', '.join(known)})")
     for name in content:
         if name not in known:
-            raise ValueError(f"{where}: {unknown('name', name, known)}")
+            raise ValueError(f"{where}: {unknown_name('name', name, known)}")
     return content
 
 
@@ -263,7 +263,7 @@ def make_tasks(experiment: Experiment, around: Surroundings) -> list[Task]:
         names = list(entry) if isinstance(entry, dict) else []
         kind = next((name for name in names if name in _KINDS), next(iter(names), None))
         if kind not in _KINDS:
-            raise ValueError(f"{where}: {unknown('kind of task', kind, _KINDS)}")
+            raise ValueError(f"{where}: {unknown_name('kind of task', kind, _KINDS)}")
         make, known = _KINDS[kind]
         checked_fields(entry, (kind, "name", *known), where)
         try:
@@ -497,7 +497,7 @@ def results_table(lines: Sequence[Line]) -> str:
 
 def _table(lines: Sequence[Line], names: Sequence[str], cells: Any) -> str:
     budgets = budgets_of(lines)
-    return markdown(
+    return markdown_table(
         [*names, *budgets],
         [[*cells(line), *(line.values.get(budget) for budget in budgets)] for line in lines],
     )

@@ -13,7 +13,7 @@ from h2okv.evaluation.cache_setting import CacheSetting, Subject
 from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generate import Answer, Prompt, answer_batch
 from h2okv.evaluation.seeded_sampling import sample_seed
-from h2okv.records import Result
+from h2okv.records import Row as Result
 
 
 @dataclass(frozen=True)

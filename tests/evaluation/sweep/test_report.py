@@ -2,7 +2,6 @@ from dataclasses import dataclass
 
 from h2okv.evaluation.cache_setting import CacheSetting
 from h2okv.evaluation.sweep import Experiment, Published, pivot, plot_sweep, report
-from h2okv.records import markdown, write_csv
 
 ROW = {
     "samples": 40, "metric": "acc", "model": "m", "revision": "r", "dtype": "float32",
@@ -71,12 +70,3 @@ def test_the_page_has_what_was_published_beside_what_was_found():
 def test_the_picture_is_drawn(tmp_path):
     plot_sweep(tmp_path / "s.png", results(), "title")
     assert (tmp_path / "s.png").stat().st_size > 10_000
-
-
-def test_a_table_has_the_columns_of_all_its_rows(tmp_path):
-    write_csv(tmp_path / "t.csv", [{"a": 1, "c": 0.123456789}, {"a": 2, "b": None, "c": "x"}])
-    assert (tmp_path / "t.csv").read_text() == "a,b,c\n1,,0.123457\n2,,x\n"
-
-
-def test_a_bar_in_a_cell_stays_in_its_cell():
-    assert markdown(["a", "b"], [["x|y", 1.0]]) == "| a | b |\n|---|---:|\n| x\\|y | 1.0000 |\n"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from datasets import Dataset
 
-from h2okv.records import Record, read_items, read_json_lines, read_json_list
-from h2okv.records import read_tsv as read_table
+from h2okv.records import Record, read_jsonl, read_text_file
 
 DATA_VARIABLE = "H2OKV_EVAL_DATA"
 """The environment variable that names the folder; ``h2okv lm-eval --data`` sets it."""
@@ -34,6 +36,40 @@ def data_file(name: str) -> Path:
     return path
 
 
+def _read_json_list(path: Path) -> Iterator[Record]:
+    """Reads a file that is one JSON list of objects."""
+    try:
+        entries = json.loads(read_text_file(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"line {error.lineno} of '{path}': {error.msg}; get the file again"
+        ) from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"'{path}' is not a JSON list of objects; get the file again")
+    for number, entry in enumerate(entries, start=1):
+        yield Record(entry, f"entry {number} of '{path}'")
+
+
+def _read_tsv(path: Path) -> Iterator[Record]:
+    """Reads a table with tabs between the columns and their names in the first line."""
+    rows = csv.DictReader(read_text_file(path).split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
+    for row in rows:
+        yield Record(dict(row), f"line {rows.line_num} of '{path}'")
+
+
+def _read_items(path: Path) -> Iterator[Record]:
+    """Reads an XML file's ``item`` elements: attributes and the texts of its children."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError) as error:
+        raise ValueError(
+            f"'{path}' is not a readable XML file ({error}); get the file again"
+        ) from error
+    for number, item in enumerate(root.iter("item"), start=1):
+        fields = dict(item.attrib) | {child.tag: child.text for child in item}
+        yield Record(fields, f"item {item.get('id', number)} of '{path}'")
+
+
 Splits = dict[str, Dataset]
 
 _LAST_ORIGINAL_COPA = 500
@@ -51,7 +87,7 @@ _BLANK = re.compile(
 def copa(**_: Any) -> Splits:
     """COPA's development set (Roemmele et al. 2011) out of ``copa_balanced_dev.xml``."""
     documents = []
-    for record in read_items(data_file("copa_balanced_dev.xml")):
+    for record in _read_items(data_file("copa_balanced_dev.xml")):
         if not record.text("id").isdigit():
             record.refuse("id", "is no number")
         if int(record.text("id")) > _LAST_ORIGINAL_COPA:
@@ -75,7 +111,7 @@ def rte(**_: Any) -> Splits:
             "hypothesis": record.text("hypothesis"),
             "label": record.choice("label", ("entailment", "not_entailment")),
         }
-        for record in read_json_lines(data_file("rte_val.jsonl"))
+        for record in read_jsonl(data_file("rte_val.jsonl"))
     ]
     return {"test": _dataset(documents, "rte_val.jsonl")}
 
@@ -84,14 +120,14 @@ def piqa(**_: Any) -> Splits:
     """PIQA's validation set (Bisk et al. 2020) from ``piqa/valid.jsonl`` and its labels."""
     path = data_file("piqa/valid-labels.lst")
     labels = path.read_text(encoding="utf-8").split()
-    records = list(read_json_lines(data_file("piqa/valid.jsonl")))
+    records = list(read_jsonl(data_file("piqa/valid.jsonl")))
     if len(labels) != len(records):
         raise ValueError(
             f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."
         )
     documents = []
     for record, label in zip(records, labels, strict=True):
-        labelled = Record(f"{path}, of {record.place}", {"label": label})
+        labelled = Record({"label": label}, f"{path}, of {record.place}")
         documents.append(
             {
                 "goal": record.text("goal"),
@@ -105,7 +141,7 @@ def piqa(**_: Any) -> Splits:
 def openbookqa(**_: Any) -> Splits:
     """OpenBookQA's test and development sets from ``openbookqa_test.tsv`` and ``_dev.tsv``."""
     return {
-        split: _dataset(map(_open_book, read_table(data_file(name))), name)
+        split: _dataset(map(_open_book, _read_tsv(data_file(name))), name)
         for split, name in (("test", "openbookqa_test.tsv"), ("validation", "openbookqa_dev.tsv"))
     }
 
@@ -113,13 +149,13 @@ def openbookqa(**_: Any) -> Splits:
 def winogrande(**_: Any) -> Splits:
     """WinoGrande's validation set from ``llm_adapters/winogrande_test.json``."""
     name = "llm_adapters/winogrande_test.json"
-    return {"test": _dataset(map(_winogrande, read_json_list(data_file(name))), name)}
+    return {"test": _dataset(map(_winogrande, _read_json_list(data_file(name))), name)}
 
 
 def mathqa(**_: Any) -> Splits:
     """MathQA's test set from ``llm_adapters/mathqa_test.json``."""
     name = "llm_adapters/mathqa_test.json"
-    return {"test": _dataset(map(_math, read_json_list(data_file(name))), name)}
+    return {"test": _dataset(map(_math, _read_json_list(data_file(name))), name)}
 
 
 def _open_book(record: Record) -> dict[str, Any]:

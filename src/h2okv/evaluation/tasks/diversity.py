@@ -9,7 +9,7 @@ from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generate import Answer
 from h2okv.evaluation.task import BatchOptions, GenerationTask, Score, TextPrompt, mean
 from h2okv.provenance import digest
-from h2okv.records import Result
+from h2okv.records import Row as Result
 
 
 class Diversity(GenerationTask):

@@ -17,7 +17,8 @@ from h2okv.evaluation.cache_setting import CacheSetting, Subject
 from h2okv.evaluation.lm_eval.launcher import TASKS
 from h2okv.evaluation.lm_eval.tasks import DATA_VARIABLE
 from h2okv.evaluation.task import Score, Task
-from h2okv.records import Result, unknown
+from h2okv.records import Row as Result
+from h2okv.records import unknown_name
 
 PREFIX = "h2okv_"
 """What the names of this package's own tasks begin with."""
@@ -53,7 +54,7 @@ class HarnessTask(Task):
             )
         own_names = [path.stem.removeprefix(PREFIX) for path in sorted(TASKS.glob("*.yaml"))]
         if own and name not in own_names:
-            raise unknown("task of the harness", name, own_names)
+            raise unknown_name("task of the harness", name, own_names)
         if shots < 0:
             raise ValueError(f"shots {shots} is too few; give 0 or more")
         for option, value in (("batch_size", batch_size), ("limit", limit), ("chunk", chunk)):

@@ -16,7 +16,7 @@ from h2okv.evaluation.task import Length, Score, Task, fitting, mean
 from h2okv.evaluation.tasks.ruler import Knowledge, load_string_match
 from h2okv.evaluation.tasks.summarization import Rouge
 from h2okv.provenance import digest
-from h2okv.records import Result
+from h2okv.records import Row as Result
 
 _SENTENCE_ENDS = (".", "!", "?", '."', '!"', '?"', "\n")
 _NAMES = (

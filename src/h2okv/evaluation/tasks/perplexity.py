@@ -14,7 +14,7 @@ from h2okv.evaluation.stream_data import TextSource
 from h2okv.evaluation.streaming import Stream, StreamSettings
 from h2okv.evaluation.task import Length, Score, Task, fitting
 from h2okv.provenance import digest
-from h2okv.records import Result
+from h2okv.records import Row as Result
 
 _LARGEST = 600.0
 """Above that a mean negative log-likelihood has no perplexity that a float can hold."""

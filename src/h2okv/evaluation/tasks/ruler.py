@@ -11,7 +11,8 @@ from h2okv.evaluation.cache_setting import CacheSetting, Subject
 from h2okv.evaluation.generate import Prompt, answer_question
 from h2okv.evaluation.task import Length, Score, Task, TooLong, fitting, mean
 from h2okv.provenance import digest
-from h2okv.records import Result, read_objects
+from h2okv.records import Row as Result
+from h2okv.records import read_jsonl
 
 Knowledge = Literal["known", "unknown"]
 KNOWLEDGE: tuple[Knowledge, ...] = ("known", "unknown")
@@ -39,14 +40,14 @@ class Question:
 def read_ruler(path: Path) -> list[Question]:
     """Reads a file of RULER (arXiv 2404.06654), as its scripts write it."""
     questions = []
-    for line in read_objects(path, "an object with input and outputs"):
+    for line in read_jsonl(path, "an object with input and outputs"):
         context, end, question = line.text("input").rpartition("\n")
         if not context.strip() or not question.strip():
             raise ValueError(
-                f"{line.where}: field input has no last line that asks about the text before it;"
+                f"{line.place}: field input has no last line that asks about the text before it;"
                 " give RULER's form"
             )
-        questions.append(Question(context, end + question, line.texts("outputs"), line.where))
+        questions.append(Question(context, end + question, line.texts("outputs"), line.place))
     return questions
 
 

@@ -11,7 +11,8 @@ from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generate import Answer
 from h2okv.evaluation.task import BatchOptions, GenerationTask, Score, TextPrompt, mean
 from h2okv.provenance import digest
-from h2okv.records import JsonLine, Result, read_objects, read_text_file
+from h2okv.records import Record, read_jsonl, read_text_file
+from h2okv.records import Row as Result
 
 _STOPS = ("###",)
 _MOST_TOKENS = 64
@@ -53,30 +54,30 @@ def read_articles(
     if references is not None:
         return _pairs(path, references, template or ONE_ARTICLE)
     wanted = "an object with article and summary_gt, or with context and answers"
-    lines = read_objects(path, wanted)
+    lines = read_jsonl(path, wanted)
     return [_article(line, template, wanted) for line in lines]
 
 
-def _article(line: JsonLine, template: str | None, wanted: str) -> Article:
+def _article(line: Record, template: str | None, wanted: str) -> Article:
     if "article" in line.fields:
         if template is not None:
             raise ValueError(
-                f"{line.where}: field article is a whole prompt already; leave out --template"
+                f"{line.place}: field article is a whole prompt already; leave out --template"
             )
         stops = line.texts("stop") if line.fields.get("stop") is not None else ()
         most = line.number("max_tokens", _MOST_TOKENS)
-        prompt = TextPrompt(line.text("article"), most, stops, line.where)
+        prompt = TextPrompt(line.text("article"), most, stops, line.place)
         return Article(prompt, line.texts("summary_gt"))
     if "context" in line.fields:
         text = (template or SEVERAL_DOCUMENTS).replace(_PLACE, line.text("context").strip())
-        prompt = TextPrompt(text, _MOST_TOKENS_OF_DOCUMENTS, (), line.where)
+        prompt = TextPrompt(text, _MOST_TOKENS_OF_DOCUMENTS, (), line.place)
         return Article(prompt, line.texts("answers"))
-    raise ValueError(f"{line.where} has neither field article nor field context; give {wanted}")
+    raise ValueError(f"{line.place} has neither field article nor field context; give {wanted}")
 
 
 def _pairs(path: Path, references: Path, template: str) -> list[Article]:
     texts = read_text_file(path).rstrip("\n").split("\n")
-    lines = read_objects(references, "an object with refs")
+    lines = read_jsonl(references, "an object with refs")
     if len(texts) != len(lines):
         raise ValueError(
             f"'{path}' has {len(texts)} lines and '{references}' has {len(lines)}; each article"

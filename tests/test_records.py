@@ -1,0 +1,215 @@
+"""Files that are whole or not there, results that survive kills, tables that come back."""
+
+import json
+
+import pytest
+
+from h2okv.provenance import digest
+from h2okv.records import (
+    CsvFile,
+    Record,
+    ResultFile,
+    atomic_write,
+    markdown_table,
+    read_csv,
+    read_jsonl,
+    unknown_name,
+    write_csv,
+)
+
+SETTINGS = {"policy": "h2o", "decay": None}
+
+
+class Results(ResultFile):
+    def __init__(self, path, settings=SETTINGS):
+        self.names = []
+        super().__init__(path, "a test", settings=settings)
+
+    def take(self, record):
+        self.names.append(record.text("id"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def begun(path, *names, **options):
+    with Results(path, **options) as file:
+        file.append([{"id": name, "text": "ä" * 9} for name in names])
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, None])
+def test_a_torn_line_is_dropped_wherever_it_was_cut(path, settings):
+    whole = len(begun(path, "a", settings=settings))
+    data = begun(path, "b", settings=settings)
+    for cut in range(whole, len(data)):
+        path.write_bytes(data[:cut])
+        with Results(path, settings) as again:
+            assert again.names == ["a"]
+            again.append([{"id": "c"}])
+            assert again.names == ["a", "c"]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line).get("id") for line in lines][-2:] == ["a", "c"]
+
+
+def test_a_run_killed_before_its_first_result(path):
+    begun(path, "a")
+    path.write_bytes(path.read_bytes()[:5])
+    with Results(path) as again:
+        assert not again.names
+    assert path.read_bytes() == b""
+
+
+class Full:
+    """A file on a disk with room for ten more bytes."""
+
+    def __init__(self, file):
+        self.file, self.room = file, 10
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written, self.room = self.file.write(data[: self.room]), 0
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_a_failed_write_leaves_the_file_as_before(path, monkeypatch):
+    with Results(path) as file:
+        file.append([{"id": "a"}])
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(file, "_file", Full(file._file))
+            with pytest.raises(ValueError, match="No space left.*goes on from there"):
+                file.append([{"id": "b"}])
+        assert path.read_bytes() == before and file.names == ["a"]
+        file.append([{"id": "b"}])
+    with Results(path) as again:
+        assert again.names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"some notes of mine", "line 1 of .* is no result of a test"),
+        (b"some notes\nof mine\n", "line 1 of .* is not JSON"),
+        (b'{"name": "a"}\n', "line 1 of .* has no field id"),
+        (b'{"id": "a"}\n', "which says what made them, cannot be read"),
+    ],
+)
+def test_a_file_of_somebody_else_is_left_alone(path, content, words):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        Results(path)
+    assert path.read_bytes() == content
+
+
+def test_other_settings_are_named_and_refused(path):
+    begun(path, "a")
+    with pytest.raises(ValueError, match="begun with policy h2o, not recent"):
+        Results(path, {**SETTINGS, "policy": "recent"})
+    with pytest.raises(ValueError, match="begun with sink unset, not 4"):
+        Results(path, {**SETTINGS, "sink": 4})
+    path.unlink()  # without results there is nothing to mix
+    Results(path, {"policy": "recent"}).close()
+
+
+def test_another_kind_or_version_is_refused(path):
+    begun(path, "a", settings=None)
+    with pytest.raises(ValueError, match="is no result of another"):
+        ResultFile(path, "another")
+    with pytest.raises(ValueError, match="is no result of a test"):
+        ResultFile(path, "a test", version=2)
+
+
+def test_half_a_surrogate_pair_is_written_as_something_readable(path):
+    begun(path, settings=None)
+    with Results(path, None) as file:
+        file.append([{"id": "a", "text": "\ud800"}])
+    with Results(path, None) as again:
+        assert again.names == ["a"]
+
+
+def test_a_place_that_is_not_there(tmp_path):
+    for make in (Results, lambda path: CsvFile(path, ["a"]), lambda path: write_csv(path, [])):
+        with pytest.raises(ValueError, match="cannot be written .* choose another place"):
+            make(tmp_path / "nowhere" / "out")
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("before")
+    with pytest.raises(KeyboardInterrupt), atomic_write(path) as file:
+        file.write("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "before"
+    with atomic_write(path, "wb") as file:
+        file.write(b"after")
+    assert path.read_bytes() == b"after"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_tables_come_back(tmp_path):
+    path = tmp_path / "t.csv"
+    write_csv(path, [{"a": 1, "word": "7", "c": 1 / 3}, {"a": 2.0, "b": None, "word": "x,\n"}])
+    assert path.read_text().splitlines()[0] == "a,b,word,c"
+    assert read_csv(path, text=["word"]) == [
+        {"a": 1, "b": None, "word": "7", "c": 0.333333},
+        {"a": 2, "b": None, "word": "x,\n", "c": None},
+    ]
+    with pytest.raises(ValueError, match=r"its first line is not a,b\)"):
+        read_csv(path, columns=["a", "b"])
+
+
+def test_a_csv_file_is_gone_on_with_and_loses_a_torn_row(tmp_path):
+    path = tmp_path / "t.csv"
+    for value in (1, 2.5):
+        file = CsvFile(path, ["a", "b"])
+        file.append({"a": value, "b": "x"})
+        file.close()
+        with path.open("a") as torn:
+            torn.write("3,")
+    CsvFile(path, ["a", "b"]).close()
+    assert path.read_text() == "a,b\n1,x\n2.5,x\n"
+    with pytest.raises(ValueError, match="holds other columns"):
+        CsvFile(path, ["a", "c"])
+    path.write_text("my notes")
+    with pytest.raises(ValueError, match="holds other columns"):
+        CsvFile(path, ["a", "b"])
+    assert path.read_text() == "my notes"
+
+
+def test_lines_are_objects_with_a_place(path):
+    path.write_text('{"n": 2, "kind": "b", "text": "line\u2028end"}\n\n{"n": 0}\n')
+    first, second = read_jsonl(path)
+    assert (first.number("n", 1), first.choice("kind", ("a", "b"))) == (2, 1)
+    assert first.texts("text") == ("line\u2028end",) and second.number("m", 7) == 7
+    for read, words in (
+        (lambda: second.number("n", 1), "field n is 0; give a whole number"),
+        (lambda: second.choice("kind", ("a",)), "field kind is 'None'; give one of a"),
+        (lambda: second.text("text"), "has no field text"),
+    ):
+        with pytest.raises(ValueError, match=words) as caught:
+            read()
+        assert f"line 3 of '{path}'" in str(caught.value)
+    with pytest.raises(ValueError, match="is not a JSON object; give a question"):
+        Record.parse("[1]", "line 1", "a question")
+
+
+def test_a_bar_in_a_cell_stays_in_its_cell():
+    table = markdown_table(["a", "b"], [["x|y", 1.0]])
+    assert table == "| a | b |\n|---|---:|\n| x\\|y | 1.0000 |\n"
+
+
+def test_an_unknown_name_has_near_ones():
+    error = unknown_name("policy", "h20", ["h2o", "recent"])
+    assert str(error) == "policy 'h20' is unknown; did you mean h2o? choose from h2o, recent"
+
+
+def test_texts_and_bytes_of_one_content_have_one_digest():
+    assert digest("ä") == digest("ä".encode()) != digest("a")
+    assert len(digest("\ud800")) == 16
