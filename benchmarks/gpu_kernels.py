@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from record import Target, append_csv, environment, progress, rows_for, show
 
-from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.timing import Clock, in_turn
+from h2okv.offload.profile import measure_bandwidth
 from h2okv.ops import dispatch, flash, triton_prefill
 from h2okv.ops.blockwise import Visibility
 from h2okv.ops.step import Slots, StepRules

@@ -37,13 +37,11 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     """The engine of `h2okv batch`, with a time for every pass."""
     import h2okv
     from h2okv.cli.args import CacheChoice, Sampling
-    from h2okv.cli.batch_engine import make_engine
-    from h2okv.cli.batch_request import BatchRequest
-    from h2okv.engine.chooser import Chooser
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
-    from h2okv.engine.runner import Runner
-    from h2okv.engine.sequence import Sequence
     from h2okv.integration.loading import describe
+    from h2okv.offload.batch_runner import BatchSequence as Sequence
+    from h2okv.offload.batch_runner import Chooser, Runner
+    from h2okv.offload.offload_engine import BatchRequest, make_engine
 
     described = describe(setting["folder"])
     request = BatchRequest(
@@ -149,11 +147,11 @@ def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
     """The weights' stream alone: what a pass takes if nothing is computed."""
     from transformers import AutoConfig
 
-    from h2okv.engine.assembly import assemble
-    from h2okv.engine.checkpoint_files import CheckpointFiles
-    from h2okv.engine.placement import place_by_shares
-    from h2okv.engine.skeleton import make_skeleton
-    from h2okv.engine.weight_map import map_weights
+    from h2okv.offload.assembly import assemble
+    from h2okv.offload.checkpoint import CheckpointFiles
+    from h2okv.offload.conversion import map_weights
+    from h2okv.offload.meta_model import make_skeleton
+    from h2okv.offload.planner import place_by_shares
 
     folder = setting["folder"]
     skeleton = make_skeleton(AutoConfig.from_pretrained(folder), torch.bfloat16, folder)

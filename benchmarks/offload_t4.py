@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from h2okv.engine.forecast import Traffic, forecast
-from h2okv.engine.speeds import Speeds
+from h2okv.offload.planner import Traffic, forecast
+from h2okv.offload.profile import Speeds
 
 GIB = 2**30
 

@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 import h2okv
 from h2okv.benchmarking.memory import Footprint, footprint_of
-from h2okv.engine.demand import demand_of
-from h2okv.engine.serving.row_count import RowSizes, row_sizes
+from h2okv.engine.memory import RowSizes, demand_of, row_sizes
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 GIB, MIB = 2**30, 2**20

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.benchmarking.serving import summarize
 from h2okv.benchmarking.serving_client import LoadRequest, Mix, Outcome, closed_loop
-from h2okv.engine.openmp import release_workers
+from h2okv.engine.memory import release_workers
 
 
 def load_model(setting: dict[str, Any]) -> Any:

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from record import Target, append_csv, environment, interleave, rows_for, show
 
-from h2okv.engine.int4_slot import Int4Slot
-from h2okv.engine.int8_slot import Int8Slot
-from h2okv.engine.skeleton import Slot
+from h2okv.offload.meta_model import Slot
+from h2okv.offload.quantized_linear import Int4Slot, Int8Slot
 
 RESULTS = Path(__file__).parent / "results" / "weight_bits.csv"
 KINDS = {"int8": Int8Slot, "int4": Int4Slot}

@@ -80,15 +80,7 @@ _SAMPLE = 4096
 
 
 def fingerprint(module: torch.nn.Module) -> str | None:
-    """Sums up a module's weights.
-
-    Args:
-        module: an attention module; unchanged.
-
-    Returns:
-        A hexadecimal digest, the same on every device; ``None`` if the weights are elsewhere
-        (offloaded).
-    """
+    """Sums up a module's weights."""
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         if parameter.device.type == "meta":

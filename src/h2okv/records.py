@@ -33,18 +33,7 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
 
 @contextmanager
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a file that is complete or not there: it is put in its place when it is on the disk.
-
-    Args:
-        path: Where it goes; what stands there is replaced.
-        mode: ``"w"`` for UTF-8 text with line ends as they are given, ``"wb"`` for bytes.
-
-    Yields:
-        A file beside the place, to be written to.
-
-    Raises:
-        ValueError: If it cannot be written.
-    """
+    """Opens a file that is complete or not there: it is put in its place when it is on the disk."""
     draft = path.with_name(f"{path.name}.tmp")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
@@ -119,19 +108,7 @@ class Record:
 
     @classmethod
     def parse(cls, line: str | bytes, place: str, wanted: str = "an object") -> Record:
-        """Reads a line of JSON that must be an object.
-
-        Args:
-            line: The line.
-            place: What messages call it.
-            wanted: What messages ask for instead of something else.
-
-        Returns:
-            The record.
-
-        Raises:
-            ValueError: If it is something else.
-        """
+        """Reads a line of JSON that must be an object."""
         try:
             fields = json.loads(line)
         except RecursionError as error:
@@ -179,18 +156,7 @@ class Record:
 
 
 def read_jsonl(path: Path, wanted: str = "an object") -> list[Record]:
-    """Reads a file with one JSON object on each line; blank lines are passed over.
-
-    Args:
-        path: The file.
-        wanted: What messages ask for where a line is no object.
-
-    Returns:
-        The records, in order.
-
-    Raises:
-        ValueError: If the file cannot be read, or a line is no object.
-    """
+    """Reads a file with one JSON object on each line; blank lines are passed over."""
     # Not splitlines, which also parts at characters that may stand in a JSON string.
     lines = enumerate(read_text_file(path).split("\n"), start=1)
     return [
@@ -222,15 +188,6 @@ class ResultFile:
     Subclasses say in `take` what they remember of a record; it is called for each record that the
     file holds when it is opened, and for each that is appended. A last line that a kill has torn
     is dropped, a second writer is refused, and so is a file of something else.
-
-    Args:
-        path: The file; made if it is not there.
-        kind: What wrote it. Without settings the first line says so.
-        version: Of the lines' format.
-        settings: What all results depend on, in a file beside it; then there is no first line.
-
-    Raises:
-        ValueError: If the file cannot be written, or holds something else or other settings.
     """
 
     SETTINGS_SUFFIX = ".job.json"
@@ -282,14 +239,7 @@ class ResultFile:
         """Remembers what is needed of a record; refuses one that the file cannot have."""
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Adds records, all of them; if that fails, the file is as it was before.
-
-        Args:
-            records: JSON values by name.
-
-        Raises:
-            ValueError: If they cannot be written.
-        """
+        """Adds records, all of them; if that fails, the file is as it was before."""
         added = [dict(record) for record in records]
         try:
             self._write(b"".join(map(_line, added)))
@@ -376,16 +326,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def write_csv(path: Path, rows: Iterable[Row], columns: Sequence[str] | None = None) -> None:
-    """Writes a table, whole or not at all.
-
-    Args:
-        path: The file.
-        rows: Values by column; a missing one, or ``None``, is an empty cell.
-        columns: In order; left out, all that the rows have.
-
-    Raises:
-        ValueError: If it cannot be written.
-    """
+    """Writes a table, whole or not at all."""
     rows = list(rows)
     columns = _columns(rows) if columns is None else columns
     with atomic_write(path) as file:
@@ -397,19 +338,7 @@ def write_csv(path: Path, rows: Iterable[Row], columns: Sequence[str] | None = N
 def read_csv(
     path: Path, columns: Sequence[str] | None = None, text: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Reads a table back: numbers as numbers, empty cells as ``None``.
-
-    Args:
-        path: The file.
-        columns: What its first line must say; any if left out.
-        text: Columns that hold text, even where it reads as a number.
-
-    Returns:
-        The rows.
-
-    Raises:
-        ValueError: If it cannot be read, or has other columns.
-    """
+    """Reads a table back: numbers as numbers, empty cells as ``None``."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -430,15 +359,7 @@ def read_csv(
 
 
 class CsvFile:
-    """A CSV file whose rows are with the operating system as soon as they are added.
-
-    Args:
-        path: The file; if it is there, it must have these columns and is gone on with.
-        columns: Its header.
-
-    Raises:
-        ValueError: If it cannot be written, or has other columns.
-    """
+    """A CSV file whose rows are with the operating system as soon as they are added."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path

@@ -1,14 +1,9 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.timing import Clock, Spread, in_turn
-from h2okv.engine.memory import (
-    available_bytes,
-    parse_memory,
-    peak_resident_bytes,
-    resident_bytes,
-)
+from h2okv.engine.memory import available_bytes, parse_memory, peak_resident_bytes, resident_bytes
+from h2okv.offload.profile import measure_bandwidth
 
 
 def test_everybody_takes_turns_and_the_order_turns_too():

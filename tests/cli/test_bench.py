@@ -10,8 +10,8 @@ import h2okv.benchmarking.caches as peer
 import h2okv.benchmarking.timing as comparison
 import h2okv.cli.bench as bench
 import h2okv.ops.step as step
-from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.timing import COLUMNS
+from h2okv.offload.profile import measure_bandwidth
 from h2okv.provenance import ENVIRONMENT_COLUMNS
 
 SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"

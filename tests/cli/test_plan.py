@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import h2okv.cli.plan
+import h2okv.cli.batch
 from h2okv.engine.memory import data_bytes
-from h2okv.engine.speeds import Speeds
+from h2okv.offload.profile import Speeds
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ SLOW = Speeds(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5)))
 
 
 def test_a_first_result_that_is_far_off(plan, h2okv_command, model_folder, monkeypatch):
-    monkeypatch.setattr(h2okv.cli.plan, "measure_speeds", lambda *_: SLOW)
+    monkeypatch.setattr(h2okv.cli.batch, "measure_speeds", lambda *_: SLOW)
     assert "0.0004 GFLOP/s at 8 rows" in plan()
     args = ("plan", model_folder, "--prompt", 50, "--gen", 5, "--weights", "disk", "--json")
     outcome = h2okv_command(*args)

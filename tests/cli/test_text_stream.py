@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from h2okv.cli.text_stream import TextStream
+from h2okv.engine.detokenizer import TextStream
 
 
 def stream(tokenizer, prompt_ids, new_ids):

@@ -5,10 +5,8 @@ import torch
 from transformers import PreTrainedModel
 
 import h2okv
-from h2okv.engine.chooser import Chooser
-from h2okv.engine.passing import OneByOne
-from h2okv.engine.runner import Limits, Runner
-from h2okv.engine.sequence import Sequence
+from h2okv.offload.batch_runner import BatchSequence as Sequence
+from h2okv.offload.batch_runner import Chooser, Limits, OneByOne, Runner
 
 VOCABULARY = 89
 

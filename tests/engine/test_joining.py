@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.engine.joining import can_join, join
+from h2okv.offload.batch_runner import can_join, join
 
 
 @pytest.mark.parametrize(

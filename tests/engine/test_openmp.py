@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import os
 import torch
-from h2okv.engine.openmp import release_workers
+from h2okv.engine.memory import release_workers
 
 def threads():
     return len(os.listdir("/proc/self/task"))

@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from h2okv.engine.int4_slot import Int4Slot
-from h2okv.engine.packed_layers import pack_layers
-from h2okv.engine.packed_slot import PackedSlot
-from h2okv.engine.skeleton import make_skeleton
+from h2okv.offload.meta_model import make_skeleton
+from h2okv.offload.quantized_linear import Int4Slot, PackedSlot, pack_layers
 
 CPU = torch.device("cpu")
 

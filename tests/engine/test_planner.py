@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig
 
 import h2okv
-from h2okv.engine.demand import demand_of
-from h2okv.engine.planner import Planner, Room, Workload
-from h2okv.engine.skeleton import make_skeleton
-from h2okv.engine.speeds import Speeds
+from h2okv.engine.memory import demand_of
+from h2okv.offload.meta_model import make_skeleton
+from h2okv.offload.planner import Planner, Room, Workload
+from h2okv.offload.profile import Speeds
 
 CPU = torch.device("cpu")
 SPEEDS = Speeds(1e9, 1e10, 1e10, ((1, 1e10), (8, 5e10), (32, 1e11), (256, 2e11)))

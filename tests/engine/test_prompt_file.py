@@ -2,7 +2,7 @@
 
 import pytest
 
-from h2okv.engine.prompt_file import PromptFile
+from h2okv.offload.job import PromptFile
 
 
 def write(tmp_path, text):

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from h2okv.engine.prompt_file import PromptFile
-from h2okv.engine.result_file import ResultFile
+from h2okv.offload.job import JobResultFile as ResultFile
+from h2okv.offload.job import PromptFile
 
 SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from h2okv.engine.chooser import Chooser
-from h2okv.engine.runner import Limits
+from h2okv.offload.batch_runner import Chooser, Limits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402

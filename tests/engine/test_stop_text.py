@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2okv.engine.stop_text import StopText
+from h2okv.engine.detokenizer import StopText
 
 
 def stream(pieces, stops=("\nUser:",)):

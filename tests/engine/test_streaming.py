@@ -12,14 +12,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
-from h2okv.engine import conversion
-from h2okv.engine.assembly import assemble
-from h2okv.engine.checkpoint_files import CheckpointFiles
-from h2okv.engine.conversion import convert, converted_path, read_converted
-from h2okv.engine.placement import Placement, place_by_shares
-from h2okv.engine.runner import Limits
-from h2okv.engine.skeleton import make_skeleton
-from h2okv.engine.weight_map import NeedsConversion, map_weights, untie_if_stored_apart
+from h2okv.offload import conversion
+from h2okv.offload.assembly import assemble
+from h2okv.offload.batch_runner import Limits
+from h2okv.offload.checkpoint import CheckpointFiles
+from h2okv.offload.conversion import (
+    NeedsConversion,
+    convert,
+    converted_path,
+    map_weights,
+    read_converted,
+    untie_if_stored_apart,
+)
+from h2okv.offload.meta_model import make_skeleton
+from h2okv.offload.planner import Placement, place_by_shares
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
@@ -88,7 +94,7 @@ def llama_folder(make_llama, tmp_path_factory):
 
 def logits_of(model, passing, sequences):
     """Every logit of every pass."""
-    from h2okv.engine.micro_batch import MicroBatch
+    from h2okv.offload.batch_runner import MicroBatch
 
     batches = [
         MicroBatch(group, h2okv.H2OCache(model.config, heavy=4, recent=4), CPU)
@@ -104,7 +110,7 @@ def logits_of(model, passing, sequences):
 
 
 def test_the_same_to_the_last_bit(llama_folder, make_sequences):
-    from h2okv.engine.passing import OneByOne
+    from h2okv.offload.batch_runner import OneByOne
 
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     expected = logits_of(model, OneByOne(), make_sequences(LENGTHS))

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.engine.micro_batch import MicroBatch
-from h2okv.engine.passing import OneByOne
-from h2okv.engine.runner import Limits
-from h2okv.engine.skeleton import split_model
-from h2okv.engine.slot_file import SlotFile
-from h2okv.engine.tiers import TieredStore
-from h2okv.engine.zigzag import ZigZag
+from h2okv.offload.assembly import ZigZag
+from h2okv.offload.batch_runner import Limits, MicroBatch, OneByOne
+from h2okv.offload.kv_tiers import SlotFile, TieredStore
+from h2okv.offload.meta_model import split_model
 
 CPU = torch.device("cpu")
 LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18)

@@ -1,6 +1,6 @@
 import torch
 
-from h2okv.evaluation.seeded_sampling import SeededSampling, sample_seed
+from h2okv.engine.sampler import SeededSampling, sample_seed
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
 

@@ -11,12 +11,18 @@ import pytest
 from transformers import AutoTokenizer
 
 from h2okv.assets import bundled_model_path
-from h2okv.engine.serving.errors import EngineStoppedError, QueueFullError, RequestFailedError
-from h2okv.engine.serving.outputs import Piece, PromptRead, TokenLogprob
-from h2okv.engine.serving.stats import EngineStats
+from h2okv.engine.outputs import (
+    EngineStats,
+    EngineStoppedError,
+    Piece,
+    PromptRead,
+    QueueFullError,
+    RequestFailedError,
+    TokenLogprob,
+)
 from h2okv.server.app import make_app
-from h2okv.server.listening import Listener, open_port
-from h2okv.server.settings import ServerSettings
+from h2okv.server.config import ServerSettings
+from h2okv.server.launch import Listener, open_port
 
 MODEL = "fake"
 

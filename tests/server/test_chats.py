@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from h2okv.integration.chat_text import chat_text
-from h2okv.server.prefix_tokens import system_prefix, text_prefix
+from h2okv.server.tokenization import system_prefix, text_prefix
 
 CHATML = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"

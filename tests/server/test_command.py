@@ -160,7 +160,7 @@ def no_weights(monkeypatch):
     def load(*args, **kwargs):
         raise AssertionError("the weights are loaded")
 
-    monkeypatch.setattr("h2okv.engine.serving.engine.load_weights", load)
+    monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_is_not_installed_is_named(command, monkeypatch):
 
 
 def test_a_warning_where_everybody_may_ask(command, monkeypatch):
-    from h2okv.server import listening
+    from h2okv.server import launch as listening
 
     def announce_only(listener, sockets):
         listener.on_started()

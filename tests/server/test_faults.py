@@ -8,8 +8,8 @@ import time
 import openai
 import pytest
 
-from h2okv.engine.serving.errors import RequestFailedError
-from h2okv.server.api_error import LOG
+from h2okv.engine.outputs import RequestFailedError
+from h2okv.server.errors import LOG
 
 PROMPT = "It was a bright morning, and the"
 LONG = {"model": "fake", "prompt": PROMPT, "max_tokens": 1000}

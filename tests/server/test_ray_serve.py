@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from h2okv.engine.serving.sampling_params import SamplingParams
+from h2okv.engine.sampling_params import SamplingParams
 
 ROWS, WAITING = 2, 16
 TOKENS = 500
@@ -72,7 +72,7 @@ def client(address):
 @pytest.fixture(scope="module")
 def expected():
     """What one engine gives, by number of tokens."""
-    from h2okv.engine.serving.async_llm import AsyncLLM
+    from h2okv.engine.llm import AsyncLLM
 
     async def texts():
         engine = AsyncLLM("bundled", rows=ROWS, max_prompt_tokens=256)

@@ -7,9 +7,9 @@ import httpx2 as httpx
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from h2okv.engine.serving.errors import QueueFullError
-from h2okv.server import relay
-from h2okv.server.relay import CopyLostError, Relay, RelayCounts, messages_of
+from h2okv.cluster import router as relay
+from h2okv.cluster.router import CopyLostError, Relay, RelayCounts, messages_of
+from h2okv.engine.outputs import QueueFullError
 
 
 @pytest.fixture(autouse=True)

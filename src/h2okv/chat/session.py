@@ -21,9 +21,8 @@ from h2okv.cache.persistence import read_notes
 from h2okv.cli.args import Sampling
 from h2okv.cli.console import LONG_PROMPT, Interrupt
 from h2okv.cli.generate import check_vocabulary, sampling_options
-from h2okv.cli.text_stream import TextStream
-from h2okv.engine.stop_text import StopText
-from h2okv.evaluation.numbers_only import NumbersOnly
+from h2okv.engine.detokenizer import StopText, TextStream
+from h2okv.engine.sampler import NumbersOnly
 from h2okv.integration.chat_text import ChatTemplateError, chat_text
 from h2okv.integration.loading import Described
 from h2okv.integration.reading import read_blocks

@@ -17,7 +17,7 @@ import h2okv
 from h2okv.cli.analyze import HELP as ANALYZE_HELP
 from h2okv.cli.analyze import VIEW_HELP, analyze, view
 from h2okv.cli.batch import HELP as BATCH_HELP
-from h2okv.cli.batch import batch
+from h2okv.cli.batch import PLAN_HELP, batch, plan
 from h2okv.cli.bench import HELP as BENCH_HELP
 from h2okv.cli.bench import bench
 from h2okv.cli.bench_serve import SERVE_HELP as BENCH_SERVE_HELP
@@ -29,8 +29,6 @@ from h2okv.cli.env import env
 from h2okv.cli.eval import eval_app
 from h2okv.cli.generate import HELP, demo, generate
 from h2okv.cli.models import models_app
-from h2okv.cli.plan import HELP as PLAN_HELP
-from h2okv.cli.plan import plan
 from h2okv.cli.serve import HELP as SERVE_HELP
 from h2okv.cli.serve import serve
 from h2okv.cli.stream import HELP as STREAM_HELP

@@ -16,7 +16,6 @@ from rich.table import Table
 from transformers import AutoConfig
 
 import h2okv
-from h2okv.benchmarking.bandwidth import measure_bandwidth
 from h2okv.benchmarking.caches import CACHES, CacheChoice, CheckFailedError, Settings, check_h2o
 from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch, MaxBatchRow
 from h2okv.benchmarking.memory import Footprint, check_fits, footprint_of
@@ -39,6 +38,7 @@ from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
 from h2okv.engine.memory import available_bytes, parse_memory
 from h2okv.integration.compiled import check_compiler
 from h2okv.integration.models import resolve_model
+from h2okv.offload.profile import measure_bandwidth
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
 from h2okv.records import CsvFile
 

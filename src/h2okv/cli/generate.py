@@ -37,7 +37,6 @@ from h2okv.cli.args import (
     parse_positions,
 )
 from h2okv.cli.console import PrefillProgress
-from h2okv.cli.text_stream import TextStream
 from h2okv.console import (
     INTERRUPTED,
     discard,
@@ -46,7 +45,8 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
-from h2okv.evaluation.numbers_only import NumbersOnly
+from h2okv.engine.detokenizer import TextStream
+from h2okv.engine.sampler import NumbersOnly
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import BUNDLED
 

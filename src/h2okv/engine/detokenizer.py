@@ -1,10 +1,13 @@
-"""Tokens turned into text while they arrive."""
+"""Tokens to text as they come, and stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 # How many tokens of the prompt the decoder sees before the first new one: enough for it to know
 # that the new token goes on from a word, and so keeps the space before it.
@@ -17,10 +20,6 @@ class Detokenizer:
 
     A character outside ASCII may be spread over several tokens of a byte-level tokenizer; nothing
     is handed on before its last byte is there.
-
-    Args:
-        tokenizer: Decodes the tokens.
-        prompt: What they follow.
 
     Attributes:
         token_ids: All that was added.
@@ -63,3 +62,104 @@ class Detokenizer:
             self._window_start = self._shown_end
             self._shown_end = len(self._lead) + len(self.token_ids)
         return piece
+
+
+class StopText:
+    """Hands text on up to the first stop string, and never a part of one.
+
+    Attributes:
+        stopped: The stop string that ended the text; ``None`` until one did.
+        text: What was handed on.
+    """
+
+    def __init__(
+        self,
+        stop_strings: Sequence[str],
+        write: Callable[[str], None],
+        strips_start: bool = True,
+    ) -> None:
+        self.stopped: str | None = None
+        self.text = ""
+        self._stop_strings = stop_strings
+        self._write = write
+        self._strips_start = strips_start
+        self._held = ""
+
+    def add(self, piece: str) -> None:
+        """Takes the next piece; does nothing after a stop string."""
+        if self.stopped is not None:
+            return
+        self._held += piece
+        places = ((self._held.find(stop), -len(stop), stop) for stop in self._stop_strings)
+        found = [place for place in places if place[0] >= 0]
+        if found:
+            # Of those that begin at one place the longest, whatever their order.
+            at, _, self.stopped = min(found)
+            self._hand_on(at)
+            return
+        self._hand_on(len(self._held) - self._begun())
+
+    def end(self) -> None:
+        """Hands on what was held back, for no stop string came of it."""
+        if self.stopped is None:
+            self._hand_on(len(self._held))
+
+    def _begun(self) -> int:
+        """Length of the longest end of the text that a stop string may begin with."""
+        longest = 0
+        for stop in self._stop_strings:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _hand_on(self, length: int) -> None:
+        piece, self._held = self._held[:length], self._held[length:]
+        if self._strips_start and not self.text:
+            piece = piece.lstrip()
+        if piece:
+            self.text += piece
+            self._write(piece)
+
+
+class TextStream(BaseStreamer):
+    """Hands on each piece of text as soon as it can no longer change."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: torch.Tensor,
+        write: Callable[[str], None],
+        on_first_token: Callable[[], None],
+    ) -> None:
+        self.arrival_times: list[float] = []
+        self.text = ""
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids[0].tolist())
+        self._write = write
+        self._on_first_token = on_first_token
+        self._prompt_is_next = True
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return self._detokenizer.token_ids
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, then one new token at a time, from `generate`."""
+        if self._prompt_is_next:
+            self._prompt_is_next = False
+            return
+        self.arrival_times.append(time.perf_counter())
+        if not self.token_ids:
+            self._on_first_token()
+        self._hand_on(self._detokenizer.add(value.flatten().tolist()))
+
+    def end(self) -> None:
+        """Hands on what is left, finished or not; call it after an interrupt as well."""
+        self._hand_on(self._detokenizer.end())
+
+    def _hand_on(self, piece: str) -> None:
+        if piece:
+            self.text += piece
+            self._write(piece)

@@ -1,4 +1,4 @@
-"""The memory of a machine and of this process."""
+"""Memory of the process and machine, and what caches take of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import ctypes
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
+
+from h2okv.cache import H2OCache
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
 _LARGE = 128 << 10
@@ -30,17 +35,7 @@ _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
 def parse_memory(text: str) -> int:
-    """Reads an amount of memory.
-
-    Args:
-        text: Such as ``8GiB``, ``500MB`` or a plain number of bytes.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ValueError: If it is no such amount, or nothing.
-    """
+    """Reads an amount of memory."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise ValueError(f"--memory {text!r} is no amount of memory; give one such as 8GiB")
@@ -48,14 +43,7 @@ def parse_memory(text: str) -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Tells how much memory can still be taken on a device.
-
-    Args:
-        device: The CPU or a GPU.
-
-    Returns:
-        Bytes; ``None`` where the system does not say.
-    """
+    """Tells how much memory can still be taken on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -66,11 +54,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def data_bytes() -> int | None:
-    """Private memory that this process can write to, resident or not (what RLIMIT_DATA limits).
-
-    Returns:
-        Bytes; ``None`` on a system that does not tell.
-    """
+    """Private memory that this process can write to, resident or not (what RLIMIT_DATA limits)."""
     return _field("self/status", "VmData")
 
 
@@ -130,3 +114,228 @@ def _left(limit: tuple[Path, Path]) -> int | None:
         return max(0, int(most) - int(used))
     except (OSError, ValueError):
         return None
+
+
+_NOTE_BYTES = 4 + 4 + 4
+"""Of one slot: score, position and, when positions roll, rank."""
+_GROWTH = 256
+"""Slots that are added at once where nothing is evicted."""
+_MARGIN = 1.25
+"""What temporaries take beyond those that are counted (measured; see docs/throughput.md)."""
+_FIXED_BYTES = 72 << 20
+"""Scratch memory and kernels of the libraries, and stacks of threads: they come with the first
+forward and stay."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The sizes that memory depends on.
+
+    Attributes:
+        hidden: Numbers of a token's state.
+        width: Numbers of a token between the products of the MLP.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        key_size: Numbers of a key.
+        vocabulary: Tokens.
+        element: Bytes of a number.
+        num_slot_layers: Layers that hold H2O's slots.
+        windows: Of the other layers, the most tokens that each holds.
+        entry_bytes: Of a slot's key and value, in one layer and for all KV heads.
+        token_bytes: Of a token's key and value in the other layers, likewise.
+    """
+
+    hidden: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    vocabulary: int
+    element: int
+    num_slot_layers: int
+    windows: tuple[int, ...]
+    entry_bytes: float
+    token_bytes: float
+
+    def slots_of(self, cache: H2OCache, prompt: int, new: int) -> int:
+        """Slots that a sequence needs in each layer."""
+        if cache.policy.is_bounded:
+            return cache.entries_for(prompt) + 1
+        return prompt + -(-new // _GROWTH) * _GROWTH + _GROWTH
+
+    def layer_bytes(self, slots: float) -> int:
+        """Bytes of one sequence in one layer of slots."""
+        return int(slots * (self.entry_bytes + self.num_kv_heads * _NOTE_BYTES))
+
+    def sequence_bytes(self, slots: int, length: int, away: float = 0.0) -> int:
+        """Bytes of one sequence in the memory of the device, in all layers."""
+        held = sum(min(length, window) for window in self.windows)
+        own = self.num_slot_layers * self.layer_bytes(slots) + held * self.token_bytes
+        return int(own - away * self.moved_bytes(slots))
+
+    def moved_bytes(self, slots: float) -> float:
+        """Keys and values of one sequence in all slot layers."""
+        return self.num_slot_layers * slots * self.entry_bytes
+
+    def decode_bytes(self, rows: int, slots: float) -> int:
+        """Temporaries of a step: keys in fp32, probabilities, the MLP, the logits in fp32."""
+        keys = self.num_kv_heads * self.key_size * slots * (4 if self.element < 4 else 0)
+        weights = 3 * self.num_heads * slots * 4
+        states = self.element * (8 * self.hidden + 4 * self.width)
+        logits = self.vocabulary * (self.element + 2 * 4)
+        return int(_MARGIN * rows * (keys + weights + states + logits))
+
+    def prompt_bytes(self, tokens: int) -> int:
+        """Temporaries of a prompt's block: states, heads, and the MLP."""
+        states = self.hidden * (4 * self.element + 2 * 4)
+        heads = self.key_size * (4 * self.num_heads + 4 * self.num_kv_heads) * self.element
+        heads += 60 * self.num_kv_heads
+        return int(_MARGIN * tokens * (states + max(heads, 4 * self.width * self.element)))
+
+    def waiting_bytes(self, tokens: int) -> int:
+        """Bytes of prompts that wait before a layer while other micro-batches pass it."""
+        return int(tokens * (self.hidden + 2 * self.key_size) * self.element * 1.1)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the first forward takes and keeps."""
+        return _FIXED_BYTES
+
+
+def demand_of(config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> Demand:
+    """Reads the sizes off a model's config."""
+    text: Any = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    # Layers with H2O's slots can be asked what they hold.
+    slot_layers = [layer for layer in cache.layers if hasattr(layer, "row_tensors")]
+    others = [layer for layer in cache.layers if not hasattr(layer, "row_tensors")]
+    # A recurrent layer's state is about as large as a window of its own width.
+    windows = tuple(getattr(layer, "sliding_window", None) or size for layer in others)
+    return Demand(
+        hidden=text.hidden_size,
+        width=_width(text),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        key_size=size,
+        vocabulary=text.vocab_size,
+        element=dtype.itemsize,
+        num_slot_layers=len(slot_layers),
+        windows=windows,
+        entry_bytes=2 * kv_heads * cache.head_bytes(size, dtype),
+        token_bytes=2 * kv_heads * size * dtype.itemsize,
+    )
+
+
+def _width(text: Any) -> int:
+    """The MLP's width, for a mixture of experts that of all experts that a token goes to."""
+    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp")
+    widths = [getattr(text, name, None) or 0 for name in names]
+    each = getattr(text, "moe_intermediate_size", None) or max(widths)
+    widths.append((getattr(text, "num_experts_per_tok", None) or 0) * each)
+    widths.append(getattr(text, "shared_expert_intermediate_size", None) or 0)
+    return max(widths) or 4 * text.hidden_size
+
+
+_SLOT_BYTES = 4 + 4
+"""Score and position of a slot."""
+_HEAD_BYTES = 8
+"""The number of a head's free slot."""
+_ROW_BYTES = 4 * 8
+"""Tokens seen, and the parts of the budget."""
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """What a server's memory goes to, beside the weights.
+
+    Attributes:
+        row: Bytes of a row: keys, values, scores, positions and marks of its slots, all layers.
+        step: Temporaries of a decode step, for each row.
+        prompt: The prompt under way: its entries and the temporaries of one piece.
+        fixed: Scratch memory of the libraries.
+    """
+
+    row: int
+    step: int
+    prompt: int
+    fixed: int
+
+    def rows_in(self, free: int) -> int:
+        """Says how many rows fit."""
+        return max(0, (free - self.prompt - self.fixed) // (self.row + self.step))
+
+    @property
+    def least(self) -> int:
+        """Bytes with which one row fits."""
+        return self.prompt + self.fixed + self.row + self.step
+
+
+def row_sizes(
+    config: PreTrainedConfig,
+    cache: H2OCache,
+    dtype: torch.dtype,
+    *,
+    row_budget: int,
+    max_prompt: int,
+    piece: int,
+    ranks: int = 1,
+) -> RowSizes:
+    """Counts bytes."""
+    demand = demand_of(config, cache, dtype)
+    piece = min(piece, max_prompt)
+    chunk = cache.prefill_chunk
+    held = max_prompt if chunk is None else row_budget + min(chunk, max_prompt)
+    # The next piece is put behind what is held, and one layer is there twice meanwhile.
+    prompt = -(-(demand.sequence_bytes(held, 0) + 3 * demand.layer_bytes(held)) // ranks)
+    # Temporaries are counted whole: what is not split among ranks (states, logits) is most of them.
+    prompt += demand.prompt_bytes(piece) + piece * demand.vocabulary * 4
+    return RowSizes(
+        row=-(-_row_bytes(demand, cache, row_budget + 1) // ranks),
+        step=demand.decode_bytes(1, row_budget + 1),
+        prompt=prompt,
+        fixed=demand.fixed_bytes,
+    )
+
+
+def _row_bytes(demand: Demand, cache: H2OCache, slots: int) -> int:
+    """Bytes of a row, as `RowBlock` allocates it."""
+    layer: Any = next(own for own in cache.layers if hasattr(own, "marks_pattern"))
+    notes = _SLOT_BYTES + 4 * cache.rule.rolls + 4 * layer.scoring.uses_values
+    numbers = _ROW_BYTES + 8 * layer.marks_pattern
+    heads = demand.num_kv_heads
+    one = slots * (demand.entry_bytes + heads * notes) + heads * _HEAD_BYTES + numbers
+    # All layers share the marks of the slots within a row's budget.
+    total = demand.num_slot_layers * one + heads * slots
+    for window in demand.windows:
+        entry = demand.token_bytes + heads * _SLOT_BYTES
+        total += window * entry + heads * _HEAD_BYTES + _ROW_BYTES
+    return int(total)
+
+
+_MAPS = Path("/proc/self/maps")
+_LIBRARY = re.compile(r"(/\S*lib(?:gomp|iomp5|omp)[-.\w]*)$", re.MULTILINE)
+_SOFT = 1
+
+
+def release_workers() -> bool:
+    """Ends the workers that the calling thread holds; they come back when they are needed.
+
+    Every thread that computes has workers of its own. If together they are more than there are
+    processors, GNU's OpenMP lets all of them sleep between two operations instead of waiting
+    awake, and waking up takes longer than most operations of a decode step: a model that was loaded
+    in one thread and runs in another took 1.5 times as long for a token (two cores, 32 rows of the
+    bundled model).
+    """
+    try:
+        found = _LIBRARY.search(_MAPS.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return False
+    if found is None:
+        return False
+    try:
+        pause = ctypes.CDLL(found[1]).omp_pause_resource_all
+    except (OSError, AttributeError):
+        return False
+    return int(pause(_SOFT)) == 0

@@ -10,11 +10,8 @@ import torch
 from transformers import LogitsProcessor
 
 import h2okv
+from h2okv.engine.sampler import Decoding, NumbersOnly, SeededSampling, end_token_ids, text_before
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
-from h2okv.evaluation.decoding import Decoding, text_before
-from h2okv.evaluation.end_tokens import end_token_ids
-from h2okv.evaluation.numbers_only import NumbersOnly
-from h2okv.evaluation.seeded_sampling import SeededSampling
 
 
 @dataclass(frozen=True)

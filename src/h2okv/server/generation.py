@@ -1,19 +1,59 @@
-"""What one HTTP request asks of the engine, and what comes back."""
+"""Asks the engine for a request's outputs."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from starlette.types import Receive
 
 from h2okv.config import Budget
-from h2okv.engine.serving.outputs import Completion, Piece, PromptRead
-from h2okv.engine.serving.sampling_params import SamplingParams
+from h2okv.engine.outputs import Completion, Piece, PromptRead
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.server.config import ServedEngine
 from h2okv.server.metrics import Metrics, Stopwatch
-from h2okv.server.presence import closed_after
-from h2okv.server.prompt import Prompt
-from h2okv.server.served_engine import ServedEngine
+from h2okv.server.tokenization import Prompt
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection, so nobody waits for the answer."""
+
+
+async def while_present(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Does some work, and drops it at once if the client goes away."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_departure(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def closed_after(stream: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
+    """Closes an asynchronous generator when the block is left, whichever way."""
+    try:
+        yield stream
+    finally:
+        if hasattr(stream, "aclose"):
+            await cast("AsyncGenerator[Item, None]", stream).aclose()
 
 
 @dataclass(frozen=True)
@@ -82,19 +122,7 @@ class Progress:
 
 
 async def pieces(engine: ServedEngine, job: Job, metrics: Metrics) -> AsyncIterator[Piece]:
-    """Runs a job; all of its prompts wait and run side by side.
-
-    Args:
-        engine: Generates.
-        job: What is asked for.
-        metrics: Take the times.
-
-    Yields:
-        Pieces of all outputs as they come, each with the index of its choice in the whole job.
-
-    Raises:
-        Exception: The first that a prompt meets; the others are dropped then.
-    """
+    """Runs a job; all of its prompts wait and run side by side."""
     streams = [_one_prompt(engine, job, number, metrics) for number in range(len(job.prompts))]
     merged = streams[0] if len(streams) == 1 else _merged(streams)
     async with closed_after(merged):

@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from h2okv.engine.serving.outputs import Piece
-from h2okv.engine.serving.stats import EngineStats
-from h2okv.server.served_engine import ServedEngine
+from h2okv.engine.outputs import EngineStats, Piece
+from h2okv.server.config import ServedEngine
 
 _PREFIX = "h2okv_"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -43,9 +42,6 @@ _COUNTERS = {
 
 class Metrics:
     """All that ``/metrics`` tells; in a registry of its own.
-
-    Args:
-        engine: Asked for its numbers whenever somebody looks.
 
     Attributes:
         registry: Has everything.
@@ -116,11 +112,7 @@ class RecentSpeed:
 
 
 class Stopwatch:
-    """Takes the times of one prompt's outputs.
-
-    Args:
-        metrics: Where they go.
-    """
+    """Takes the times of one prompt's outputs."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

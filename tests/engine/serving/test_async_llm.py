@@ -6,7 +6,7 @@ import time
 import pytest
 
 import h2okv
-from h2okv.engine.serving.errors import EngineStoppedError, PromptTooLongError
+from h2okv.engine.outputs import EngineStoppedError, PromptTooLongError
 
 
 @pytest.fixture

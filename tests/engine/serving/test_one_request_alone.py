@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import h2okv
-from h2okv.engine.serving import core
-from h2okv.engine.serving.errors import RequestFailedError
-from h2okv.engine.serving.request import Output
-from h2okv.engine.serving.sampler import RowSampler, choose
-from h2okv.engine.serving.worker import Worker
+from h2okv.engine import engine as core
+from h2okv.engine.model_runner import Worker
+from h2okv.engine.outputs import RequestFailedError
+from h2okv.engine.request import Output
+from h2okv.engine.sampler import RowSampler, choose
 
 OTHERS = (
     h2okv.SamplingParams(max_tokens=12, temperature=0),

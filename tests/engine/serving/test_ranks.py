@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
-from h2okv.engine.serving.ranks import check_divides
+from h2okv.engine.parallel import check_divides
 
 SCRIPT = Path(__file__).with_name("generate_in_parts.py")
 

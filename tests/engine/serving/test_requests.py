@@ -6,14 +6,9 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.engine.serving.errors import (
-    PromptTooLongError,
-    QueueFullError,
-    RequestFailedError,
-)
-from h2okv.engine.serving.outputs import Piece
-from h2okv.engine.serving.request import Output
-from h2okv.engine.serving.sampler import RowSampler
+from h2okv.engine.outputs import Piece, PromptTooLongError, QueueFullError, RequestFailedError
+from h2okv.engine.request import Output
+from h2okv.engine.sampler import RowSampler
 
 
 def run(llm):

@@ -5,7 +5,7 @@ import torch
 
 import h2okv
 from h2okv.cache.row_block import RowBlock
-from h2okv.engine.serving.row_count import row_sizes
+from h2okv.engine.memory import row_sizes
 
 
 @pytest.mark.parametrize(

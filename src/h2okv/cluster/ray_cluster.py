@@ -1,0 +1,107 @@
+"""A Ray cluster: joined, or started on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception): (.+)$", re.MULTILINE)
+
+
+def import_ray() -> ModuleType:
+    """Imports Ray."""
+    # Nothing is reported to anyone unless the user has said so.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What its C++ parts have to say stands in its log files; stderr is the command's.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        import ray
+    except ImportError:
+        raise ValueError(
+            "--ray needs Ray, which is not installed; pip install 'h2okv[ray]'"
+        ) from None
+    return ray
+
+
+@contextmanager
+def cluster() -> Iterator[ModuleType]:
+    """Joins the cluster of the environment variable RAY_ADDRESS, or one that runs on this machine.
+
+    Without one a cluster of this machine alone is started, and ended on leaving. A program that has
+    called ``ray.init`` itself keeps its cluster.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        with _quiet_stderr():
+            ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        address = os.environ.get("RAY_ADDRESS")
+        where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
+        raise ValueError(
+            f"{where} cannot be joined or started ({_first_line(error)}); check `ray status`"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Keeps a line away that Ray's C++ parts write when they are told to write less."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def share_cpus(ray: Any, workers: int) -> float:
+    """CPUs for each of some workers that are spread over the cluster."""
+    sizes = [
+        int(node["Resources"].get("CPU", 0))
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+    ]
+    if not sizes:
+        return 1
+    share = min(sizes) / -(-workers // len(sizes))
+    return int(share) if share >= 1 else share
+
+
+def count_workers(ray: Any, needs_gpu: bool) -> int:
+    """How many models a cluster has room for by its devices."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if needs_gpu:
+        return max(1, sum(int(node["Resources"].get("GPU", 0)) for node in nodes))
+    return max(1, len(nodes))
+
+
+def has_gpus(ray: Any) -> bool:
+    """Whether a machine of the cluster has a GPU."""
+    return ray.cluster_resources().get("GPU", 0) >= 1
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong on another machine, without Ray's report around it."""
+    found = _RAISED.findall(str(error))
+    return found[-1][:500].rstrip(".") if found else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")

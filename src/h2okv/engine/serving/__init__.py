@@ -1,1 +1,0 @@
-"""Continuous batching: many requests on a fixed number of cache rows."""

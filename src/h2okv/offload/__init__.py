@@ -1,0 +1,1 @@
+"""Models and caches larger than memory, and jobs over files of prompts."""

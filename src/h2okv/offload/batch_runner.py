@@ -1,0 +1,553 @@
+"""The loop of an offloaded batch."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from h2okv.cache import H2OCache
+from h2okv.cache.rows import empty_value
+from h2okv.cache.slots import SlotLayer
+from h2okv.engine.sampler import end_tokens, processors_of, settled_config
+from h2okv.offload.kv_tiers import CacheStore
+
+PromptId = str | int
+"""What a job's file may call a prompt."""
+
+
+@dataclass
+class BatchSequence:
+    """A prompt and what was generated for it so far.
+
+    Attributes:
+        id: The prompt's name in the job.
+        prompt: Its tokens.
+        room: The most tokens that may be generated for it.
+        digest: A short name of the prompt's text, by which a resumed job knows it again.
+        is_cut: Whether `room` is what the model's context leaves, not what was asked for.
+        new_tokens: What was generated.
+        finish_reason: ``"eos"``, ``"length"`` or ``"context"``; ``None`` while it goes on.
+        generator: Where its random numbers come from; ``None`` until the first one is drawn.
+    """
+
+    id: PromptId
+    prompt: list[int]
+    room: int
+    digest: str = ""
+    is_cut: bool = False
+    new_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    generator: torch.Generator | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more is generated for it."""
+        return self.finish_reason is not None
+
+    def take(self, token: int, ends: frozenset[int]) -> None:
+        """Takes the next token; mutates the sequence."""
+        self.new_tokens.append(token)
+        if token in ends:
+            self.finish_reason = "eos"
+        elif len(self.new_tokens) >= self.room:
+            self.finish_reason = "context" if self.is_cut else "length"
+
+
+def seed_of(seed: int, prompt_id: PromptId) -> int:
+    """Derives a prompt's own seed, the same in every batch, order and run."""
+    name = json.dumps([seed, prompt_id]).encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
+
+
+class Chooser:
+    """Chooses as ``generate`` does, each sequence by itself.
+
+    What transformers' processors do to a row depends on that row alone, and each sequence draws
+    from a generator seeded by the job's seed and its own id: so a text does not depend on the
+    batch that it is made in.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+    ) -> None:
+        config = settled_config(model, temperature, top_p)
+        self.ends = end_tokens(model)
+        self._model = model
+        self._config = config
+        self._seed = seed
+        self._draws = temperature > 0
+        self._is_plain = not self._draws and len(self._processors(1)) == 0
+
+    def choose(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
+        """Chooses a token for each sequence.
+
+        Args:
+            sequences: B of them; their generators are advanced.
+            logits: ``[B, V]``, of any dtype, on any device.
+        """
+        logits = logits.float()
+        if bool(torch.isnan(logits).any()):
+            raise ValueError(
+                "the model's output is not a number (NaN); its data type may be too narrow, try"
+                " --dtype float32"
+            )
+        if self._is_plain:
+            return logits.argmax(dim=-1).tolist()
+        rows = logits.cpu()
+        return [
+            self._choose_one(sequence, rows[index : index + 1])
+            for index, sequence in enumerate(sequences)
+        ]
+
+    def _choose_one(self, sequence: BatchSequence, rows: Any) -> int:
+        text: Any = torch.tensor([sequence.prompt + sequence.new_tokens])
+        scores: Any = self._processors(len(sequence.prompt))(text, rows)
+        if not self._draws:
+            return int(scores.argmax(dim=-1))
+        if sequence.generator is None:
+            sequence.generator = torch.Generator().manual_seed(seed_of(self._seed, sequence.id))
+        weights = torch.softmax(scores, dim=-1)
+        return int(torch.multinomial(weights, 1, generator=sequence.generator))
+
+    def _processors(self, prompt_length: int) -> LogitsProcessorList:
+        """Those of ``generate``; some of them know the prompt's length."""
+        return processors_of(self._model, self._config, prompt_length)
+
+
+def can_join(cache: H2OCache) -> bool:
+    """Tells whether a cache's rows can be put beside another's."""
+    return all(isinstance(layer, SlotLayer) for layer in cache.layers)
+
+
+def join(first: H2OCache, second: H2OCache, store: CacheStore | None = None) -> H2OCache:
+    """Puts one cache's rows below another's, layer by layer."""
+    layers: Any = zip(first.layers, second.layers, strict=True)
+    for index, (upper, lower) in enumerate(layers):
+        if store is not None:
+            store.bring(first, index)
+            _own(upper)
+            store.bring(second, index)
+        _join_layer(upper, lower)
+        lower.reset()
+        if store is not None:
+            store.put_back(first, index, is_new=True)
+    return first
+
+
+def _own(layer: Any) -> None:
+    """Copies what lies in a workspace that the next layer needs."""
+    for name in layer.row_tensors():
+        tensor = getattr(layer, name, None)
+        if tensor is not None and tensor.dim() == 4:
+            setattr(layer, name, tensor.clone())
+
+
+def _join_layer(upper: Any, lower: Any) -> None:
+    # Both are a SlotLayer that holds something, so that no tensor of it is None.
+    widths = [layer.positions.shape[2] for layer in (upper, lower)]
+    budgets = [list(astuple(own)) for own in upper.row_budgets + lower.row_budgets]
+    grown = max(int(layer.cumulative_length) - layer.last_growth for layer in (upper, lower))
+    # Rows whose slots are not all theirs to fill say which are; where nothing is evicted, all are.
+    own_slots = upper.enabled is not None or lower.enabled is not None or widths[0] != widths[1]
+    if own_slots and upper.policy.is_bounded:
+        for layer in (upper, lower):
+            layer.enabled = _enabled(layer)
+    joined: dict[str, torch.Tensor] = {}
+    for name in upper.row_tensors():
+        parts: list[Any] = [getattr(layer, name, None) for layer in (upper, lower)]
+        if parts[0] is None:
+            continue
+        if parts[0].dim() > 2 and parts[0].shape[2] == widths[0]:
+            joined[name] = _stack(parts, max(widths), empty_value(name, max(widths)))
+        else:
+            joined[name] = torch.cat(parts)
+        # One tensor of both caches is there twice, not the whole layer.
+        setattr(upper, name, None)
+        setattr(lower, name, None)
+    joined["cumulative_length"] = torch.maximum(upper.cumulative_length, lower.cumulative_length)
+    upper.turns = None  # of as many ranks as there were slots
+    upper.restore(joined, {"row_budgets": budgets, "weights": None})
+    upper.last_growth = int(upper.cumulative_length) - grown
+
+
+def _enabled(layer: Any) -> torch.Tensor:
+    if layer.enabled is not None:
+        own: torch.Tensor = layer.enabled
+        return own
+    return torch.ones_like(layer.positions, dtype=torch.bool)
+
+
+def _stack(parts: list[torch.Tensor], slots: int, filling: Any) -> torch.Tensor:
+    """Rows of ``[B, H, S, ...]`` in ``slots`` slots each."""
+    rows = sum(len(part) for part in parts)
+    shape = (rows, parts[0].shape[1], slots, *parts[0].shape[3:])
+    made = parts[0].new_full(shape, filling)
+    start = 0
+    for part in parts:
+        made[start : start + len(part), :, : part.shape[2]] = part
+        start += len(part)
+    return made
+
+
+_MASK_STEPS = 64
+
+
+class MicroBatch:
+    """Rows of one forward: a left-padded prompt first, then one token at a time.
+
+    Attributes:
+        row_bytes: What the cache of the largest row took that ever was among them.
+    """
+
+    row_bytes = 0
+
+    def __init__(
+        self, sequences: list[BatchSequence], cache: H2OCache, device: torch.device
+    ) -> None:
+        self.sequences = sequences
+        self.cache = cache
+        self.device = device
+        self.columns = max(len(sequence.prompt) for sequence in sequences)
+        lengths = torch.tensor([len(sequence.prompt) for sequence in sequences])
+        self._lengths = lengths.to(device)
+        self._mask = self._room_for(0)
+        self._mask[:, : self.columns] = torch.arange(self.columns) >= (
+            self.columns - lengths.unsqueeze(1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the next forward reads the prompts."""
+        return not self.sequences[0].new_tokens
+
+    @property
+    def num_live(self) -> int:
+        """Rows that are not finished."""
+        return sum(not sequence.is_finished for sequence in self.sequences)
+
+    def forward(self, model: PreTrainedModel) -> torch.Tensor:
+        """Runs the model on what comes next; mutates the cache.
+
+        Returns:
+            The last column's logits, ``[B, V]``.
+        """
+        if self.is_prompt:
+            tokens = self._padded_prompts()
+            positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
+        else:
+            newest = [sequence.new_tokens[-1] for sequence in self.sequences]
+            tokens = torch.tensor(newest, device=self.device).unsqueeze(1)
+            positions = (self._lengths - 1).unsqueeze(1)
+        output: Any = model(
+            input_ids=tokens,
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **({"position_ids": positions} if _takes_positions(model) else {}),
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """int64 ``[B, columns]``, 0 for padding; a view."""
+        return self._mask[:, : self.columns]
+
+    def take(self, tokens: list[int], ends: frozenset[int]) -> None:
+        """Adds a column of new tokens; mutates the sequences that are not finished."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            if not sequence.is_finished:
+                sequence.take(token, ends)
+        if self.columns == self._mask.shape[1]:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self), _MASK_STEPS)], dim=1)
+        self.columns += 1
+        self._lengths += 1
+
+    def drop_finished(self, store: CacheStore | None = None) -> None:
+        """Takes the finished rows out, of the cache too; at least one row must be left."""
+        rows = [row for row, own in enumerate(self.sequences) if not own.is_finished]
+        if len(rows) == len(self):
+            return
+        indices: Any = torch.tensor(rows, device=self.device)
+        for index, layer in enumerate(self.cache.layers):
+            if store is not None:
+                store.bring(self.cache, index)
+            # Unlike batch_select_indices, every kind of layer has it.
+            layer.reorder_cache(indices)
+            if store is not None:
+                store.put_back(self.cache, index, is_new=True)
+        self.sequences = [self.sequences[row] for row in rows]
+        self._mask, self._lengths = self._mask[indices], self._lengths[indices]
+
+    def append(self, other: MicroBatch, cache: H2OCache) -> None:
+        """Takes another micro-batch's rows, both past their prompts; mutates this one."""
+        columns = max(self.columns, other.columns)
+        masks = [
+            torch.nn.functional.pad(part.mask, (columns - part.columns, 0))
+            for part in (self, other)
+        ]
+        self.row_bytes = max(self.row_bytes, other.row_bytes)
+        self.sequences = self.sequences + other.sequences
+        self.columns = columns
+        self._mask = self._room_for(columns)
+        self._mask[:, :columns] = torch.cat(masks)
+        self._lengths = torch.cat([self._lengths, other._lengths])
+        self.cache = cache
+
+    def _room_for(self, columns: int) -> torch.Tensor:
+        """A mask of ones with some columns to grow into."""
+        columns = max(columns, self.columns)
+        shape = (len(self), columns + _MASK_STEPS)
+        return torch.ones(shape, dtype=torch.int64, device=self.device)
+
+    def _padded_prompts(self) -> torch.Tensor:
+        """int64 ``[B, columns]``; any token will do for padding, the mask says where it is."""
+        rows = [
+            [own.prompt[0]] * (self.columns - len(own.prompt)) + own.prompt
+            for own in self.sequences
+        ]
+        return torch.tensor(rows, device=self.device)
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model is told where its tokens are (some count for themselves)."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+class Passing(Protocol):
+    """How the forwards of several micro-batches share the weights.
+
+    Attributes:
+        store: Where their caches are between two layers; ``None`` if they stay.
+    """
+
+    store: CacheStore | None
+
+    def run(
+        self, model: PreTrainedModel, batches: list[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Runs one forward of each micro-batch; mutates their caches.
+
+        Yields:
+            Each micro-batch with its last column's logits, ``[B, V]``.
+        """
+        ...
+
+    def forget(self, batch: MicroBatch) -> None:
+        """Gives back what is held for a micro-batch."""
+        ...
+
+
+class OneByOne:
+    """All weights are in memory: one forward after the other."""
+
+    store: CacheStore | None = None
+
+    def run(
+        self, model: PreTrainedModel, batches: list[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """See `Passing.run`."""
+        for batch in batches:
+            yield batch, batch.forward(model)
+
+    def forget(self, batch: MicroBatch) -> None:
+        """See `Passing.forget`."""
+
+
+_AHEAD = 8
+"""Batches of prompts that are sorted by length together, so that little is padded."""
+_REFILL = 4
+"""New prompts come in when this share of a batch is free: a quarter."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is in memory at once.
+
+    Attributes:
+        rows: Sequences under way.
+        prompt_tokens: Tokens, padding included, of the prompts that one micro-batch reads; at
+            least one prompt is read whatever its length.
+        decode_rows: Sequences that are decoded together.
+        pass_tokens: Tokens of the prompts that one pass reads; ``None`` for no limit. At least one
+            prompt is read.
+        cache_bytes: For all caches; ``None`` for no limit. At least one sequence is under way.
+        bytes_of: Of one sequence's cache, from the tokens of its prompt and its text.
+    """
+
+    rows: int
+    prompt_tokens: int
+    decode_rows: int
+    pass_tokens: int | None = None
+    cache_bytes: int | None = None
+    bytes_of: Callable[[int, int], int] = lambda prompt, new: 0
+
+
+class Runner:
+    """Reads prompts in micro-batches, joins them, and decodes them together."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        passing: Passing,
+        chooser: Chooser,
+        make_cache: Callable[[], H2OCache],
+        limits: Limits,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._passing = passing
+        self._chooser = chooser
+        self._make_cache = make_cache
+        self._limits = limits
+        self._device = device
+        self._batches: list[MicroBatch] = []
+        self._is_filling = False
+        """Whether there is room for prompts that the last pass could not take too."""
+        self.num_passes = 0
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0
+        """Tokens generated so far, of unfinished sequences too."""
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens generated for sequences that are still under way."""
+        return sum(
+            len(sequence.new_tokens)
+            for batch in self._batches
+            for sequence in batch.sequences
+            if not sequence.is_finished
+        )
+
+    @torch.inference_mode()
+    def run(self, sequences: Iterable[BatchSequence]) -> Iterator[list[BatchSequence]]:
+        """Generates for every sequence."""
+        waiting = _Queue(_sorted_ahead(iter(sequences), self._limits.rows * _AHEAD))
+        while True:
+            free = self._limits.rows - sum(batch.num_live for batch in self._batches)
+            if self._is_filling or not self._batches or free * _REFILL >= self._limits.rows:
+                self._batches.extend(self._begin(self._admit(waiting, free)))
+            if not self._batches:
+                return
+            yield self._step()
+
+    def _admit(self, waiting: _Queue, free: int) -> list[BatchSequence]:
+        """Takes prompts for which there are rows, cache and room for their states."""
+        limits = self._limits
+        self._is_filling = False
+        if waiting.peek() is None:
+            return []
+        for batch in self._batches:
+            batch.drop_finished(self._passing.store)
+        going = sum(len(batch) for batch in self._batches)
+        # Rows that are decoded together have as many slots each as the largest of them had.
+        largest = max((batch.row_bytes for batch in self._batches), default=0)
+        chosen: list[BatchSequence] = []
+        tokens = 0
+        while len(chosen) < free and (following := waiting.peek()) is not None:
+            largest = max(largest, self._bytes_of(following))
+            tokens += len(following.prompt)
+            count = going + len(chosen) + 1
+            full = limits.cache_bytes is not None and count * largest > limits.cache_bytes
+            long = limits.pass_tokens is not None and tokens > limits.pass_tokens
+            if (full and count > 1) or (long and chosen):
+                self._is_filling = not full
+                break
+            chosen.append(waiting.take())
+            self.num_prompt_tokens += len(following.prompt)
+        return chosen
+
+    def _bytes_of(self, sequence: BatchSequence) -> int:
+        return self._limits.bytes_of(len(sequence.prompt), sequence.room)
+
+    def _begin(self, sequences: list[BatchSequence]) -> Iterator[MicroBatch]:
+        """Cuts new sequences into micro-batches that are small enough to be read."""
+        own: list[BatchSequence] = []
+        for sequence in sequences:
+            longest = max(len(other.prompt) for other in [*own, sequence])
+            full = longest * (len(own) + 1) > self._limits.prompt_tokens
+            if own and (full or len(own) == self._limits.decode_rows):
+                yield self._micro_batch(own)
+                own = []
+            own.append(sequence)
+        if own:
+            yield self._micro_batch(own)
+
+    def _micro_batch(self, sequences: list[BatchSequence]) -> MicroBatch:
+        batch = MicroBatch(sequences, self._make_cache(), self._device)
+        batch.row_bytes = max(self._bytes_of(own) for own in sequences)
+        return batch
+
+    def _step(self) -> list[BatchSequence]:
+        """One pass: every micro-batch reads its prompts or makes one token."""
+        done: list[BatchSequence] = []
+        for batch, logits in self._passing.run(self._model, self._batches):
+            going = [sequence for sequence in batch.sequences if not sequence.is_finished]
+            batch.take(self._chooser.choose(batch.sequences, logits), self._chooser.ends)
+            self.num_tokens += len(going)
+            done.extend(sequence for sequence in going if sequence.is_finished)
+        self.num_passes += 1
+        self._tidy()
+        return done
+
+    def _tidy(self) -> None:
+        """Leaves out finished rows, and puts small micro-batches together."""
+        kept: list[MicroBatch] = []
+        for batch in self._batches:
+            if batch.num_live == 0:
+                self._passing.forget(batch)
+                continue
+            # Rows that are copied for nothing cost more than rows computed for nothing.
+            if (len(batch) - batch.num_live) * _REFILL >= len(batch):
+                batch.drop_finished(self._passing.store)
+            last = kept[-1] if kept else None
+            if last is not None and self._fits(last, batch):
+                last.append(batch, join(last.cache, batch.cache, self._passing.store))
+                self._passing.forget(batch)
+            else:
+                kept.append(batch)
+        self._batches = kept
+
+    def _fits(self, first: MicroBatch, second: MicroBatch) -> bool:
+        if len(first) + len(second) > self._limits.decode_rows:
+            return False
+        return can_join(first.cache) and can_join(second.cache)
+
+
+class _Queue:
+    """Sequences that can be looked at before they are taken."""
+
+    def __init__(self, sequences: Iterator[BatchSequence]) -> None:
+        self._sequences = sequences
+        self._next: BatchSequence | None = None
+
+    def peek(self) -> BatchSequence | None:
+        """The next one; ``None`` at the end."""
+        if self._next is None:
+            self._next = next(self._sequences, None)
+        return self._next
+
+    def take(self) -> BatchSequence:
+        """Takes the one that was looked at."""
+        assert self._next is not None
+        taken, self._next = self._next, None
+        return taken
+
+
+def _sorted_ahead(sequences: Iterator[BatchSequence], window: int) -> Iterator[BatchSequence]:
+    """Sequences in an order in which neighbours are of similar length."""
+    while chunk := list(islice(sequences, window)):
+        # The longest first: if one does not fit into memory, it shows at the beginning.
+        yield from sorted(chunk, key=lambda sequence: -len(sequence.prompt))

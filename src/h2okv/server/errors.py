@@ -1,0 +1,115 @@
+"""Errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from h2okv.engine.outputs import (
+    EngineStoppedError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestFailedError,
+)
+
+LOG = logging.getLogger("h2okv.server")
+INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+
+class ApiError(Exception):
+    """A refusal or a failure that goes to the client as it is.
+
+    Attributes:
+        status: The HTTP status.
+        message: One sentence with the name, the value and the remedy.
+        kind: OpenAI's ``type``.
+        param: The field, if one is at fault.
+        code: OpenAI's ``code``, for programs.
+        outcome: What the metrics count it as.
+        retry_after: Seconds after which a new try makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        outcome: str = "refused",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.outcome = param, code, outcome
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON object."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """Returns what goes with it in the head of a response."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    def response(self) -> JSONResponse:
+        """Makes the response."""
+        return JSONResponse(self.body(), self.status, self.headers())
+
+
+def timed_out(seconds: float) -> ApiError:
+    """Makes the error of a request that took too long."""
+    return ApiError(
+        504,
+        f"the request took longer than {seconds:g} s and was stopped; ask for fewer tokens, try"
+        " again when fewer requests wait, or start the server with a larger --timeout.",
+        kind="timeout_error",
+        code="timeout",
+        outcome="timeout",
+    )
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Turns what went wrong into what the client is told."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return ApiError(
+                429,
+                str(error),
+                kind="rate_limit_error",
+                code="queue_full",
+                outcome="queue_full",
+                retry_after=error.retry_after,
+            )
+        case EngineStoppedError():
+            return ApiError(
+                503, str(error), kind=_SERVER, code="engine_stopped", outcome="stopped",
+                retry_after=5,
+            )  # fmt: skip
+        case RequestFailedError():
+            return ApiError(500, str(error), kind=_SERVER, code="request_failed", outcome="failed")
+        case PromptTooLongError():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case ValueError():
+            return ApiError(400, str(error), code="invalid_value")
+    LOG.error("a request failed", exc_info=error)
+    return ApiError(
+        500,
+        "the server failed with this request, by an error of its own; its log has the details.",
+        kind=_SERVER,
+        code="internal_error",
+        outcome="failed",
+    )

@@ -1,0 +1,488 @@
+"""Request bodies, checked field by field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from h2okv.config import Budget
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.server.config import ServerSettings
+from h2okv.server.errors import ApiError
+from h2okv.server.tokenization import off_the_loop
+
+_MOST_STOPS = 64
+_MOST_STOP_TOKENS = 1024
+_SEEDS = 2**63
+_TOKEN_DIGITS = 18
+_SHOWN = 60
+"""Characters of a wrong key that an error repeats."""
+_NAME = re.compile(r"(\w+)[\[=:]")
+
+REFUSED: Mapping[str, str] = {
+    "tools": "this server calls no tools; leave it out",
+    "tool_choice": "this server calls no tools; leave it out",
+    "functions": "this server calls no functions; leave it out",
+    "function_call": "this server calls no functions; leave it out",
+    "audio": "this server writes text only; leave it out",
+    "web_search_options": "this server searches nothing; leave it out",
+    "reasoning_effort": "this server has no such setting; leave it out",
+    "verbosity": "this server has no such setting; leave it out",
+    "suffix": "this server only continues a prompt; leave it out",
+    "response_format": "this server writes plain text; leave it out, or give {'type': 'text'}",
+    "modalities": "this server writes text only; leave it out, or give ['text']",
+}
+"""Fields of OpenAI's that ask for what there is not, each with its remedy."""
+
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Values of these fields that change nothing."""
+
+
+class Strict(BaseModel):
+    """A part of a request: unknown fields and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """What a stream says beside the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class BudgetChoice(Strict):
+    """The cache budget of one request; what is left out is the server's."""
+
+    heavy: int | float | None = None
+    recent: int | float | None = None
+    sink: int | None = None
+
+    def budget(self, standard: Budget) -> Budget:
+        """Makes the budget."""
+        given = self.model_dump(exclude_none=True)
+        parts = {"heavy": standard.heavy, "recent": standard.recent, "sink": standard.sink}
+        try:
+            return Budget(**{**parts, **given})
+        except ValueError as error:
+            raise ApiError(400, f"h2o: {error}", param="h2o", code="invalid_value") from error
+
+
+class SampledRequest(Strict):
+    """What chats and completions have in common.
+
+    `null` is the same as leaving a field out, as clients of OpenAI's API expect.
+    """
+
+    default_max_tokens: ClassVar[int | None] = None
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # As vLLM's server takes them.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    # This server's own.
+    h2o: BudgetChoice | None = None
+    # Taken, and of no effect here.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator(*REFUSED, mode="after", check_fields=False)
+    @classmethod
+    def _refused(cls, value: Any, info: Any) -> Any:
+        name = info.field_name
+        if value is not None and value not in _HARMLESS.get(name, ()):
+            shown = repr(value)
+            shown = shown if len(shown) < 60 else shown[:60] + "..."
+            raise ValueError(f"{name}={shown}: {REFUSED[name]}.")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> SampledRequest:
+        if self.stream_options is not None and not self.stream:
+            raise field_error(
+                "stream_options", "stream_options needs stream=true; set it, or leave this out."
+            )
+        for name, value, most in (
+            ("stop", self.stop, _MOST_STOPS),
+            ("stop_token_ids", self.stop_token_ids, _MOST_STOP_TOKENS),
+        ):
+            if len(value or ()) > most:
+                raise field_error(
+                    name, f"{name} has {len(value or ())} entries; give {most} at most."
+                )
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, settings: ServerSettings, **further: Any) -> SamplingParams:
+        """Makes what the engine takes, but for the number of tokens."""
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "n": self.n,
+            "stop": self.stop,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": None if self.logit_bias is None else _biases(self.logit_bias),
+            # In vLLM's requests -1 stands for all tokens.
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "seed": None if self.seed is None else self.seed % _SEEDS,
+            **further,
+        }
+        most = settings.max_new_tokens
+        wanted = values.get("max_tokens")
+        if wanted is not None and wanted > most:
+            raise ApiError(
+                400,
+                f"max_tokens={wanted} is more than this server writes; give {most} at most.",
+                param="max_tokens",
+                code="invalid_value",
+            )
+        try:
+            return SamplingParams(**{k: v for k, v in values.items() if v is not None})
+        except ValueError as error:
+            found = _NAME.match(str(error))
+            name = found.group(1) if found and found.group(1) in type(self).model_fields else None
+            raise ApiError(400, str(error), param=name, code="invalid_value") from error
+
+
+class FieldError(ValueError):
+    """What is wrong with a field, found when all fields were there.
+
+    Attributes:
+        field: Its name.
+    """
+
+    field: str
+
+
+def field_error(field: str, message: str) -> FieldError:
+    """Makes the error of a field that does not fit to others."""
+    error = FieldError(message)
+    error.field = field
+    return error
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """Tokens, which are strings in JSON, as numbers."""
+    found = {}
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= _TOKEN_DIGITS):
+            shown = token if len(token) <= _SHOWN else f"{token[:_SHOWN]}..."
+            raise ApiError(
+                400,
+                f"logit_bias has the key {shown!r}, which is no token; give its number.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+        found[int(token)] = bias
+    return found
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_EMPTY: tuple[Any, ...] = (None, [], {}, "")
+
+
+class ChatMessage(Strict):
+    """A message; the fields of an answer are taken too, so that clients can send it back."""
+
+    role: str
+    content: Any = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    @field_validator("role")
+    @classmethod
+    def _known(cls, role: str) -> str:
+        if role not in _ROLES:
+            raise ValueError(
+                f"role={role!r} is not taken; give {', '.join(_ROLES)} (there are no tools here)."
+            )
+        return _ROLES[role]
+
+    @field_validator("content")
+    @classmethod
+    def _text(cls, content: Any) -> str:
+        """A text, or text parts put together."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise ValueError(
+                f"content={content!r} does not fit; give a text, or a list of parts such as"
+                " {'type': 'text', 'text': '...'}."
+            )
+        return "".join(_part(part) for part in content)
+
+    @field_validator("refusal", "annotations", "tool_calls", "function_call", "audio")
+    @classmethod
+    def _none(cls, value: Any, info: Any) -> None:
+        if value not in _EMPTY:
+            raise ValueError(
+                f"{info.field_name} in a message: this server reads text only; leave it out."
+            )
+
+
+class ChatRequest(SampledRequest):
+    """A chat to be answered."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _fit(self) -> ChatRequest:
+        if not self.messages:
+            raise field_error("messages", "messages is empty; give at least one.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise field_error(
+                "top_logprobs", "top_logprobs needs logprobs=true; set it, or leave this out."
+            )
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise field_error(
+                "max_tokens",
+                f"max_tokens={self.max_tokens} and max_completion_tokens="
+                f"{self.max_completion_tokens} contradict each other; give one of them.",
+            )
+        return self
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The messages as templates take them."""
+        return [
+            {"role": one.role, "content": one.content or ""}
+            | ({} if one.name is None else {"name": one.name})
+            for one in self.messages
+        ]
+
+    def params(self, settings: ServerSettings, stops: tuple[str, ...]) -> SamplingParams:
+        """Makes what the engine takes; see `SampledRequest.sampling`."""
+        wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self.sampling(
+            settings,
+            max_tokens=wanted,
+            stop=(*(self.stop or ()), *stops),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+def _part(part: Any) -> str:
+    """The text of one part of a message."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise ValueError(
+            f"content has a part of type {kind!r}; this server reads text only, so give parts such"
+            " as {'type': 'text', 'text': '...'}."
+        )
+    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError("a text part of content needs 'type' and a string 'text', nothing else.")
+    return part["text"]
+
+
+class CompletionRequest(SampledRequest):
+    """A prompt or several, to be continued.
+
+    Attributes:
+        prompts: Each as text or as tokens.
+    """
+
+    default_max_tokens: ClassVar[int | None] = 16
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _listed(cls, value: Any) -> list[str] | list[list[int]]:
+        """Text, texts, tokens or lists of tokens, always as a list of prompts."""
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list) and value:
+            if all(isinstance(one, str) for one in value):
+                return value
+            if _are_tokens(value):
+                return [value]
+            if all(_are_tokens(one) for one in value):
+                return value
+        shown = repr(value)
+        shown = shown if len(shown) < 60 else shown[:60] + "..."
+        raise ValueError(
+            f"prompt={shown} does not fit; give a text, a list of texts, a list of tokens or a list"
+            " of lists of tokens, none of the lists empty."
+        )
+
+    @model_validator(mode="after")
+    def _best(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise field_error(
+                "best_of",
+                f"best_of={self.best_of}: this server chooses among no outputs; leave it out, or"
+                " give as many as n.",
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts."""
+        return self.prompt
+
+    def params(self, settings: ServerSettings) -> SamplingParams:
+        """Makes what the engine takes; see `SampledRequest.sampling`."""
+        return self.sampling(
+            settings,
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+def _are_tokens(value: Any) -> bool:
+    # bool is an int to isinstance, and no token.
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+_SHOWN_REQUEST_BODY = 80
+"""Characters of a wrong value that an error repeats."""
+
+
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """Reads and checks a body."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A page elsewhere cannot send this type without asking first, which no answer allows.
+        raise ApiError(
+            415,
+            f"Content-Type {kind!r} is not JSON; send the header 'Content-Type: application/json'.",
+            code="unsupported_media_type",
+        )
+    raw = await request.body()
+    return await off_the_loop(len(raw), lambda: parse(raw, model))
+
+
+def parse(raw: bytes, model: type[Body]) -> Body:
+    """Checks a body; see `read_body`."""
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=True)
+        # An unknown field explains more than what follows from it.
+        first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+        raise _explained(first, model) from error
+
+
+def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
+    """Says what is wrong with a body in one sentence."""
+    field, kind, value = _path(problem["loc"]), problem["type"], problem["input"]
+    if kind == "json_invalid":
+        reason = problem["ctx"]["error"]
+        return ApiError(
+            400,
+            f"the body is not JSON in UTF-8 ({reason}); send one JSON object.",
+            code="invalid_json",
+        )
+    if kind == "extra_forbidden":
+        message, code = f"{field} is not known; {_hint(problem['loc'], model)}.", "unknown_field"
+    elif kind == "missing":
+        message, code = f"{field} is missing; give it.", "missing_field"
+    elif kind == "value_error":
+        message, code = str(problem["ctx"]["error"]), "invalid_value"
+        field = getattr(problem["ctx"]["error"], "field", field)
+        if len(problem["loc"]) > 1:
+            message = f"{field}: {message}"
+    elif not field:
+        message, code = "the body is not a JSON object; send one.", "invalid_value"
+    else:
+        should = problem["msg"].removeprefix("Input should be ").rstrip(".")
+        message = f"{field}={_short(value)} does not fit; give {should}."
+        code = "invalid_value"
+    return ApiError(400, message, param=field or None, code=code)
+
+
+def _path(location: tuple[str | int, ...]) -> str:
+    """A place in a body, as ``messages[0].content``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _hint(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
+    """What may be meant by an unknown field."""
+    near = []
+    if len(location) == 1:
+        near = difflib.get_close_matches(str(location[0]), model.model_fields, n=1)
+    return f"did you mean {near[0]}" if near else "leave it out"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_REQUEST_BODY else text[:_SHOWN_REQUEST_BODY] + "..."

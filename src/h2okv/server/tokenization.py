@@ -1,0 +1,135 @@
+"""A request's prompt as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from h2okv.integration.chat_text import PLAIN_STOPS, ChatTemplateError, chat_text
+from h2okv.server.errors import ApiError
+
+Result = TypeVar("Result")
+
+_MUCH = 4096
+"""Characters, bytes or tokens from which on work would hold up the event loop."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that was tokenised.
+
+    Attributes:
+        token_ids: Its tokens.
+        text: What it says.
+        is_text: Whether it came as text, so that special tokens are not part of ``text``.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    is_text: bool
+
+
+class PromptReader:
+    """Turns prompts into tokens, and refuses what no row can read."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self._vocabulary = len(tokenizer)
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        # What has more characters than this has too many tokens, whatever it says.
+        self._max_characters = longest * max_tokens
+        self.encode("a")  # the first use may set the tokenizer up, which is best done alone
+
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """Texts at which an answer ends beside those that a request names."""
+        return () if self.tokenizer.chat_template else PLAIN_STOPS
+
+    def read(self, prompt: str | Sequence[int]) -> Prompt:
+        """Reads a text, or tokens."""
+        if isinstance(prompt, str):
+            self._check_characters(prompt)
+            return Prompt(self._checked(self.encode(prompt)), prompt, True)
+        token_ids = self._checked(tuple(prompt))
+        least, most = min(token_ids), max(token_ids)
+        if least < 0 or most >= self._vocabulary:
+            raise ApiError(
+                400,
+                f"prompt has the token {least if least < 0 else most}, but the model's tokens are"
+                f" 0 to {self._vocabulary - 1}; encode it with the model's own tokenizer.",
+                param="prompt",
+                code="invalid_value",
+            )
+        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return Prompt(token_ids, str(text), False)
+
+    def read_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+        """Reads a chat, up to where the answer begins."""
+        try:
+            text = chat_text(self.tokenizer, messages)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+        self._check_characters(text, "messages")
+        has_special = bool(self.tokenizer.chat_template)
+        ids = self._checked(self.encode(text, special=not has_special), "messages")
+        return Prompt(ids, text, not has_special)
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Returns the tokens of a text."""
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        return tuple(encoded["input_ids"])
+
+    def _check_characters(self, text: str, field: str = "prompt") -> None:
+        if len(text) > self._max_characters:
+            raise self._too_long(f"{len(text)} characters", field)
+
+    def _checked(self, token_ids: tuple[int, ...], field: str = "prompt") -> tuple[int, ...]:
+        if not token_ids:
+            raise ApiError(
+                400, f"{field} has no tokens; give at least one.", param=field, code="invalid_value"
+            )
+        if len(token_ids) > self.max_tokens:
+            raise self._too_long(f"{len(token_ids)} tokens", field)
+        return token_ids
+
+    def _too_long(self, amount: str, field: str) -> ApiError:
+        return ApiError(
+            400,
+            f"{field} has {amount}, but this server reads prompts of at most {self.max_tokens}"
+            " tokens; send a shorter one.",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
+    """Does some work, in a thread if it is much, so that other clients do not wait for it."""
+    return await asyncio.to_thread(work) if size > _MUCH else work()
+
+
+# A token may reach from a text's end into what follows, so it is tried with different things.
+_FOLLOWING = ("a", "1", " a", "\n", ".")
+_ANY_LENGTH = 1 << 40
+
+
+def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Finds what prompts that begin with a text have in common."""
+    reader = PromptReader(tokenizer, _ANY_LENGTH)
+    return _shared([reader.read(text + end).token_ids for end in _FOLLOWING])
+
+
+def system_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Finds what chats with the same system message have in common."""
+    reader = PromptReader(tokenizer, _ANY_LENGTH)
+    system = {"role": "system", "content": text}
+    chats = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]
+    return _shared([reader.read_chat(chat).token_ids for chat in chats])
+
+
+def _shared(lists: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(os.path.commonprefix(list(lists)))
