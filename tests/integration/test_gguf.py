@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
+from h2okv.cli.app import run
 from h2okv.integration import gguf as conversion
 from h2okv.integration.gguf import RECORD, cache_folder, converted, find_gguf
 from h2okv.integration.models import PACKAGED, SMOLLM2
@@ -45,13 +46,13 @@ def add_tokenizer(writer):
             show_progress=False,
         ),
     )  # fmt: skip
-    learnt = json.loads(tokenizer.to_str())["model"]
-    tokens = sorted(learnt["vocab"], key=learnt["vocab"].get)
+    learned = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(learned["vocab"], key=learned["vocab"].get)
     tokens += [f"unused{number}" for number in range(VOCABULARY - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
-    writer.add_token_merges([" ".join(merge) for merge in learnt["merges"]])
+    writer.add_token_merges([" ".join(merge) for merge in learned["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_eot_token_id(3)
@@ -123,7 +124,7 @@ def test_writes_what_transformers_reads(tmp_path, kind, dtype):
     assert tokenizer(TEXT + "<turn>").input_ids == own_tokenizer(TEXT + "<turn>").input_ids
     assert tokenizer.chat_template == TEMPLATE
     assert model.config.max_position_embeddings == 256
-    # The end of a text, and that of a turn.
+    # The end of a text, and the end of a turn.
     assert model.generation_config.eos_token_id == [1, 3]
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
@@ -143,7 +144,7 @@ def test_converts_once(tmp_path, cache, monkeypatch):
     copy.parent.mkdir()
     shutil.copy(path, copy)
     assert converted(copy) == folder  # by its digest
-    monkeypatch.setattr(conversion.hashlib, "file_digest", fail)
+    monkeypatch.setattr(conversion, "sha256", fail)
     assert converted(path) == folder  # by its size and time, which is faster
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
@@ -164,6 +165,27 @@ def test_another_process_was_first(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(conversion, "_convert", convert_late)
     assert converted(path) == others[1]
     assert [entry.name for entry in cache.iterdir()] == [others[1].name]
+
+
+def test_does_not_take_what_is_still_being_written(tmp_path, cache):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    folder = converted(path)
+    unfinished = cache / ".converting-other"
+    folder.rename(unfinished)
+    assert converted(path) == folder
+    assert unfinished.is_dir()
+
+
+def test_commands_take_a_folder_with_one(tmp_path, capsys):
+    write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)  # converted to bfloat16, with tied embeddings
+    prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"id": "a", "prompt": TEXT}) + "\n")
+    options = ["--model", str(tmp_path), "--max-new-tokens", "8", "--heavy", "8", "--recent", "8"]
+    assert run(["generate", *options, "--json", TEXT]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    files = ["--input", str(prompts), "--output", str(results)]
+    assert run(["batch", *options, "--weights", "disk", *files]) == 0
+    assert json.loads(results.read_text())["text"] == text
 
 
 def test_removes_what_a_killed_process_left(tmp_path, cache, monkeypatch):
@@ -204,9 +226,9 @@ BAD_FILES = {
     "cut in the weights": (cut(0.9), ("truncated", "get it again")),
     "architecture": (lambda path: write_gguf(path, architecture="warp"), ("warp", "safetensors")),
     "encoder and decoder": (lambda path: write_gguf(path, architecture="t5"), ("t5",)),
-    "quantisation unknown": (patched_kind, ("200", "safetensors")),
-    "quantisation not undone": (lambda path: write_gguf(path, Kind.Q8_K), ("Q8_K", "Q4_K_M")),
-    "weights that lack": (
+    "quantization unknown": (patched_kind, ("200", "safetensors")),
+    "quantization not undone": (lambda path: write_gguf(path, Kind.Q8_K), ("Q8_K", "Q4_K_M")),
+    "missing weights": (
         lambda path: write_gguf(path, without=("blk.1.ffn_up",)),
         ("incomplete", "layers.1.mlp.up_proj"),
     ),
@@ -238,10 +260,14 @@ def test_a_full_disk(tmp_path, cache, monkeypatch):
     def fill(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(conversion, "_convert", fill)
-    with pytest.raises(ValueError, match="No space left.*XDG_CACHE_HOME"):
-        converted(path)
-    assert not list(cache.iterdir())
+    def fill_while_saving(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    for failing in (fill, fill_while_saving):
+        monkeypatch.setattr(conversion, "_convert", failing)
+        with pytest.raises(ValueError, match="No space left.*XDG_CACHE_HOME"):
+            converted(path)
+        assert not list(cache.iterdir())
 
 
 def test_places_of_the_cache(tmp_path, monkeypatch):
@@ -270,6 +296,24 @@ def test_folders(tmp_path):
     assert find_gguf(str(tmp_path)) is None
     with pytest.raises(ValueError, match=r"c\.gguf' does not exist"):
         find_gguf(str(tmp_path / "c.gguf"))
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(conversion, "sha256", refuse)
+    with pytest.raises(ValueError, match=r"tiny.gguf' cannot be read \(Permission denied\)"):
+        converted(path)
+
+
+def test_says_what_to_install(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install 'h2okv\[gguf\]'"):
+        converted(path)
 
 
 @pytest.mark.skipif(REAL is None, reason="SmolLM2 is not here; h2okv models pull smollm2 gets it")

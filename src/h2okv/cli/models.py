@@ -1,4 +1,4 @@
-"""`h2okv models`: the models that need no path, and what was converted."""
+"""`h2okv models`: models with a name, and what was converted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def list_models() -> int:
     """Lists the models that have a name and the GGUF files that were converted."""
     rows: list[tuple[str, Path | None]] = [(models.BUNDLED, bundled_model_path())]
     rows += [(name, package.find()) for name, package in models.PACKAGED.items()]
-    rows += [(record["file"], folder) for folder, record in converted_folders()]
+    rows += [(record.get("file", folder.name), folder) for folder, record in converted_folders()]
     for name, place in rows:
         state = f"not here; h2okv models pull {name}" if place is None else _size_and(place)
         write_text(f"{name}: {state}\n")

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.cache.support import check_model
 from h2okv.integration.checkpoint import check_complete
 
 RECORD = "converted_from.json"
-"""In a converted folder: which file it was made from."""
+"""In a converted folder: the file that it was converted from."""
 _TEMPORARY = ".converting-"
 _DAY = 86400.0
 _SPARE_BYTES = 64 << 20
@@ -56,16 +57,16 @@ def cache_folder(kind: str) -> Path:
 
 
 def find_gguf(name: str) -> Path | None:
-    """The GGUF file that a path means: itself, or the one in a folder without other weights.
+    """The GGUF file that a path names: itself, or the only one in a folder without other weights.
 
     Args:
         name: What the user wrote.
 
     Returns:
-        The file; None if the path is none of a GGUF.
+        The file; None if the path has nothing to do with GGUF.
 
     Raises:
-        ValueError: If the file does not exist, or the folder has several.
+        ValueError: If the file does not exist, or the folder holds several.
     """
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
@@ -84,10 +85,10 @@ def find_gguf(name: str) -> Path | None:
 
 
 def converted(path: Path) -> Path:
-    """The checkpoint made of a GGUF file, which is made now if it is not there yet.
+    """The checkpoint converted from a GGUF file, now if it has not been converted before.
 
-    Weights that are quantised become bfloat16; others keep their type. The tokenizer, the chat
-    template and the tokens that end a text are the file's.
+    Quantized weights become bfloat16; others keep their type. The tokenizer, the chat template and
+    the end-of-sequence tokens are the file's.
 
     Args:
         path: The GGUF file.
@@ -100,14 +101,12 @@ def converted(path: Path) -> Path:
     """
     path = path.resolve()
     cache = cache_folder("models")
-    stat = path.stat()
+    stat = _attempt(path, path.stat)
     source = {"file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
     for folder, record in converted_folders():
         if record == source:  # spares reading all of a large file at each start
             return folder
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache / f"{path.stem}-{digest[:16]}"
+    folder = cache / f"{path.stem}-{_attempt(path, lambda: sha256(path))[:16]}"
     if not folder.is_dir():
         _write(path, _open(path), folder, source)
     return folder
@@ -115,14 +114,21 @@ def converted(path: Path) -> Path:
 
 def converted_folders() -> Iterator[tuple[Path, dict[str, Any]]]:
     """What has been converted, with the record of each."""
-    for file in sorted(cache_folder("models").glob(f"*/{RECORD}")):
+    # Not the hidden folders, which another process is still writing.
+    for file in sorted(cache_folder("models").glob(f"[!.]*/{RECORD}")):
         with contextlib.suppress(OSError, ValueError):
             yield file.parent, json.loads(file.read_text(encoding="utf-8"))
 
 
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def made_in(cache: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in the cache, for what is moved to its place when it is whole.
+    """A temporary folder in the cache, for what is moved to its place once complete.
 
     Raises:
         ValueError: If the cache cannot be written, or is full.
@@ -136,17 +142,16 @@ def made_in(cache: Path, prefix: str) -> Iterator[Path]:
             prefix=prefix, dir=cache, ignore_cleanup_errors=True
         ) as made:
             yield Path(made)
-    except OSError as error:
-        if error.errno is None:  # not the system's
-            raise
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"'{cache}' cannot be written ({error.strerror or error}); make room there, or set"
-            " XDG_CACHE_HOME to another folder"
+            f"'{cache}' cannot be written ({reason}); make room there, or set XDG_CACHE_HOME to"
+            " another folder"
         ) from error
 
 
 def _open(path: Path) -> Any:
-    """A reader of a GGUF file; refuses what is none, or not whole."""
+    """Opens a GGUF file; refuses one of another format, or incomplete."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
@@ -160,7 +165,7 @@ def _open(path: Path) -> Any:
 
 
 def _attempt(path: Path, read: Callable[[], Any]) -> Any:
-    """Runs a reader whose failures have as many types as a file can have faults."""
+    """Runs a reader that fails in as many ways as a file can be damaged."""
     try:
         return read()
     except (MemoryError, torch.OutOfMemoryError):
@@ -171,6 +176,8 @@ def _attempt(path: Path, read: Callable[[], Any]) -> Any:
 
 def _refusal(path: Path, error: Exception) -> ValueError:
     text = next(iter(str(error).splitlines()), "").rstrip(".")
+    if isinstance(error, OSError) and error.errno:
+        return ValueError(f"--model '{path}' cannot be read ({error.strerror})")
     if "is not supported yet" in text or "GGMLQuantizationType" in text:
         return ValueError(
             f"--model '{path}' is not of a kind that transformers {transformers.__version__} reads"
@@ -183,7 +190,7 @@ def _refusal(path: Path, error: Exception) -> ValueError:
 
 
 def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
-    """The type that the converted weights get; refuses a quantisation that cannot be undone."""
+    """The type of the converted weights; refuses a quantization that cannot be undone."""
     import gguf
 
     kinds = {tensor.tensor_type: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
@@ -192,8 +199,8 @@ def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
             gguf.dequantize(tensor.data[:1], kind)
         except NotImplementedError as error:
             raise ValueError(
-                f"--model '{path}' is quantised as {kind.name}, which gguf"
-                " cannot undo; get the model in another quantisation, such as Q4_K_M"
+                f"--model '{path}' is quantized as {kind.name}, which the package gguf cannot"
+                " undo; get the model in another quantization, such as Q4_K_M"
             ) from error
     names = {kind.name for kind in kinds}
     exact = {"F32": torch.float32, "F16": torch.float16}
@@ -201,7 +208,7 @@ def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
 
 
 def _write(path: Path, reader: Any, folder: Path, source: dict[str, Any]) -> None:
-    """Converts a file next to its place, then moves it there."""
+    """Converts a file in a temporary folder, then moves that to its place."""
     dtype = _stored_dtype(path, reader)
     needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * dtype.itemsize
     with made_in(folder.parent, _TEMPORARY) as made:
@@ -216,7 +223,7 @@ def _write(path: Path, reader: Any, folder: Path, source: dict[str, Any]) -> Non
         try:
             made.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
 
 
@@ -225,10 +232,10 @@ def _convert(path: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
     config = _attempt(path, lambda: AutoConfig.from_pretrained(path.parent, **given))
     check_model(config)
     tokenizer = _attempt(path, lambda: AutoTokenizer.from_pretrained(path.parent, **given))
-    if hasattr(transformers, "GgufConfig"):  # else they are never left packed
+    if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantize
         given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     given |= {"config": config, "dtype": dtype, "output_loading_info": True}
-    # Its progress bars are for a terminal.
+    # The progress bars of transformers are for a terminal only.
     bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with contextlib.redirect_stderr(bars):
         model, info = _attempt(
@@ -236,7 +243,7 @@ def _convert(path: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
         )
         check_complete(str(path), sorted(info["missing_keys"]))
         end_of_turn = reader.fields.get("tokenizer.ggml.eot_token_id")
-        if end_of_turn is not None:  # transformers reads the end of a text only
+        if end_of_turn is not None:  # transformers reads only the end of a text
             ends = {model.generation_config.eos_token_id, end_of_turn.contents()} - {None}
             model.generation_config.eos_token_id = sorted(ends)
         model.save_pretrained(made)

