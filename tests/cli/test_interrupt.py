@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from h2okv.cli.args import CacheChoice, Sampling
-from h2okv.cli.generate import exit_code
-from h2okv.cli.generate import Job, generate_once, report, run_alone, run_beside_full
+from h2okv.cli.generate import Job, exit_code, generate_once, report, run_alone, run_beside_full
 from h2okv.integration.loading import describe, load_weights
 
 WAIT = 120
