@@ -1,8 +1,22 @@
-"""What the package says to a person at a terminal: text, remarks, sizes."""
+"""What the package tells a person at a terminal, and Ctrl-C."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+_REDRAW_SECONDS = 0.1
 
 
 class OutputClosedError(ValueError):
@@ -16,7 +30,7 @@ class OutputClosedError(ValueError):
 
 
 def write_text(text: str) -> None:
-    """Writes a piece of text to stdout at once."""
+    """Writes text to stdout at once."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -24,22 +38,13 @@ def write_text(text: str) -> None:
         raise OutputClosedError from error
 
 
-def write_heading(heading: str) -> None:
-    """Writes a heading to stdout."""
-    write_text(f"--- {heading} ---\n")
-
-
 def write_remark(line: str) -> None:
-    """Writes a line to stderr, so that a text piped on stays only text."""
+    """Writes a line to stderr, so that piped output stays only text."""
     print(line, file=sys.stderr)
 
 
 def discard(text: str) -> None:
     """Writes nothing."""
-
-
-BAD_INPUT = 2
-INTERRUPTED = 130
 
 
 def format_bytes(count: int) -> str:
@@ -50,3 +55,191 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()
+) -> str:
+    """Lays out a table as text.
+
+    Args:
+        headings: one per column; empty for a table of left-aligned columns without a header.
+        rows: the cells.
+        left: headings of the columns that are left-aligned; the others are right-aligned.
+
+    Returns:
+        Lines as wide as their cells need, never wrapped; each ends in a newline.
+    """
+    lines = [list(row) for row in rows]
+    is_left = [heading in left for heading in headings]
+    if headings:
+        lines.insert(0, list(headings))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if headings:
+        lines.insert(1, ["-" * width for width in widths])
+    text = ""
+    for line in lines:
+        cells = [
+            cell.ljust(width) if not headings or is_left[index] else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text += "  ".join(cells).rstrip() + "\n"
+    return text
+
+
+class Progress:
+    """A progress bar on stderr; drawn only where stderr is a terminal, and gone at the end.
+
+    Args:
+        description: what is done.
+        total: how much there is to do, or ``None`` while that is unknown.
+        unit: what is counted, such as ``"prompts"``; ``"bytes"`` are written as sizes, and without
+            a unit a percentage is shown.
+        shown: whether a bar is wanted at all.
+
+    Example:
+        >>> with Progress("evaluating", total=100, unit="samples") as progress:
+        ...     progress.advance(note="h2o, 20%")
+    """
+
+    def __init__(
+        self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True
+    ) -> None:
+        self._unit = unit
+        self._total = total
+        self._done = 0.0
+        self._note = ""
+        self._drawn = 0.0
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            self._bar = _make_bar()
+            self._task = self._bar.add_task(description, total=total, count="", note="")
+
+    def __enter__(self) -> Progress:
+        """Starts the bar."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Removes the bar, whatever happened."""
+        self.close()
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether anybody sees the bar."""
+        return self._bar is not None
+
+    def close(self) -> None:
+        """Removes the bar; a second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def advance(self, n: float = 1, note: str = "") -> None:
+        """Counts what was done now; a note is shown behind the count until the next one."""
+        self.update(self._done + n, note=note)
+
+    def update(self, done: float, total: float | None = None, note: str = "") -> None:
+        """Says how much is done in all; a total and a note that are given replace the last."""
+        self._done = done
+        self._total = self._total if total is None else total
+        is_news = note not in ("", self._note)
+        self._note = note or self._note
+        now = time.monotonic()
+        is_due = is_news or done == self._total or now - self._drawn >= _REDRAW_SECONDS
+        if self._bar is not None and is_due:
+            self._drawn = now
+            self._bar.update(
+                self._task,
+                completed=done,
+                total=self._total,
+                count=self._count(),
+                note=self._note,
+            )
+
+    def _count(self) -> str:
+        if not self._unit:
+            return f"{100 * self._done / self._total:.0f} %" if self._total else ""
+        if self._unit == "bytes":
+            known = (self._done, self._total) if self._total else (self._done,)
+            return " of ".join(format_bytes(int(size)) for size in known)
+        of_total = "" if self._total is None else f"/{self._total:,.0f}"
+        return f"{self._done:,.0f}{of_total} {self._unit}"
+
+
+def _make_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[count]}", markup=False),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        # Text goes above the bar if both share the terminal, else where stdout goes.
+        redirect_stdout=sys.stdout.isatty(),
+    )
+
+
+class Interrupt:
+    """Notes the first Ctrl-C and lets the second one strike.
+
+    A `KeyboardInterrupt` in the middle of a forward would leave layers that have seen the token
+    and layers that have not. So the first Ctrl-C only sets `requested`, which is looked at
+    between two forwards; the second one, for a forward that takes too long, raises.
+
+    Inside the ``with`` block SIGINT belongs to this object, except in another thread than the main
+    one, and where whoever started the process had it ignore Ctrl-C.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.requested = False
+        self.in_forward = False
+        self._may_force = True
+        self._module = module
+        self._hooks: list[Any] = []
+        self._before: Any = signal.getsignal(signal.SIGINT)
+        # None: its handler was not set from Python and could not be given back.
+        self._installs = (
+            threading.current_thread() is threading.main_thread()
+            and self._before not in (signal.SIG_IGN, None)
+        )
+
+    def __enter__(self) -> Interrupt:
+        """Takes SIGINT over."""
+        self._hooks = [
+            self._module.register_forward_pre_hook(self._begin),
+            self._module.register_forward_hook(self._end),
+        ]
+        if self._installs:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives SIGINT back."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._installs:
+            signal.signal(signal.SIGINT, self._before)
+
+    def settle(self) -> None:
+        """Says that no forward will follow: what is left to do is short and must not be cut."""
+        self._may_force = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and self._may_force:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def _begin(self, *_: Any) -> None:
+        self.in_forward = True
+
+    def _end(self, *_: Any) -> None:
+        self.in_forward = False

@@ -150,7 +150,7 @@ def test_compare_full_agrees_wholly_when_nothing_is_evicted(generate):
 def test_compare_full_shows_both_texts_and_a_table(generate):
     outcome = generate(*BUDGET, "--compare", "full", "--max-new-tokens", 12)
     assert outcome.code == 0
-    assert outcome.out.count("---\n") == 2
+    assert outcome.out.count(" ---\n") == 2
     for word in ("full cache", "h2o, heavy 16 + recent 16", "KV cache held", "of 12"):
         assert word in outcome.out
 

@@ -113,7 +113,7 @@ def test_a_closed_pipe_gives_one_sentence_and_code_2(start, endless):
 
 def test_an_interrupt_while_following_sets_the_code(job, monkeypatch):
     monkeypatch.setattr("h2okv.cli.generate.discard", InterruptAt(2))
-    comparison = run_beside_full(job, CHOICE, quiet=True)
+    comparison = run_beside_full(job, CHOICE, quiet=False)
     assert comparison.full is not None
     assert comparison.agreement.same_next_token is None
     assert exit_code(comparison) == 130

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from h2okv.cli.console import LONG_PROMPT, PrefillProgress, decoder_layers
+from h2okv.cli.generate import LONG_PROMPT, decoder_layers, prefill_progress
 
 
 class Terminal(io.StringIO):
@@ -35,18 +35,18 @@ def test_finds_the_decoder_layers(make_llama):
 def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama, replace_stderr):
     terminal = replace_stderr(Terminal())
     model = make_llama(attention="sdpa")
-    with PrefillProgress(model, LONG_PROMPT, wanted=True) as progress:
+    with prefill_progress(model, LONG_PROMPT, wanted=True) as end:
         assert len(hooks(model)) == len(model.model.layers)
         model(torch.ones(1, 4, dtype=torch.long))
-        progress.close()
+        end()
         assert hooks(model) == []
-    assert f"reading {LONG_PROMPT} tokens" in terminal.getvalue()
+    assert f"reading {LONG_PROMPT:,} tokens" in terminal.getvalue()
 
 
 def test_an_error_removes_the_hooks_too(make_llama, replace_stderr):
     replace_stderr(Terminal())
     model = make_llama()
-    with pytest.raises(KeyboardInterrupt), PrefillProgress(model, LONG_PROMPT, wanted=True):
+    with pytest.raises(KeyboardInterrupt), prefill_progress(model, LONG_PROMPT, wanted=True):
         raise KeyboardInterrupt
     assert hooks(model) == []
 
@@ -57,13 +57,13 @@ def test_no_bar_for_a_short_prompt_or_where_none_is_wanted(
 ):
     terminal = replace_stderr(Terminal())
     model = make_llama()
-    with PrefillProgress(model, tokens, wanted):
+    with prefill_progress(model, tokens, wanted):
         assert hooks(model) == []
     assert terminal.getvalue() == ""
 
 
 def test_no_bar_where_stderr_is_no_terminal(make_llama, replace_stderr):
     stream = replace_stderr(io.StringIO())
-    with PrefillProgress(make_llama(), LONG_PROMPT, wanted=True):
+    with prefill_progress(make_llama(), LONG_PROMPT, wanted=True):
         pass
     assert stream.getvalue() == ""

@@ -7,7 +7,6 @@ from h2okv.cli.generate import (
     small_budget_note,
     summary_line,
 )
-from h2okv.console import format_bytes
 
 
 def make_generation(**values):
@@ -70,11 +69,3 @@ def test_summary_line_of_nothing():
 def test_small_budget_note(seen, kept, warns):
     run = make_generation(num_seen_tokens=seen, num_cached_tokens=kept)
     assert (small_budget_note(run) is not None) is warns
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**42, "4.0 TiB")],
-)
-def test_format_bytes(count, expected):
-    assert format_bytes(count) == expected

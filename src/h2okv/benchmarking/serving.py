@@ -37,8 +37,8 @@ from h2okv.benchmarking.serving_client import (
     closed_loop,
     open_loop,
 )
-from h2okv.cli.console import BenchProgress
 from h2okv.cli.serve import KEY_VARIABLE
+from h2okv.console import Progress
 from h2okv.integration.loading import describe
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -486,7 +486,7 @@ class ServeRun:
 
     Keep: TypeAlias = Callable[[Measured], None]
 
-    def __init__(self, wanted: Wanted, keep: Keep, progress: BenchProgress) -> None:
+    def __init__(self, wanted: Wanted, keep: Keep, progress: Progress) -> None:
         self._wanted = wanted
         self._keep = keep
         self._progress = progress
@@ -512,7 +512,7 @@ class ServeRun:
             name, settings = "", ""
             if isinstance(server, Command):
                 name, settings = server.name, server.options
-                self._progress.doing(f"{name}: starting the server")
+                self._progress.advance(0, f"{name}: starting the server")
                 child = await stack.enter_async_context(ChildServer(server))
                 server = Endpoint(child.url, server.model)
             endpoint = replace(
@@ -523,7 +523,7 @@ class ServeRun:
                 extra=wanted.extra,
             )
             target = await stack.enter_async_context(OpenAITarget(endpoint))
-            self._progress.doing(f"{name or endpoint.url}: first requests")
+            self._progress.advance(0, f"{name or endpoint.url}: first requests")
             ratio = await target.connect(wanted.texts[0][:_PROBE])
             workload = Workload(wanted.texts, wanted.mix, self._cut(ratio))
             await warm_up(target, workload, wanted.warmup)
@@ -549,8 +549,8 @@ class ServeRun:
             return Measured(name, self._wanted.model, settings, load, summary, peak)
 
         self._outcomes, self._make_row = outcomes, make_row
-        self._progress.doing(label)
-        done = lambda: self._progress.done(label)  # noqa: E731
+        self._progress.advance(0, label)
+        done = lambda: self._progress.advance(1, label)  # noqa: E731
         await put_under(target, load, workload, outcomes, done, self._wanted.mix.seed)
         self._make_row = None
         self._keep(make_row())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 import h2okv
 from h2okv.cache.persistence import read_notes
 from h2okv.cli.args import Sampling
-from h2okv.cli.console import LONG_PROMPT, Interrupt
-from h2okv.cli.generate import check_vocabulary, sampling_options
+from h2okv.cli.generate import LONG_PROMPT, check_vocabulary, sampling_options
+from h2okv.console import Interrupt, Progress
 from h2okv.engine.detokenizer import StopText, TextStream
 from h2okv.engine.sampler import NumbersOnly
 from h2okv.integration.chat_text import ChatTemplateError, chat_text
@@ -135,13 +132,10 @@ class Answering(StoppingCriteria):
         self, model: PreTrainedModel, cache: h2okv.H2OCache, count: int, show_progress: bool
     ) -> bool:
         """Reads all blocks but the last; returns whether nobody interrupted."""
-        shown = show_progress and count >= LONG_PROMPT and sys.stderr.isatty()
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-            task = progress.add_task(f"reading {self._ids.shape[1]:,} tokens", total=count)
+        shown = show_progress and count >= LONG_PROMPT
+        with Progress("reading", count, "tokens", shown=shown) as progress:
             for read, _ in read_blocks(model, self._ids[:, :count], cache):
-                progress.update(task, completed=read)
+                progress.update(read)
                 if self._interrupt.requested:
                     return False
         return not self._interrupt.requested

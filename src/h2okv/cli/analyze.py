@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from h2okv.analysis.ablation import find_neurons
 from h2okv.analysis.figures import new_figure
@@ -24,7 +21,7 @@ from h2okv.analysis.viewer.server import HOST, Desk, build_page, make_server
 from h2okv.assets import sample_prompt
 from h2okv.cli.args import DTYPES, POLICY_HELP, Model, parse_device, parse_dtype
 from h2okv.cli.generate import read_prompt
-from h2okv.console import INTERRUPTED, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import BUNDLED
 
@@ -39,8 +36,6 @@ Examples:
 
     h2okv analyze --model ./my-model --text chapter.txt --out report --neurons
 """
-
-_STEPS_PER_MEASUREMENT = 100
 
 
 def analyze(
@@ -70,9 +65,14 @@ def analyze(
     loaded = load_weights(described, wanted_dtype, wanted_device)
     if neurons:
         find_neurons(loaded)  # a model without them is heard about before the long work
-    with _Bar() as bar:
+    names = [measurement.name for measurement in MEASUREMENTS]
+    with Progress("analyzing", len(names)) as progress:
+
+        def report(measurement: Measurement, fraction: float) -> None:
+            progress.update(names.index(measurement.name) + fraction, note=measurement.name)
+
         try:
-            run_analysis(loaded, sample, out, neurons, bar.show)
+            run_analysis(loaded, sample, out, neurons, report)
         except KeyboardInterrupt:
             write_remark(_stopped(out, neurons))
             return INTERRUPTED
@@ -103,35 +103,6 @@ def _stopped(folder: Path, neurons: bool) -> str:
         f"stopped; {done} of {len(wanted)} measurements are finished in '{folder}', and the same "
         "command goes on from there."
     )
-
-
-class _Bar:
-    """A progress bar on stderr: one step for each measurement."""
-
-    def __init__(self) -> None:
-        name, share = TextColumn("{task.description:<22}"), TextColumn("{task.percentage:>3.0f} %")
-        columns = (name, BarColumn(), share, TimeElapsedColumn())
-        console = Console(stderr=True)
-        self._progress = Progress(*columns, console=console, disable=not sys.stderr.isatty())
-        self._names = [measurement.name for measurement in MEASUREMENTS]
-        total = len(self._names) * _STEPS_PER_MEASUREMENT
-        self._task = self._progress.add_task("loading", total=total)
-
-    def show(self, measurement: Measurement, share: float) -> None:
-        """Shows how far a measurement is."""
-        done = self._names.index(measurement.name) + share
-        self._progress.update(
-            self._task,
-            description=measurement.name,
-            completed=done * _STEPS_PER_MEASUREMENT,
-        )
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 VIEW_HELP = """See what a policy keeps of a text, token by token, in the browser.
@@ -209,18 +180,15 @@ def view(
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
     """Writes the page with every policy and budget in it."""
     pairs = [(name, share) for name in choice["policies"] for share in choice["budgets"]]
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
     reading = reader.read(choice["text"], choice["new_tokens"])
     traces = []
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=len(pairs))
+    with Progress("computing", len(pairs)) as progress:
         try:
             for done, (name, share) in enumerate(pairs):
-                progress.update(task, description=f"{name} {100 * share:g} %")
+                label = f"{name} {100 * share:g} %"
 
-                def tick(part: float, done: int = done) -> None:
-                    progress.update(task, completed=done + part)
+                def tick(part: float, done: int = done, label: str = label) -> None:
+                    progress.update(done + part, note=label)
 
                 traces.append(reading.trace(name, share, tick))
         except KeyboardInterrupt:

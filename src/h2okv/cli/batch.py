@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import h2okv
 from h2okv.cli.args import (
@@ -29,7 +27,7 @@ from h2okv.cli.args import (
     parse_positions,
 )
 from h2okv.cluster.batch import run_batch_on_ray
-from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
+from h2okv.console import INTERRUPTED, format_bytes, format_table, write_remark, write_text
 from h2okv.engine.memory import give_memory_back, parse_memory
 from h2okv.integration.loading import describe
 from h2okv.integration.models import BUNDLED
@@ -324,7 +322,6 @@ def _as_json(chosen: Plan, speeds: Speeds, used: int) -> dict[str, Any]:
 
 
 def _show(chosen: Plan, speeds: Speeds, used: int) -> None:
-    table = Table(show_header=False, box=None)
     step = chosen.forecast.step
     places = chosen.placement.units
     layers = ", ".join(f"{places.count(p)} {_where(p)}" for p in PLACES if p in places)
@@ -360,12 +357,7 @@ def _show(chosen: Plan, speeds: Speeds, used: int) -> None:
         ("while decoding", f"{_number(chosen.forecast.decode_tokens_per_second)} tokens/s"),
         ("prompts included", f"{_number(chosen.forecast.tokens_per_second)} new tokens/s"),
     ]
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, width=100)
-    with console.capture() as captured:
-        console.print(table)
-    write_text(captured.get())
+    write_text(format_table((), rows))
 
 
 def _where(place: str) -> str:

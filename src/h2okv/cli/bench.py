@@ -10,9 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig
 
 import h2okv
@@ -33,8 +30,14 @@ from h2okv.cli.args import (
     parse_positions,
     split_list,
 )
-from h2okv.cli.console import BenchProgress
-from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
+from h2okv.console import (
+    INTERRUPTED,
+    Progress,
+    format_bytes,
+    format_table,
+    write_remark,
+    write_text,
+)
 from h2okv.engine.memory import available_bytes, parse_memory
 from h2okv.integration.compiled import check_compiler
 from h2okv.integration.models import resolve_model
@@ -142,7 +145,6 @@ def checked_request(
 
 
 _NONE = "-"
-_WIDTH = 190
 
 
 def comparison_table(rows: Sequence[Row]) -> str:
@@ -213,17 +215,8 @@ def to_json(
 
 
 def _table(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> str:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in cells:
-        is_text = heading in ("dtype", "cache")
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in cells.values()))
-    # Rendered to text, so that a closed pipe shows where the text is written and nowhere else.
-    console = Console(width=_WIDTH)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
+    table = [[cell(row) for cell in cells.values()] for row in rows]
+    return format_table(list(cells), table, left=("dtype", "cache"))
 
 
 def _spread(value: Spread | None, factor: float = 1.0) -> str:
@@ -371,9 +364,9 @@ def bench(
 
 def _run(request: Request, results: _Results) -> int:
     """Measures; whatever ends it, the rows so far are in the results."""
-    with BenchProgress(_total(request)) as progress:
+    with Progress("measuring", _total(request), "runs") as progress:
         try:
-            progress.doing("memory bandwidth")
+            progress.advance(0, "memory bandwidth")
             results.bandwidth = measure_bandwidth(request.device)
             for dtype in request.settings.dtypes:
                 for row in _rows(request, results, dtype, progress):
@@ -411,22 +404,26 @@ def _total(request: Request) -> int:
 
 
 def _rows(
-    request: Request, results: _Results, dtype: torch.dtype, progress: BenchProgress
+    request: Request, results: _Results, dtype: torch.dtype, progress: Progress
 ) -> Iterator[Row | MaxBatchRow]:
     """Builds the model of one dtype, checks H2O on it, and only then measures."""
-    progress.doing("building the model")
+    progress.advance(0, "building the model")
     model = request.source.build(dtype, request.device)
-    progress.doing("checking correctness")
+    progress.advance(0, "checking correctness")
     for bits in (None, *request.settings.kv_bits):
         choice = CacheChoice("h2o", positions=request.settings.positions, kv_bits=bits)
         name = str(dtype).removeprefix("torch.") + ("" if bits is None else f", {bits} bits")
         results.checks[name] = asdict(check_h2o(model, choice))
+
+    def report(label: str) -> None:
+        progress.advance(note=label)
+
     common = (model, request.source, request.footprints[dtype], request.settings)
     if request.memory is not None:
-        yield from MaxBatch(*common, request.memory, request.max_run_batch, progress.done).rows()
+        yield from MaxBatch(*common, request.memory, request.max_run_batch, report).rows()
         return
     assert results.bandwidth is not None
-    yield from Comparison(*common, results.bandwidth, progress.done).rows()
+    yield from Comparison(*common, results.bandwidth, report).rows()
 
 
 def _show(request: Request, results: _Results, plot: Path | None, as_json: bool) -> None:

@@ -12,9 +12,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from h2okv.benchmarking.serving import (
     COLUMNS,
@@ -32,15 +29,13 @@ from h2okv.benchmarking.serving import (
 from h2okv.benchmarking.serving_client import Endpoint, Mix, default_texts, load_aiohttp, read_texts
 from h2okv.cli.args import MODEL_HELP, parse_device, parse_numbers, split_list
 from h2okv.cli.bench import check_files
-from h2okv.cli.console import BenchProgress
-from h2okv.console import INTERRUPTED, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, format_table, write_remark, write_text
 from h2okv.integration.loading import describe
 from h2okv.integration.models import default_dtype
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
 from h2okv.records import CsvFile
 
 _NONE = "-"
-_WIDTH = 200
 _LATE = 0.05
 
 
@@ -60,19 +55,8 @@ def serve_table(rows: Sequence[Measured]) -> str:
         "per token, ms": lambda r: _points(r.summary.per_token, 1e3),
         "gap, ms": lambda r: _points(r.summary.gap, 1e3),
     }
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="times: p50 / p95 / p99",
-        caption_justify="left",
-    )  # fmt: skip
-    for heading in cells:
-        is_text = heading in ("server", "load")
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in cells.values()))
-    console = Console(width=_WIDTH)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
+    table = [[cell(row) for cell in cells.values()] for row in rows]
+    return format_table(list(cells), table, left=("server", "load")) + "times: p50 / p95 / p99\n"
 
 
 def serve_remarks(rows: Sequence[Measured]) -> list[str]:
@@ -339,7 +323,7 @@ def bench_serve(
 def _run(wanted: Wanted, keep: ServeRun.Keep) -> bool:
     """Measures; whether Ctrl-C ended it."""
     total = len(wanted.servers) * sum(load.requests for load in wanted.loads)
-    with BenchProgress(total) as progress:
+    with Progress("load", total, "requests") as progress:
         run = ServeRun(wanted, keep, progress)
         try:
             asyncio.run(run.all())

@@ -8,20 +8,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedConfig
 
 from h2okv.cli.args import Model, parse_device
-from h2okv.console import write_text
+from h2okv.console import format_table, write_text
 from h2okv.integration.loading import describe
 from h2okv.integration.models import BUNDLED
 from h2okv.ops import dispatch
 from h2okv.provenance import environment
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDTH = 110
 
 HELP = """Show what is installed, and what would run attention and why.
 
@@ -54,7 +50,9 @@ def env(
         write_text(json.dumps({**facts, "head_size": size, "groups": groups, "used": shown}) + "\n")
         return 0
     write_text(_lines(facts) + f"\nHeads of {size}, {groups} for each KV head, on {where}:\n\n")
-    write_text(_table(chosen))
+    headings = ("dtype", "used", "why")
+    rows = [(dtype, own.name, own.why) for dtype, own in chosen.items()]
+    write_text(format_table(headings, rows, left=headings))
     return 0
 
 
@@ -93,15 +91,3 @@ def _lines(facts: dict[str, Any]) -> str:
     return "".join(
         f"{name + ':':<15} {'none' if value is None else value}\n" for name, value in facts.items()
     )
-
-
-def _table(chosen: dict[str, dispatch.Operations]) -> str:
-    table = Table(box=box.SIMPLE)
-    for heading in ("dtype", "used", "why"):
-        table.add_column(heading)
-    for dtype, own in chosen.items():
-        table.add_row(dtype, own.name, own.why)
-    console = Console(width=_WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()

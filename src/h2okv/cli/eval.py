@@ -35,8 +35,7 @@ from h2okv.cli.args import (
     parse_settings,
     split_list,
 )
-from h2okv.cli.console import BenchProgress
-from h2okv.console import INTERRUPTED, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
 from h2okv.engine.sampler import Decoding
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
 from h2okv.evaluation.plots import check_plot
@@ -110,10 +109,10 @@ def run_cells(evaluation: Evaluation) -> int:
     """Runs what is left to do under a progress bar; Ctrl-C ends it and loses nothing."""
     if evaluation.done:
         write_remark(f"{evaluation.done} of {evaluation.total} samples were done before")
-    with BenchProgress(evaluation.total) as progress:
-        progress.done("", evaluation.done)
+    with Progress("evaluating", evaluation.total, "samples") as progress:
+        progress.update(evaluation.done)
         try:
-            evaluation.run(lambda cell, count: progress.done(cell.label, count))
+            evaluation.run(lambda cell, count: progress.advance(count, cell.label))
         except KeyboardInterrupt:
             write_remark(
                 f"stopped; {evaluation.done} of {evaluation.total} samples are in"

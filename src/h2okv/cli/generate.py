@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from torch import nn
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -36,12 +36,12 @@ from h2okv.cli.args import (
     parse_dtype,
     parse_positions,
 )
-from h2okv.cli.console import PrefillProgress
 from h2okv.console import (
     INTERRUPTED,
+    Progress,
     discard,
     format_bytes,
-    write_heading,
+    format_table,
     write_remark,
     write_text,
 )
@@ -158,18 +158,47 @@ def generate_once(
     interrupted = False
     chunk = _chunk(cache)
     length = job.input_ids.shape[1]
-    with attention, PrefillProgress(model, length, show_progress, chunk) as progress:
-        stream = TextStream(job.described.tokenizer, job.input_ids, write, progress.close)
+    with attention, prefill_progress(model, length, show_progress, chunk) as end_progress:
+        stream = TextStream(job.described.tokenizer, job.input_ids, write, end_progress)
         torch.manual_seed(job.sampling.seed)
         start = time.perf_counter()
         try:
             _generate(job, cache, stream, processors)
         except KeyboardInterrupt:
             interrupted = True
-            progress.close()
+            end_progress()
             stream.end()
     reason = "interrupted" if interrupted else _finish_reason(job, stream)
     return _measured(stream, start, cache, reason)
+
+
+LONG_PROMPT = 512
+"""A prompt of so many tokens gets a progress bar while it is read."""
+
+
+@contextmanager
+def prefill_progress(
+    model: PreTrainedModel, prompt_tokens: int, wanted: bool, chunk: int | None = None
+) -> Iterator[Callable[[], None]]:
+    """Shows how many layers have read the prompt; gives the function that ends it early."""
+    layers = decoder_layers(model)
+    steps = len(layers) * math.ceil(prompt_tokens / (chunk or prompt_tokens))
+    shown = wanted and prompt_tokens >= LONG_PROMPT and bool(layers)
+    with ExitStack() as stack:
+        bar = Progress(f"reading {prompt_tokens:,} tokens", steps, shown=shown)
+        stack.enter_context(bar)
+        for layer in layers if bar.is_drawn else ():
+            stack.callback(layer.register_forward_hook(lambda *_: bar.advance()).remove)
+        yield stack.close
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Finds a model's decoder layers."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    return []
 
 
 def warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
@@ -327,7 +356,7 @@ def run_beside_full(job: Job, choice: CacheChoice, quiet: bool) -> Comparison:
 
     def generate(label: str, cache: Cache) -> Generation:
         if not quiet:
-            write_heading(label)
+            write_text(f"--- {label} ---\n")
         run = generate_once(job, cache, discard if quiet else write_text, show_progress=not quiet)
         if not quiet:
             write_text("\n\n")
@@ -449,11 +478,7 @@ def report(label: str, comparison: Comparison) -> None:
 
 def comparison_table(label: str, run: Generation, full: Generation, agreement: Agreement) -> str:
     """Sets a generation beside that of the full cache."""
-    table = Table()
-    table.add_column("")
-    for heading in ("full cache", label):
-        table.add_column(heading, justify="right")
-    rows = {
+    cells: dict[str, Callable[[Generation], str]] = {
         "tokens generated": lambda r: str(len(r.token_ids)),
         "time to first token": lambda r: _seconds(r.time_to_first_token),
         "tokens per second": lambda r: _speed(r.tokens_per_second),
@@ -462,17 +487,12 @@ def comparison_table(label: str, run: Generation, full: Generation, agreement: A
         "tokens seen": lambda r: str(r.num_seen_tokens),
         "tokens kept": lambda r: str(r.num_cached_tokens),
     }
-    for name, cell in rows.items():
-        table.add_row(name, cell(full), cell(run))
-    table.add_row("tokens that agree", "", agreement_text(agreement))
+    rows = [(name, cell(full), cell(run)) for name, cell in cells.items()]
+    rows.append(("tokens that agree", "", agreement_text(agreement)))
     if agreement.same_next_token is not None:
-        same = f"{agreement.same_next_token} of {len(full.token_ids)} (after the full cache's text)"
-        table.add_row("same next token", "", same)
-    # Rendered to text, so that a closed pipe shows where the text is written and nowhere else.
-    console = Console(width=88)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
+        same = f"{agreement.same_next_token} of {len(full.token_ids)}"
+        rows.append(("same next token after the full cache's text", "", same))
+    return format_table(("", "full cache", label), rows, left=("",))
 
 
 def agreement_text(agreement: Agreement) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,9 +22,15 @@ from h2okv.cli.args import (
     parse_device,
     parse_dtype,
 )
-from h2okv.cli.console import Interrupt, StreamProgress, perplexity
 from h2okv.config import POSITIONS
-from h2okv.console import INTERRUPTED, format_bytes, write_remark, write_text
+from h2okv.console import (
+    INTERRUPTED,
+    Interrupt,
+    Progress,
+    format_bytes,
+    write_remark,
+    write_text,
+)
 from h2okv.evaluation.plots import check_plot, plot_stream
 from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_data import ConversationSource, TextSource
@@ -209,10 +217,13 @@ def _run(
     rows = None
     if files.csv is not None:
         rows = RowFile(files.csv, state.rows if files.resume else None)
-    with Interrupt(running.model) as interrupt, StreamProgress(running, total) as progress:
+    start = (time.perf_counter(), state.position)
+    bar = Progress("streaming", total, "tokens")
+    with Interrupt(running.model) as interrupt, bar as progress:
 
         def on_step(step: Step) -> None:
-            progress.update(step)
+            if progress.is_drawn:
+                progress.update(state.position, note=_live_note(running, *start))
             if step.answer is not None and not is_text:
                 write_text(_answer(running, described, step.answer))
 
@@ -246,6 +257,22 @@ def _answer(running: Stream, described: Described, answer: tuple[int, ...]) -> s
     state = running.state
     heading = f"--- sample {state.sample + 1}, answer {state.piece + 1} ---\n"
     return heading + str(described.tokenizer.decode(list(answer), skip_special_tokens=True)) + "\n"
+
+
+def _live_note(running: Stream, start: float, first: int) -> str:
+    """Speed, memory and perplexity so far."""
+    state = running.state
+    speed = (state.position - first) / max(time.perf_counter() - start, 1e-9)
+    parts = [f"{speed:,.0f} tokens/s", f"cache {format_bytes(running.cache.nbytes)}"]
+    parts.append(f"perplexity {perplexity(state.total_nll / state.position)}")
+    if state.rows:
+        parts.append(f"last row {perplexity(state.rows[-1].nll)}")
+    return " | ".join(parts)
+
+
+def perplexity(nll: float) -> str:
+    """Writes a perplexity for people."""
+    return f"{math.exp(nll):.4g}" if nll < 600 else "beyond 1e260"
 
 
 def _summary(running: Stream) -> str:

@@ -19,7 +19,6 @@ from ray.data.block import BlockMetadata
 
 import h2okv
 from h2okv.cli.args import parse_device
-from h2okv.cli.console import BatchProgress
 from h2okv.cluster.ray_cluster import (
     cluster,
     count_workers,
@@ -28,6 +27,7 @@ from h2okv.cluster.ray_cluster import (
     reason,
     share_cpus,
 )
+from h2okv.console import Progress
 from h2okv.offload.batch_runner import Chooser, Runner
 from h2okv.offload.job import Job, JobResultFile, PromptFile, PromptLine, PromptList, ResultList
 from h2okv.offload.offload_engine import (
@@ -254,8 +254,7 @@ def _run(
     )
     start = time.perf_counter()
     new_tokens = prompt_tokens = 0
-    longest = request.sampling.max_new_tokens
-    bar = BatchProgress(summary.prompts, job.num_skipped, longest)
+    bar = Progress("batch", summary.prompts, "prompts")
     # Ray tells stdout at length of every actor that dies, which is the command's own place; its
     # log files have that too.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), cluster() as ray, bar:
@@ -263,7 +262,8 @@ def _run(
         for records in written:
             new_tokens += sum(record.get("new_tokens", 0) for record in records)
             prompt_tokens += sum(record.get("prompt_tokens", 0) for record in records)
-            bar.update(job.num_finished, 0, new_tokens)
+            speed = new_tokens / max(time.perf_counter() - start, 1e-9)
+            bar.update(job.num_finished, note=f"{speed:,.1f} tokens/s")
     return replace(
         summary,
         errors=job.results.num_errors,

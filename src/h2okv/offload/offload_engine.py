@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import h2okv
 from h2okv.cli.args import CacheChoice, Sampling
-from h2okv.cli.console import BatchProgress, StageProgress
-from h2okv.console import format_bytes
+from h2okv.console import Progress, format_bytes
 from h2okv.engine.detokenizer import TextStream
 from h2okv.engine.memory import (
     Demand,
@@ -242,8 +241,8 @@ def write_anew(opened: OpenModel, folder: Path | None) -> OpenModel:
     """
     path = converted_path(folder or cache_folder("weights"), opened.files, opened.skeleton)
     if not path.exists():
-        with StageProgress("writing the weights in the order of the layers") as progress:
-            convert(opened.skeleton, opened.files, path, progress.show)
+        with Progress("writing the weights in the order of the layers", unit="bytes") as progress:
+            convert(opened.skeleton, opened.files, path, progress.update)
     opened.files.close()
     files, found = read_converted(path, opened.skeleton)
     return replace(opened, files=files, found=found)
@@ -526,11 +525,10 @@ def measure_prompts(job: Job) -> list[int]:
     """
     total = len(job.prompts) - job.num_finished
     lengths = []
-    with StageProgress("counting tokens") as progress:
+    with Progress("counting tokens", total, "prompts") as progress:
         for index, length in enumerate(job.lengths()):
             lengths.append(length)
-            if index % 64 == 0:
-                progress.show(index, total)
+            progress.update(index)
     return lengths or [1]
 
 
@@ -631,9 +629,13 @@ def _run(request: BatchRequest, described: Described, job: Job) -> Summary:
 def _go_through(job: Job, runner: Runner, engine: Engine, max_new_tokens: int) -> Summary:
     total = len(job.prompts)
     start = time.perf_counter()
-    with BatchProgress(total, job.num_skipped, max_new_tokens) as progress:
+    with Progress("batch", total * max_new_tokens) as progress:
         for finished in job.run(runner):
-            progress.update(finished, runner.unfinished_tokens, runner.num_tokens)
+            speed = runner.num_tokens / max(time.perf_counter() - start, 1e-9)
+            progress.update(
+                finished * max_new_tokens + runner.unfinished_tokens,
+                note=f"{finished}/{total} prompts, {speed:,.1f} tokens/s",
+            )
     assembled = engine.assembled
     stream = None if assembled is None else assembled.stream
     return Summary(

@@ -1,0 +1,82 @@
+import io
+import sys
+
+import pytest
+
+from h2okv.console import Progress, format_bytes, format_table
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def replace_stderr(monkeypatch):
+    """To be called in the test: between set-up and test, pytest puts its own stderr in place."""
+
+    def replace(stream):
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return replace
+
+
+def test_progress_shows_count_note_and_time_left(replace_stderr):
+    terminal = replace_stderr(Terminal())
+    with Progress("evaluating", 40, "samples") as progress:
+        assert progress.is_drawn
+        progress.advance(10, "h2o, [20%]")
+        progress.advance(0, "recent")
+        progress.advance(30)
+    shown = terminal.getvalue()
+    assert "evaluating" in shown
+    assert "40/40 samples" in shown
+    assert "recent" in shown
+    assert "left" in shown
+
+
+@pytest.mark.parametrize(
+    ("unit", "total", "shown"),
+    [
+        ("", 4, "50 %"),
+        ("bytes", 4096, "2.0 KiB of 4.0 KiB"),
+        ("tokens", 6000, "3,000/6,000 tokens"),
+    ],
+)
+def test_progress_writes_its_count_by_unit(replace_stderr, unit, total, shown):
+    terminal = replace_stderr(Terminal())
+    with Progress("working", unit=unit) as progress:
+        progress.update(total / 2, total, note="half")
+    assert shown in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO(), True), (Terminal(), False)])
+def test_progress_writes_nothing_without_a_terminal_or_where_none_is_wanted(
+    replace_stderr, stream, shown
+):
+    replace_stderr(stream)
+    with Progress("working", 3, shown=shown) as progress:
+        progress.advance()
+        progress.close()
+        progress.close()
+    assert stream.getvalue() == ""
+
+
+def test_table_aligns_and_never_wraps():
+    rows = [("h2o, heavy 10%", "1.6 MiB"), ("full", "12 MiB")]
+    assert format_table(("cache", "held"), rows, left=("cache",)) == (
+        "cache              held\n"
+        "--------------  -------\n"
+        "h2o, heavy 10%  1.6 MiB\n"
+        "full             12 MiB\n"
+    )
+    assert format_table((), [("a", "1"), ("long", "22")]) == "a     1\nlong  22\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**42, "4.0 TiB")],
+)
+def test_format_bytes(count, expected):
+    assert format_bytes(count) == expected
