@@ -29,7 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 import h2okv
 from h2okv.benchmarking.memory import speedup_limit
 from h2okv.ops import dispatch
-from h2okv.ops.blockwise import Visibility
+from h2okv.ops.attention import Visibility
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURES = ("decode", "prefill", "attention", "memory")

@@ -23,9 +23,10 @@ from record import Target, append_csv, environment, progress, rows_for, show
 
 from h2okv.benchmarking.timing import Clock, in_turn
 from h2okv.offload.profile import measure_bandwidth
-from h2okv.ops import dispatch, flash, triton_prefill
-from h2okv.ops.blockwise import Visibility
-from h2okv.ops.step import Slots, StepRules
+from h2okv.ops import attention as flash
+from h2okv.ops import dispatch, triton_prefill
+from h2okv.ops.attention import Visibility
+from h2okv.ops.decode import Slots, StepRules
 from h2okv.ops.triton_prefill import Tile
 
 RESULTS = Path(__file__).parent / "results" / "gpu_kernels.csv"

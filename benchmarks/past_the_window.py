@@ -24,7 +24,7 @@ from record import Target, append_csv, environment, interleave, progress, rows_f
 from transformers import DynamicCache, LlamaForCausalLM
 
 import h2okv
-from h2okv.integration.compiled import with_compiled_steps
+from h2okv.integration.enable import with_compiled_steps
 
 MEASURES = ("decode", "turns")
 RESULTS = Path(__file__).parent / "results" / "past_the_window.csv"

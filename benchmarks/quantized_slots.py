@@ -17,7 +17,7 @@ import torch
 from cpu_generate import build, forward, make_cache, prompt_ids
 from record import Target, append_csv, environment, interleave, progress, rows_for, show
 
-from h2okv.ops.packing import BITS
+from h2okv.ops.quant import BITS
 
 RESULTS = Path(__file__).parent / "results" / "quantized_slots.csv"
 MEASURE = "decode step"

@@ -1,7 +1,7 @@
 """H2O: heavy-hitter KV-cache eviction for Hugging Face models (arXiv 2306.14048)."""
 
 from h2okv.cache import H2OCache
-from h2okv.cache.support import check_model
+from h2okv.cache.validation import check_model
 from h2okv.config import Budget, CacheConfig
 from h2okv.engine.llm import LLM, AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams

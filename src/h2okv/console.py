@@ -60,16 +60,7 @@ def format_bytes(count: int) -> str:
 def format_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()
 ) -> str:
-    """Lays out a table as text.
-
-    Args:
-        headings: one per column; empty for a table of left-aligned columns without a header.
-        rows: the cells.
-        left: headings of the columns that are left-aligned; the others are right-aligned.
-
-    Returns:
-        Lines as wide as their cells need, never wrapped; each ends in a newline.
-    """
+    """Lays out a table as text."""
     lines = [list(row) for row in rows]
     is_left = [heading in left for heading in headings]
     if headings:
@@ -89,13 +80,6 @@ def format_table(
 
 class Progress:
     """A progress bar on stderr; drawn only where stderr is a terminal, and gone at the end.
-
-    Args:
-        description: what is done.
-        total: how much there is to do, or ``None`` while that is unknown.
-        unit: what is counted, such as ``"prompts"``; ``"bytes"`` are written as sizes, and without
-            a unit a percentage is shown.
-        shown: whether a bar is wanted at all.
 
     Example:
         >>> with Progress("evaluating", total=100, unit="samples") as progress:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h2okv.cache.slots as slots
-import h2okv.ops.step as step
+import h2okv.ops.decode as step
 from h2okv.benchmarking.caches import CacheChoice, CheckFailedError, check_h2o
 
 CHOICES = [CacheChoice("h2o", positions=positions) for positions in ("original", "rolling")]

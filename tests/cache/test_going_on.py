@@ -240,7 +240,7 @@ def test_a_soft_cap_on_a_static_cache():
 def test_attention_that_was_asked_for_is_missed_aloud(model, caplog):
     import logging
 
-    from h2okv.integration import hf
+    from h2okv.integration import attention as hf
 
     hf.logger.warning_once.cache_clear()
     library = logging.getLogger("transformers")

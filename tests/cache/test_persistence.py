@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
-from h2okv.cache.persistence import read_notes
+from h2okv.cache.checkpoint import read_notes
 
 
 def tokens(length, seed=0, batch=1):
@@ -203,7 +203,7 @@ def test_an_older_file_survives_a_failed_save(model, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("h2okv.cache.persistence.save_file", full)
+    monkeypatch.setattr("h2okv.cache.checkpoint.save_file", full)
     with pytest.raises(ValueError, match="No space left on device"):
         cache.save(path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
-from h2okv.cache.persistence import read_head
-from h2okv.ops.packing import BITS, rounded, unpack
+from h2okv.cache.checkpoint import read_head
+from h2okv.ops.quant import BITS, rounded, unpack
 
 # One layer: its keys do not depend on attention, whose last bits would move a number to another
 # code now and then.

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import h2okv
 from h2okv.ops import dispatch
 from h2okv.ops.dispatch import use
-from h2okv.ops.rotary import turn
+from h2okv.ops.rope import turn
 
 
 def tokens(length, seed=0, batch=1):

@@ -9,7 +9,7 @@ import torch
 import h2okv.benchmarking.caches as peer
 import h2okv.benchmarking.timing as comparison
 import h2okv.cli.bench as bench
-import h2okv.ops.step as step
+import h2okv.ops.decode as step
 from h2okv.benchmarking.timing import COLUMNS
 from h2okv.offload.profile import measure_bandwidth
 from h2okv.provenance import ENVIRONMENT_COLUMNS

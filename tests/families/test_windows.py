@@ -12,9 +12,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from h2okv.integration.masks import WINDOW_DTYPE, h2o_mask
-from h2okv.integration.plain import plain_attention
-from h2okv.ops.windowed import windowed_attention
+from h2okv.integration.attention import WINDOW_DTYPE, h2o_mask, plain_attention
+from h2okv.ops.attention import windowed_attention
 
 SIZES = {"batch_size": 2, "device": torch.device("cpu")}
 

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import h2okv
-from h2okv.integration import compiled
+from h2okv.integration import enable as compiled
 
 NEW = 14
 

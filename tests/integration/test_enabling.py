@@ -6,7 +6,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import h2okv
-from h2okv.integration.hf import h2o_attention
+from h2okv.integration.attention import h2o_attention
 
 
 @pytest.fixture

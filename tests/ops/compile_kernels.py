@@ -11,10 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from h2okv.ops import triton_compaction, triton_decode, triton_prefill
-from h2okv.ops.blockwise import Visibility
-from h2okv.ops.rotary import relative
-from h2okv.ops.step import Slots, StepRules, Turns
+from h2okv.ops import triton_decode, triton_prefill
+from h2okv.ops import triton_decode as triton_compaction
+from h2okv.ops.attention import Visibility
+from h2okv.ops.decode import Slots, StepRules, Turns
+from h2okv.ops.rope import relative
 
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8",

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from h2okv.ops import flash, score_sums
-from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
+from h2okv.ops import attention as flash
+from h2okv.ops import attention as score_sums
+from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
 
 
 def varlen_attn(

@@ -5,10 +5,11 @@ import torch
 
 from h2okv.ops import dispatch
 from h2okv.ops.decode import decode_with_scores, write_slot
-from h2okv.ops.packed_decode import _fused_logits, _fused_output
-from h2okv.ops.packing import (
+from h2okv.ops.quant import (
     BITS,
     Packed,
+    _fused_logits,
+    _fused_output,
     group_size,
     pack,
     packed_bytes,
@@ -117,7 +118,7 @@ def test_writing_packs_one_slot_and_leaves_the_others(bits, size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("groups", [1, 3])
 def test_decoding_is_that_of_the_unpacked(bits, size, groups, monkeypatch):
-    monkeypatch.setattr("h2okv.ops.packed_decode._PIECE", {"cpu": 40 * size})
+    monkeypatch.setattr("h2okv.ops.quant._PIECE", {"cpu": 40 * size})
     query = torch.randn(2, 3 * groups, 1, size)
     keys, values = (pack(torch.randn(2, 3, 19, width), bits) for width in (size, 2 * size))
     hidden = torch.rand(2, 3, 19) < 0.3

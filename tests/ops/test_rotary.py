@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from h2okv.ops import decode
 from h2okv.ops.decode import Ranks, decode_with_scores
 from h2okv.ops.reference import attention_with_scores
-from h2okv.ops.rotary import inverse, pair_up, turn
+from h2okv.ops.rope import inverse, pair_up, turn
 
 
 def factors_of(length, width, scale=1.0):

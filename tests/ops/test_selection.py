@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2okv.ops.selection import free_slot, keep_indices, protected_entries
+from h2okv.ops.decode import free_slot, keep_indices, protected_entries
 
 
 @st.composite

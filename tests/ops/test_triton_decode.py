@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from h2okv.cache.rolling import ranks_of
-from h2okv.ops import step, triton_decode
-from h2okv.ops.rotary import relative
-from h2okv.ops.step import Slots, StepRules, Turns
+from h2okv.cache.rope import ranks_of
+from h2okv.ops import decode as step
+from h2okv.ops import triton_decode
+from h2okv.ops.decode import Slots, StepRules, Turns
+from h2okv.ops.rope import relative
 
 pytestmark = pytest.mark.usefixtures("garbage")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from h2okv.ops import score_sums as plain_sums
-from h2okv.ops import triton_compaction, triton_prefill
-from h2okv.ops.blockwise import Visibility
-from h2okv.ops.compaction import compact
+from h2okv.ops import attention as plain_sums
+from h2okv.ops import triton_decode as triton_compaction
+from h2okv.ops import triton_prefill
+from h2okv.ops.attention import Visibility
+from h2okv.ops.decode import compact
 from h2okv.ops.reference import attention_with_scores
 
 pytestmark = pytest.mark.usefixtures("garbage")

@@ -13,10 +13,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.scored import ScoredLayer
-from h2okv.cache.support import check_model
-from h2okv.integration.masks import h2o_mask
-from h2okv.integration.plain import plain_attention
+from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.validation import check_model
+from h2okv.integration.attention import h2o_mask, plain_attention
 
 ATTENTION_NAME = "h2okv_observe"
 

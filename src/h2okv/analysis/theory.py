@@ -16,7 +16,7 @@ from h2okv.analysis.attention_stats import LayerAttention, Tick, no_tick, read_o
 from h2okv.analysis.study import DEFAULT_BUDGET, Sample, Study
 from h2okv.cache import H2OCache
 from h2okv.config import TokenBudget
-from h2okv.integration.hf import h2o_attention
+from h2okv.integration.attention import h2o_attention
 from h2okv.records import Row
 
 _MOST_LAYERS = 8

@@ -15,10 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import h2okv
-from h2okv.cache.refusals import check_kv_bits
-from h2okv.cache.scored import ScoredLayer
+from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.validation import check_kv_bits
 from h2okv.config import Budget, Positions
-from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.integration.attention import ATTENTION_NAME
 
 CACHES = ("dynamic", "static", "quantized", "h2o", "kvpress")
 """The caches that can be compared."""

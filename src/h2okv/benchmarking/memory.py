@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from h2okv.benchmarking.caches import CacheChoice, Settings
 from h2okv.benchmarking.peak import Peak
-from h2okv.ops.packing import packed_bytes
+from h2okv.ops.quant import packed_bytes
 
 _SCORE_BYTES = 4
 _POSITION_BYTES = 4

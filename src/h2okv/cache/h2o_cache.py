@@ -13,18 +13,23 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from h2okv.cache.integrity import check_integrity
-from h2okv.cache.persistence import load_cache, save_cache
-from h2okv.cache.positions import PositionRule
+from h2okv.cache.checkpoint import load_cache, save_cache
+from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.masked import SimulatedLayer
 from h2okv.cache.quantized import QuantizedSimulatedLayer, QuantizedSlotLayer
-from h2okv.cache.refusals import check_kv_bits, check_policy, check_scoring
-from h2okv.cache.rolling import Rotation
-from h2okv.cache.scored import ScoredLayer
-from h2okv.cache.simulated import SimulatedLayer
+from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slots import SlotLayer
-from h2okv.cache.support import check_config, check_positions, trained_window
+from h2okv.cache.validation import (
+    check_config,
+    check_integrity,
+    check_kv_bits,
+    check_policy,
+    check_positions,
+    check_scoring,
+    trained_window,
+)
 from h2okv.config import Budget, CacheConfig, Positions
-from h2okv.ops.packing import packed_bytes
+from h2okv.ops.quant import packed_bytes
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -269,7 +274,7 @@ class H2OCache(Cache):
 
         Args:
             path: the file; an older one is replaced.
-            notes: texts to keep with it; `h2okv.cache.persistence.read_notes` reads them.
+            notes: texts to keep with it; `h2okv.cache.checkpoint.read_notes` reads them.
 
         Raises:
             ValueError: if the cache is empty or a forward was interrupted, or the file cannot be

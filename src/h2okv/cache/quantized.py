@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from h2okv.cache.simulated import SimulatedLayer
+from h2okv.cache.masked import SimulatedLayer
 from h2okv.cache.slots import SlotLayer
-from h2okv.ops.compaction import compact
-from h2okv.ops.packing import Packed, pack, packed_bytes, rounded, unpack
+from h2okv.ops.decode import compact
+from h2okv.ops.quant import Packed, pack, packed_bytes, rounded, unpack
 
 pad = torch.nn.functional.pad
 
@@ -22,11 +22,7 @@ class QuantizedSlotLayer(SlotLayer):
     """A `SlotLayer` whose `keys` and `values` are codes, uint8 ``[B, H, S, C]``.
 
     State beyond that of `SlotLayer`: ``key_grid`` and ``value_grid``, bf16
-    ``[B, H, S, 2 * groups]``; see `h2okv.ops.packing.Packed`.
-
-    Args:
-        *args: as for `SlotLayer`.
-        bits: 8 or 4.
+    ``[B, H, S, 2 * groups]``; see `h2okv.ops.quant.Packed`.
     """
 
     is_packed = True
@@ -107,12 +103,7 @@ class QuantizedSlotLayer(SlotLayer):
 
 
 class QuantizedSimulatedLayer(SimulatedLayer):
-    """A `SimulatedLayer` that rounds as `QuantizedSlotLayer` does; it saves nothing.
-
-    Args:
-        *args: as for `SimulatedLayer`.
-        bits: 8 or 4.
-    """
+    """A `SimulatedLayer` that rounds as `QuantizedSlotLayer` does; it saves nothing."""
 
     def __init__(self, *args: Any, bits: int) -> None:
         self.bits = bits
@@ -159,9 +150,6 @@ def _with_held(packed: Packed, held: Packed, indices: torch.Tensor) -> Packed:
         packed: ``[B, H, S, D]``, all that stays, packed; mutated.
         held: ``[B, H, N, D]``, as it was.
         indices: int64 ``[B, H, K]`` of the slots' entries; those below N were held.
-
-    Returns:
-        `packed`.
     """
     past, count = held.shape[2], indices.shape[2]
     old = (indices < past).unsqueeze(-1)

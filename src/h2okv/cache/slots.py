@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 
-from h2okv.cache.refusals import check_finite
-from h2okv.cache.rolling import ranks_of, turn_to_ranks
-from h2okv.cache.scored import ScoredLayer
-from h2okv.ops.blockwise import Visibility
+from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.rope import ranks_of, turn_to_ranks
+from h2okv.cache.validation import check_finite
+from h2okv.ops.attention import Visibility
+from h2okv.ops.decode import (
+    Priority,
+    Slots,
+    StepRules,
+    Turns,
+    decode_step,
+    keep_indices,
+    protected_entries,
+)
 from h2okv.ops.dispatch import Operations, operations
-from h2okv.ops.packing import Entries
-from h2okv.ops.rotary import relative
-from h2okv.ops.selection import keep_indices, protected_entries
-from h2okv.ops.step import Priority, Slots, StepRules, Turns, decode_step
+from h2okv.ops.quant import Entries
+from h2okv.ops.rope import relative
 
 pad = torch.nn.functional.pad
 
@@ -44,15 +51,9 @@ class SlotLayer(ScoredLayer):
     next to each other), and ``ranks [B, H, S]`` int32 are
     the entries' places in the cache (S - 1 for an empty slot).
 
-    Args:
-        layer_idx: the layer's index in the model.
-        budget: the user's budget.
-        policy: the eviction policy.
-        rule: where entries sit and how long a block may be.
-
     Attributes:
         goes_on: Whether the next forward brings a part of a block that a later one ends; see
-            `h2okv.cache.pieces`.
+            `h2okv.cache.slot_pool`.
         is_open: Whether the last one did.
         checks_numbers: Whether a block whose attention is not finite is refused. Of several ranks
             that hold parts of a model one alone must not stop in the middle.

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.cache.scored import ScoredLayer
+from h2okv.cache.layer import ScoredLayer
 
 # Tokens before a piece that the decoder sees, so that it keeps the space between both.
 _LEAD = 4

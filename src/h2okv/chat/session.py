@@ -14,15 +14,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 import h2okv
-from h2okv.cache.persistence import read_notes
+from h2okv.cache.checkpoint import read_notes
 from h2okv.cli.args import Sampling
 from h2okv.cli.generate import LONG_PROMPT, check_vocabulary, sampling_options
 from h2okv.console import Interrupt, Progress
 from h2okv.engine.detokenizer import StopText, TextStream
 from h2okv.engine.sampler import NumbersOnly
-from h2okv.integration.chat_text import ChatTemplateError, chat_text
+from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.integration.loading import Described
-from h2okv.integration.reading import read_blocks
+from h2okv.integration.prefill import read_blocks
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
 from h2okv.benchmarking.peak import TrialFailedError
 from h2okv.benchmarking.roofline import check_plot, plot_roofline
 from h2okv.benchmarking.timing import COLUMNS, Comparison, Row, Spread, count_units
-from h2okv.cache.support import trained_window
+from h2okv.cache.validation import trained_window
 from h2okv.cli.args import (
     MODEL_HELP,
     parse_budgets,
@@ -39,7 +39,7 @@ from h2okv.console import (
     write_text,
 )
 from h2okv.engine.memory import available_bytes, parse_memory
-from h2okv.integration.compiled import check_compiler
+from h2okv.integration.enable import check_compiler
 from h2okv.integration.models import resolve_model
 from h2okv.offload.profile import measure_bandwidth
 from h2okv.provenance import ENVIRONMENT_COLUMNS, environment

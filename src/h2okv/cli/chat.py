@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import h2okv
-from h2okv.cache.support import trained_window
+from h2okv.cache.validation import trained_window
 from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
 from h2okv.chat.session import Answer, Chat, Partner
 from h2okv.cli.args import (

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from h2okv.cache.support import trained_window
+from h2okv.cache.validation import trained_window
 from h2okv.cli.args import (
     DECAY_HELP,
     DTYPES,

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
-from h2okv.cache.row_block import RowBlock, check_fits_rows
-from h2okv.cache.support import window_by_length
+from h2okv.cache.slot_pool import RowBlock, check_fits_rows
+from h2okv.cache.validation import window_by_length
 from h2okv.config import Budget
 from h2okv.engine.memory import RowSizes, available_bytes, data_bytes, give_memory_back, row_sizes
 from h2okv.engine.model_runner import Done, Worker

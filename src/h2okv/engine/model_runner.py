@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.pieces import can_take_pieces, expect_piece
-from h2okv.cache.row_block import RowBlock, held_by_row
+from h2okv.cache.slot_pool import RowBlock, can_take_pieces, expect_piece, held_by_row
 from h2okv.config import Budget
 from h2okv.engine.request import Plan, PromptPiece, PromptStart, Wanted
 

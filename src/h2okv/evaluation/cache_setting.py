@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.cache.support import check_positions, trained_window
+from h2okv.cache.validation import check_positions, trained_window
 from h2okv.config import POSITIONS, Budget, Positions
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.integration.chat_text import ChatTemplateError, chat_text
+from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.provenance import digest
 from h2okv.records import check_text, read_jsonl, read_text_file
 

@@ -1,8 +1,7 @@
 """How transformers models reach the H2O cache."""
 
-from h2okv.integration.enabling import enable
-from h2okv.integration.hf import register
-from h2okv.integration.reading import prefill
-from h2okv.integration.recipe import recipe_path
+from h2okv.integration.attention import register
+from h2okv.integration.enable import enable, recipe_path
+from h2okv.integration.prefill import prefill
 
 __all__ = ["enable", "prefill", "recipe_path", "register"]

@@ -9,17 +9,7 @@ import torch
 
 
 def locate(name: str) -> str:
-    """Decides whether a model's name is a folder or a Hub id.
-
-    Args:
-        name: A path or a Hub id.
-
-    Returns:
-        What `from_pretrained` takes.
-
-    Raises:
-        ValueError: If it is a path and no model is there.
-    """
+    """Decides whether a model's name is a folder or a Hub id."""
     if not name.strip():
         raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
     path = Path(name).expanduser()
@@ -60,15 +50,7 @@ def _check_config_file(folder: Path) -> None:
 
 
 def check_complete(name: str, missing: list[str]) -> None:
-    """Refuses a checkpoint that lacks weights, which would be random numbers.
-
-    Args:
-        name: The model's name, for the message.
-        missing: The parameters that the checkpoint does not have.
-
-    Raises:
-        ValueError: If there are any.
-    """
+    """Refuses a checkpoint that lacks weights, which would be random numbers."""
     if missing:
         raise ValueError(
             f"--model {name!r} is incomplete: {len(missing)} parameters are not in its weights"
@@ -77,15 +59,7 @@ def check_complete(name: str, missing: list[str]) -> None:
 
 
 def check_finite(name: str, model: torch.nn.Module) -> None:
-    """Refuses weights that are not numbers, which would give any text at all.
-
-    Args:
-        name: The model's name, for the message.
-        model: The loaded model.
-
-    Raises:
-        ValueError: If a parameter or a buffer holds NaN or infinity.
-    """
+    """Refuses weights that are not numbers, which would give any text at all."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for tensor_name, tensor in tensors:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -21,7 +21,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from h2okv.cache.support import check_model
+from h2okv.cache.validation import check_model
 from h2okv.integration.checkpoint import check_complete
 
 RECORD = "converted_from.json"
@@ -32,17 +32,7 @@ _SPARE_BYTES = 64 << 20
 
 
 def cache_folder(kind: str) -> Path:
-    """Where h2okv keeps what it can fetch or make again.
-
-    Args:
-        kind: The folder's last name, such as ``"models"``.
-
-    Returns:
-        An absolute path in `$XDG_CACHE_HOME`, by default ``~/.cache``; it may not exist yet.
-
-    Raises:
-        ValueError: If there is no home folder.
-    """
+    """Where h2okv keeps what it can fetch or make again."""
     # A relative path is to be ignored, says the XDG base directory specification.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
@@ -57,17 +47,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def find_gguf(name: str) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one in a folder without other weights.
-
-    Args:
-        name: What the user wrote.
-
-    Returns:
-        The file; None if the path has nothing to do with GGUF.
-
-    Raises:
-        ValueError: If the file does not exist, or the folder holds several.
-    """
+    """Converts it once to safetensors in the cache folder; says where the result is."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
@@ -89,15 +69,6 @@ def converted(path: Path) -> Path:
 
     Quantized weights become bfloat16; others keep their type. The tokenizer, the chat template and
     the end-of-sequence tokens are the file's.
-
-    Args:
-        path: The GGUF file.
-
-    Returns:
-        A folder that `from_pretrained` takes.
-
-    Raises:
-        ValueError: If the file cannot be read or the checkpoint cannot be written.
     """
     path = path.resolve()
     cache = cache_folder("models")
@@ -128,11 +99,7 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def made_in(cache: Path, prefix: str) -> Iterator[Path]:
-    """A temporary folder in the cache, for what is moved to its place once complete.
-
-    Raises:
-        ValueError: If the cache cannot be written, or is full.
-    """
+    """A temporary folder in the cache, for what is moved to its place once complete."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         for left in cache.glob(f"{prefix}*"):  # by a process that was killed

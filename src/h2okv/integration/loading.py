@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from h2okv.cache.support import check_model
+from h2okv.cache.validation import check_model
 from h2okv.integration.checkpoint import check_complete, check_finite
 from h2okv.integration.models import default_dtype, resolve_model
 
@@ -41,17 +41,7 @@ class Described:
 
 
 def describe(name: str) -> Described:
-    """Reads what is cheap to read, so that most mistakes show before the weights load.
-
-    Args:
-        name: What `resolve_model` takes.
-
-    Returns:
-        The model's description.
-
-    Raises:
-        ValueError: If it is not a model, or not one that h2okv supports.
-    """
+    """Reads what is cheap to read, so that most mistakes show before the weights load."""
     source = resolve_model(name)
     config = _read(
         name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -69,21 +59,7 @@ def load_weights(
     device: torch.device,
     in_parts: bool = False,
 ) -> PreTrainedModel:
-    """Loads a described model, ready to generate.
-
-    Args:
-        described: From `describe`.
-        dtype: The data type; None for `default_dtype`, or else the checkpoint's own.
-        device: Where it shall run.
-        in_parts: Whether each of the processes that ``torchrun`` has started loads its part, by
-            transformers' own tensor parallelism; `device` only says whether on GPUs.
-
-    Returns:
-        The model, in evaluation mode.
-
-    Raises:
-        ValueError: If its weights are missing, damaged, incomplete or not finite.
-    """
+    """Loads a described model, ready to generate."""
     dtype = dtype or default_dtype(described.name, device)
     model, info = _read(
         described.name,
@@ -134,14 +110,7 @@ def _reason(name: str, part: str, error: Exception) -> str:
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Reads the most tokens that a model can read and write.
-
-    Args:
-        config: Its configuration.
-
-    Returns:
-        Tokens; ``None`` for no fixed limit.
-    """
+    """Reads the most tokens that a model can read and write."""
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}

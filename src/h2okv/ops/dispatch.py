@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from h2okv.ops import flash, step
-from h2okv.ops.blockwise import Visibility, blockwise_attention_with_scores
-from h2okv.ops.compaction import compact
+from h2okv.ops import attention as flash
+from h2okv.ops import decode as step
+from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
+from h2okv.ops.decode import Slots, StepRules, compact
 from h2okv.ops.reference import attention_with_scores
-from h2okv.ops.step import Slots, StepRules
 
 VARIABLE = "H2OKV_OPS"
 """Environment variable that names the implementation for a whole process."""
@@ -33,8 +33,8 @@ class Operations(NamedTuple):
         name: of the implementation.
         why: in a few words.
         attend: a block of tokens, as `blockwise_attention_with_scores`.
-        compact: as `h2okv.ops.compaction.compact`.
-        step: a single token, as `h2okv.ops.step.decode_step`.
+        compact: as `h2okv.ops.decode.compact`.
+        step: a single token, as `h2okv.ops.decode.decode_step`.
     """
 
     name: str
@@ -63,11 +63,7 @@ def use(implementation: str) -> Iterator[None]:
 
 
 def wanted() -> str:
-    """Returns the implementation that was asked for: by `use`, else by the environment.
-
-    Raises:
-        ValueError: if the environment names one that does not exist.
-    """
+    """Returns the implementation that was asked for: by `use`, else by the environment."""
     return _override.get() or _known(os.environ.get(VARIABLE, "auto"), VARIABLE)
 
 
@@ -87,22 +83,7 @@ def operations(
     groups: int,
     is_packed: bool = False,
 ) -> Operations:
-    """Chooses what the tokens of a layer run through, until its next block.
-
-    Args:
-        device: where the layer is.
-        dtype: of the keys and values of new tokens.
-        size: D.
-        value_size: Dv.
-        groups: G.
-        is_packed: whether its slots are, which the kernels do not read.
-
-    Returns:
-        The operations.
-
-    Raises:
-        ValueError: if an implementation was asked for that cannot work here.
-    """
+    """Chooses what the tokens of a layer run through, until its next block."""
     name, why, remedy = wanted(), None, "leave the choice to ops='auto'"
     if name == "plain":
         why = "asked for: plain"
@@ -145,7 +126,8 @@ def _interprets() -> bool:
 
 @functools.cache
 def _load_kernels(device: torch.device) -> Operations:
-    from h2okv.ops import triton_compaction, triton_decode, triton_prefill
+    from h2okv.ops import triton_decode, triton_prefill
+    from h2okv.ops import triton_decode as triton_compaction
 
     cores = 1
     if device.type == "cuda":

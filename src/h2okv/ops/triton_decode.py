@@ -1,10 +1,4 @@
-"""The decode step as two Triton kernels; the plain twin is `h2okv.ops.step.decode_step`.
-
-The first kernel writes the new entry and attends: each program takes one KV head of one sequence
-and a part of its slots, and keeps its logits, which are few beside the keys. The second puts the
-parts together, adds the probabilities to the scores and finds the slot to free. Every key and value
-is read once, and no host ever waits.
-"""
+"""Triton kernels of the decode step and of compaction."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h2okv.ops.step import Slots, StepRules, find_free, rank_new
+from h2okv.ops.decode import Slots, StepRules, find_free, rank_new
 
 _BLOCK_BYTES = 32 << 10
 """What a program of the first kernel reads at a time, in the dtype that it computes with."""
@@ -259,15 +253,6 @@ def decode_step(
 ) -> torch.Tensor:
     """Runs one token of each sequence through the slots.
 
-    Args:
-        query: as in `h2okv.ops.step.decode_step`.
-        key: likewise.
-        value: likewise.
-        slots: likewise; mutated.
-        rules: likewise.
-        real: likewise.
-        num_cores: multiprocessors of the device, by which the slots of a head are shared out.
-
     Returns:
         ``[B, HQ, 1, Dv]`` in the values' dtype.
     """
@@ -326,32 +311,13 @@ def decode_step(
 
 
 def block_slots(size: int, value_size: int, itemsize: int) -> int:
-    """Says how many slots a program reads at a time.
-
-    Args:
-        size: D.
-        value_size: Dv.
-        itemsize: bytes of a number, as it is computed with.
-
-    Returns:
-        A power of two, from 16 to 64.
-    """
+    """Says how many slots a program reads at a time."""
     fitting = _BLOCK_BYTES // ((_block(size) + _block(value_size)) * itemsize)
     return max(16, min(64, 1 << (fitting.bit_length() - 1)))
 
 
 def share_out(rows: int, num_slots: int, block: int, num_cores: int) -> int:
-    """Says into how many parts the slots of each KV head are cut.
-
-    Args:
-        rows: sequences times KV heads.
-        num_slots: S.
-        block: from `block_slots`.
-        num_cores: multiprocessors of the device.
-
-    Returns:
-        1 where the rows alone keep all of them busy.
-    """
+    """Says into how many parts the slots of each KV head are cut."""
     wanted = math.ceil(_PROGRAMS_PER_CORE * num_cores / rows)
     parts = max(1, min(wanted, math.ceil(num_slots / block)))
     return math.ceil(num_slots / _part_size(num_slots, parts, block))
@@ -364,3 +330,46 @@ def _part_size(num_slots: int, parts: int, block: int) -> int:
 def _block(size: int) -> int:
     """Side of a block that a matrix product takes."""
     return max(16, triton.next_power_of_2(size))
+
+
+_BLOCK = 32
+"""Slots that a program fills."""
+
+
+@triton.jit
+def _compact(
+    entries, indices, slots, entry_b, entry_h, entry_n, count, num_slots,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    numbers = tl.arange(0, BLOCK_D)
+    kept = places < count
+    index = tl.load(indices + row * count + places, mask=kept, other=0)
+    some = tl.load(
+        entries + batch * entry_b + head * entry_h + index[:, None] * entry_n + numbers[None, :],
+        mask=kept[:, None] & (numbers < D)[None, :], other=0.0,
+    )  # fmt: skip
+    tl.store(
+        slots + (row * num_slots + places)[:, None] * D + numbers[None, :], some,
+        mask=(places < num_slots)[:, None] & (numbers < D)[None, :],
+    )  # fmt: skip
+
+
+def compact(entries: torch.Tensor, indices: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Copies whole entries into the first of new slots.
+
+    Returns:
+        ``[B, H, S, D]``, contiguous; zero beyond K.
+    """
+    if entries.stride(-1) != 1:
+        entries = entries.contiguous()
+    batch, heads, count = indices.shape
+    size = entries.shape[-1]
+    slots = entries.new_empty(batch, heads, num_slots, size)
+    _compact[(batch * heads, triton.cdiv(num_slots, _BLOCK))](
+        entries, indices.contiguous(), slots, *entries.stride()[:3], count, num_slots,
+        HEADS=heads, D=size, BLOCK_D=triton.next_power_of_2(size), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return slots

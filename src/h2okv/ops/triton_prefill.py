@@ -1,6 +1,6 @@
 """A block's attention and score sums as Triton kernels.
 
-Twins: `h2okv.ops.blockwise.blockwise_attention_with_scores` and `h2okv.ops.score_sums.score_sums`.
+Twins: `h2okv.ops.attention.blockwise_attention_with_scores` and `h2okv.ops.attention.score_sums`.
 A fused forward pass keeps the log-sum-exp of every row; a second kernel without values makes the
 probabilities anew, for one tile of keys after the other, and adds up their columns. No sum is
 shared between programs, so the results are the same in every run.
@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from h2okv.ops import flash
-from h2okv.ops.blockwise import Visibility
-from h2okv.ops.score_sums import entries_of
+from h2okv.ops import attention as flash
+from h2okv.ops.attention import Visibility, entries_of
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -250,21 +249,7 @@ def attention_with_scores(
     *,
     uses_flash: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends over kept entries and the block itself, and sums the columns.
-
-    Args:
-        query: as in `blockwise_attention_with_scores`.
-        key: likewise; what is no entry may be anything.
-        value: likewise.
-        visibility: likewise.
-        scale: likewise.
-        softcap: likewise.
-        weights: likewise.
-        uses_flash: whether PyTorch's own kernel may do the first part where it can.
-
-    Returns:
-        ``(output, sums)`` as there.
-    """
+    """Attends over kept entries and the block itself, and sums the columns."""
     if uses_flash and flash.applies(query, value, visibility, softcap):
         output, log_sum_exp = flash.forward(query, key, value, visibility, scale)
     else:
@@ -331,16 +316,6 @@ def score_sums(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Sums the probability that each key received.
-
-    Args:
-        query: as in `h2okv.ops.score_sums.score_sums`.
-        key: likewise; what is no entry may be anything.
-        log_sum_exp: likewise.
-        visibility: likewise.
-        scale: likewise.
-        softcap: likewise.
-        weights: likewise.
-        tile: for tuning; chosen by the head size if ``None``.
 
     Returns:
         fp32 ``[B, H, N]``.

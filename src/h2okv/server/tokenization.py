@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.integration.chat_text import PLAIN_STOPS, ChatTemplateError, chat_text
+from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text
 from h2okv.server.errors import ApiError
 
 Result = TypeVar("Result")

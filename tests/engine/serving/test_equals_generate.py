@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import h2okv
-from h2okv.cache.row_block import RowBlock
+from h2okv.cache.slot_pool import RowBlock
 
 LENGTHS = [40, 3, 25, 1, 61, 8, 30, 17]
 NEWS = [12, 30, 1, 20, 7, 25, 18, 9]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.cache.row_block import RowBlock
+from h2okv.cache.slot_pool import RowBlock
 from h2okv.engine.memory import row_sizes
 
 

@@ -6,7 +6,7 @@ import torch
 import h2okv
 from h2okv.evaluation.helm.evicting_model import EvictingModel
 from h2okv.evaluation.lm_eval.scoring import EvictionSettings
-from h2okv.integration.reading import read_blocks
+from h2okv.integration.prefill import read_blocks
 
 BUDGET = {"heavy": 4, "recent": 3}
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from h2okv.cache.support import check_model
+from h2okv.cache.validation import check_model
 from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer
-from h2okv.integration.enabling import enable
-from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.enable import enable
 
 
 class EvictingModel:

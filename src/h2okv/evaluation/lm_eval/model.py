@@ -18,10 +18,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import h2okv.provenance
-from h2okv.cache.support import check_model
+from h2okv.cache.validation import check_model
 from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer, TokenScores, batches, closest
-from h2okv.integration.enabling import enable
-from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.enable import enable
 from h2okv.integration.models import default_dtype, resolve_model
 from h2okv.provenance import fingerprint
 

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.positions import PositionRule
-from h2okv.cache.scored import ScoredLayer
+from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.rope import PositionRule
 from h2okv.config import Budget
-from h2okv.integration.enabling import enable
-from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.enable import enable
 from h2okv.policy import get_policy
 from h2okv.policy.scoring import get_scoring
 

@@ -1,25 +1,279 @@
-"""What every H2O cache layer shares: the contract's state and the way attention reaches it."""
+"""One layer's contract: attend, score, evict."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from abc import abstractmethod
-from dataclasses import astuple
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
-from h2okv.cache.blocks import Block, split_block
-from h2okv.cache.positions import PositionRule
-from h2okv.cache.refusals import check_match, check_whole_prompt, check_window
-from h2okv.cache.rolling import Rotation
-from h2okv.cache.weighing import WeighingLayer
+from h2okv.cache.rope import PositionRule, Rotation
+from h2okv.cache.validation import check_match, check_whole_prompt, check_window
 from h2okv.config import Budget, TokenBudget
-from h2okv.ops.rotary import pair_up, turn
+from h2okv.ops.rope import pair_up, turn
 from h2okv.policy import Policy
+from h2okv.policy.h2o import H2OPolicy
 from h2okv.policy.scoring import Scoring
 from h2okv.provenance import fingerprint
+
+
+@dataclass(frozen=True)
+class Block:
+    """New tokens of one layer.
+
+    Attributes:
+        query: ``[B, HQ, T, D]``.
+        key: ``[B, H, T, D]``.
+        value: ``[B, H, T, Dv]``.
+        real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+        undo: fp32 ``[B or 1, 1, T, R / 2, 2]``, factors that turn queries and keys back; ``None``
+            where they stay as the model turned them.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    real: torch.Tensor | None
+    undo: torch.Tensor | None
+
+
+def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]]:
+    """Cuts a long block; every row by its own real tokens, whatever its padding.
+
+    A row is then cut at the same tokens as alone. Rows with fewer real tokens than others get
+    padding in the last pieces.
+
+    Yields:
+        ``(columns, piece)``: int64 ``[B, c]``, the columns of the block that the piece holds.
+    """
+    batch, _, length, _ = block.query.shape
+    columns = torch.arange(length, device=block.query.device).expand(batch, length)
+    if block.real is None:
+        for part in columns.split(chunk, dim=1):
+            at = slice(int(part[0, 0]), int(part[0, -1]) + 1)
+            yield part, _columns(block, at)
+        return
+    # Real tokens first, in their order.
+    columns = (~block.real).to(torch.uint8).argsort(dim=1, stable=True)
+    longest = int(block.real.sum(dim=1).max())
+    for part in columns[:, :longest].split(chunk, dim=1):
+        yield part, _gathered(block, part)
+
+
+def _columns(block: Block, at: slice) -> Block:
+    """A view of the same columns of every row."""
+    query, key, value = (part[:, :, at] for part in (block.query, block.key, block.value))
+    undo = None if block.undo is None else block.undo[:, :, at]
+    return Block(query, key, value, None, undo)
+
+
+def _gathered(block: Block, columns: torch.Tensor) -> Block:
+    """A copy of each row's own columns, int64 ``[B, c]``."""
+    assert block.real is not None
+    rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(1)
+
+    def take(states: torch.Tensor) -> torch.Tensor:
+        """Each row's columns, of ``[B, H, T, ...]``."""
+        own_rows = rows if states.shape[0] > 1 else torch.zeros_like(rows)
+        return states.transpose(1, 2)[own_rows, columns].transpose(1, 2)
+
+    query, key, value = (take(part) for part in (block.query, block.key, block.value))
+    real = block.real.gather(1, columns)
+    undo = None if block.undo is None else take(block.undo)
+    return Block(query, key, value, None if bool(real.all()) else real, undo)
+
+
+_EMPTY: dict[str, int] = {"positions": -1, "enabled": False}
+
+
+def empty_value(name: str, num_slots: int) -> int:
+    """Says what stands in a slot that holds nothing."""
+    # The rank of an empty slot is the last one.
+    return num_slots - 1 if name == "ranks" else _EMPTY.get(name, 0)
+
+
+class RowLayer(CacheLayerMixin):
+    """What a layer holds for each sequence, whatever is done with it.
+
+    Subclasses name the tensors in `row_tensors`; an attribute that is ``None`` or missing is not
+    there yet.
+    """
+
+    row_budgets: list[TokenBudget]
+    batch_size: int
+
+    def row_tensors(self) -> tuple[str, ...]:
+        """Names the attributes whose first dimension is the batch."""
+        return (
+            "keys", "values", "scores", "positions", "num_real_tokens", "sink", "recent", "total",
+        )  # fmt: skip
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Takes each row from another one, scores included (beam search).
+
+        Args:
+            beam_idx: int64 ``[B]``, source row of each row.
+        """
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        rows = torch.arange(self.batch_size, device=self.device)
+        self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the named rows, in this order.
+
+        Args:
+            indices: int64 ``[B']``, rows to keep; may repeat. Or bool ``[B]``, True to keep.
+        """
+        if not self.is_initialized:
+            return
+        indices = indices.to(self.device)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        for name in self.row_tensors():
+            held = getattr(self, name, None)
+            if held is not None:
+                with torch.inference_mode(False):
+                    chosen = held.new_empty((len(indices), *held.shape[1:]))
+                torch.index_select(held, 0, indices, out=chosen)
+                setattr(self, name, chosen)
+        if self.row_budgets:
+            self.row_budgets = [self.row_budgets[row] for row in indices.tolist()]
+        self.batch_size = len(indices)
+
+    def move(self, device: torch.device) -> None:
+        """Brings all entries to another device; mutates the layer."""
+        for name in (*self.row_tensors(), "cumulative_length"):
+            held = getattr(self, name, None)
+            if held is not None:
+                setattr(self, name, held.to(device))
+        self.device = device
+
+
+class WeighingLayer(RowLayer):
+    """The part of a layer that knows its policy and its scoring.
+
+    `ScoredLayer` is made of it; nothing here is done for H2O's own sums (`is_plain`).
+    """
+
+    layer_idx: int
+    policy: Policy
+    scoring: Scoring
+    scores: torch.Tensor | None
+    positions: torch.Tensor | None
+    num_real_tokens: torch.Tensor | None
+    norms: torch.Tensor | None
+    recent: torch.Tensor
+    total: torch.Tensor
+    chosen: torch.Tensor | None
+
+    def row_tensors(self) -> tuple[str, ...]:
+        """Names the attributes whose first dimension is the batch."""
+        return (*super().row_tensors(), "norms", "chosen")
+
+    @property
+    def marks_pattern(self) -> bool:
+        """Whether the policy keeps entries by a rule of its own, in every cache it is used for."""
+        return self.policy.apportion(TokenBudget(0, 2, 2)).chosen > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is H2O's frame and no more: plain sums, nothing kept by a rule of its own."""
+        return self.scoring.is_plain and self.chosen is None and not self.policy.prompt_only
+
+    @property
+    def ranks_by_scores(self) -> bool:
+        """Whether a decode step may evict by the accumulated scores as they stand."""
+        if self.policy.prompt_only:  # which evicts nothing then
+            return True
+        by_scores = type(self.policy).priority is H2OPolicy.priority
+        return by_scores and self.scoring.ranks_by_state and self.chosen is None
+
+    def worth(self) -> torch.Tensor:
+        """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
+        newest = self.num_real_tokens.view(-1, 1, 1) - 1
+        return self.scoring.worth(self.scores, self.positions, newest, self.norms)
+
+    def _query_weights(self, real: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """What each query of a block counts for in the scores.
+
+        Args:
+            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+            length: T.
+
+        Returns:
+            fp32 ``[B, T]``; ``None`` if each counts for one.
+        """
+        if self.is_plain:
+            return None
+        if real is None:
+            later = torch.arange(length - 1, -1, -1, device=self.device)
+            later = later.expand(self.batch_size, length)
+        else:
+            later = real.sum(dim=1, keepdim=True) - real.cumsum(dim=1)
+        if self.policy.prompt_only:
+            return (later < self.recent.flatten(1)).to(torch.float32)
+        return self.scoring.query_weights(later)
+
+    def _faded(self, scores: torch.Tensor, real: torch.Tensor | None, length: int) -> torch.Tensor:
+        """What scores from before a block are worth after it, ``[B, H, N]``."""
+        if self.scoring.decay is None:
+            return scores
+        if real is None:
+            count = torch.full((self.batch_size,), length, device=self.device)
+        else:
+            count = real.sum(dim=1)
+        return self.scoring.fade(scores, count)
+
+    def _ranking(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        norms: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ranks entries as `Policy.priority` does, by the scores that the scoring makes.
+
+        Args:
+            scores: accumulated, fp32 ``[B, H, N]``.
+            positions: int32 ``[B, H, N]``.
+            newest: int64 ``[B, 1, 1]``.
+            norms: of the values, fp32 ``[B, H, N]``; ``None`` for those of the layer.
+
+        Returns:
+            fp32 ``[B, H, N]``; infinite where the policy's pattern keeps an entry.
+        """
+        if not self.scoring.is_plain:
+            norms = self.norms if norms is None else norms
+            scores = self.scoring.worth(scores, positions, newest, norms)
+        if self.policy.prompt_only:
+            # Of the window itself nothing is to be decided, so it has no say in its neighbours.
+            scores = scores.masked_fill(positions > newest - self.recent, 0.0)
+        ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
+        if self.chosen is not None:
+            marked = self.policy.in_pattern(positions, newest, self.chosen)
+            ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
+        return ranks
+
+    def _admit(self, real: torch.Tensor | None, length: int) -> None:
+        """Makes room in the budget for tokens that stay whatever comes; mutates the layer."""
+        count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
+        self.recent += count
+        self.total += count
+
+    def _norms_of(self, values: torch.Tensor) -> torch.Tensor | None:
+        """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
+        if not self.scoring.uses_values:
+            return None
+        return torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
+
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
 """Attribute on the key tensor by which the attention function finds the cache layer."""
@@ -35,13 +289,6 @@ class ScoredLayer(WeighingLayer):
 
     The model calls `update` and then the attention function, which calls `attend` on the layer
     that it finds on the key tensor. All the work happens in `attend`.
-
-    Args:
-        layer_idx: the layer's index in the model.
-        budget: the user's budget.
-        policy: the eviction policy.
-        rule: where entries sit and how long a block may be.
-        scoring: what attention counts for.
     """
 
     is_sliding = False
@@ -144,13 +391,6 @@ class ScoredLayer(WeighingLayer):
             value_states: ``[B, H, T, Dv]``.
             *args: ignored, as in transformers' layers.
             **kwargs: ignored, as in transformers' layers.
-
-        Returns:
-            The same tensors; the cache itself changes in `attend`.
-
-        Raises:
-            ValueError: if the attention of this model never reached `attend`, or the shapes do
-                not match the entries held.
         """
         self.require_attention()
         # Autocast gives some models (OPT) keys in another dtype inside than outside.
@@ -178,14 +418,7 @@ class ScoredLayer(WeighingLayer):
             )
 
     def claim(self, module: torch.nn.Module) -> None:
-        """Ties the entries to the attention module that wrote them.
-
-        Args:
-            module: the attention module that is about to attend.
-
-        Raises:
-            ValueError: if the entries were written by another module.
-        """
+        """Ties the entries to the attention module that wrote them."""
         if self.owner is None:
             expected = self.expected_weights
             if expected is not None and expected != fingerprint(module):
@@ -227,11 +460,6 @@ class ScoredLayer(WeighingLayer):
 
         Returns:
             ``[B, HQ, T, Dv]`` in the dtype of the values given.
-
-        Raises:
-            ValueError: if the block is a prompt without tokens, or too long for the model's
-                window when positions roll, or the attention of a block of more than one token is
-                not finite.
         """
         if torch.is_autocast_enabled(query.device.type):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
@@ -314,14 +542,7 @@ class ScoredLayer(WeighingLayer):
         """The subclass's part of `attend`; rolling layers get queries and keys not turned."""
 
     def rank_limit(self, length: int) -> int:
-        """Entries and new tokens that a block's ranks are below.
-
-        Args:
-            length: T.
-
-        Returns:
-            S for a decode step, which must not look at numbers; else what is held, and T.
-        """
+        """Entries and new tokens that a block's ranks are below."""
         if self.positions is None:
             return length
         if length == 1:  # not by the budgets: a larger one's row may have been taken out
@@ -373,27 +594,15 @@ class ScoredLayer(WeighingLayer):
         self.awaits_attention = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuses: evicted entries cannot come back.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses: evicted entries cannot come back."""
         raise ValueError(_NO_WAY_BACK)
 
     def activate_past_recording(self) -> None:
-        """Refuses what transformers asks for before it generates tokens that it may take back.
-
-        Raises:
-            ValueError: always; `crop` alone would speak up when some text has been streamed.
-        """
+        """Refuses what transformers asks for before it generates tokens that it may take back."""
         raise ValueError(_NO_WAY_BACK)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What a file must hold to go on from here.
-
-        Returns:
-            ``(tensors, numbers)``: by the names of attributes, and values for JSON.
-        """
+        """What a file must hold to go on from here."""
         tensors = {name: getattr(self, name, None) for name in self.row_tensors()}
         tensors["cumulative_length"] = self.cumulative_length
         budgets = [list(astuple(tokens)) for tokens in self.row_budgets]
@@ -406,15 +615,7 @@ class ScoredLayer(WeighingLayer):
         )
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-        """Takes what `state` gave; mutates the layer.
-
-        Args:
-            tensors: by the names of attributes, all on one device.
-            numbers: the other values.
-
-        Raises:
-            LookupError: if something is missing.
-        """
+        """Takes what `state` gave; mutates the layer."""
         keys, values = tensors["keys"], tensors["values"]
         self.lazy_initialization(keys, values)
         for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""A cache in a file: read a text once, go on from it many times."""
+"""A cache in a safetensors file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from h2okv.cache.scored import ScoredLayer
+from h2okv.cache.layer import ScoredLayer
 from h2okv.policy import Policy, get_policy
 
 if TYPE_CHECKING:
     from h2okv.cache.h2o_cache import H2OCache
+
 
 CONTRACT = 1
 """Counts up when entries written by an older version would be evicted by another rule."""
@@ -32,17 +33,7 @@ _VOLATILE = (
 
 
 def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
-    """Writes a cache to a safetensors file, at once or not at all.
-
-    Args:
-        cache: what to write; unchanged.
-        path: the file; an older one is replaced.
-        notes: texts to keep with it, for `read_notes`.
-
-    Raises:
-        ValueError: if the cache is empty or a forward was interrupted, or the file cannot be
-            written.
-    """
+    """Writes a cache to a safetensors file, at once or not at all."""
     cache.check_integrity()
     if cache.num_seen_tokens == 0:
         raise ValueError("the cache is empty, so there is nothing to save; read a text first.")
@@ -86,17 +77,7 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
 
 
 def read_head(path: str | Path) -> dict[str, Any]:
-    """Reads what a file says about its cache, without the tensors.
-
-    Args:
-        path: a file that `save_cache` wrote.
-
-    Returns:
-        Contract, config, options, policy and the layers' numbers.
-
-    Raises:
-        ValueError: if it is no such file, damaged, or of another contract.
-    """
+    """Reads what a file says about its cache, without the tensors."""
     head = json.loads(_metadata(path)[_KEY])
     if head.get("contract") != CONTRACT:
         raise ValueError(
@@ -107,17 +88,7 @@ def read_head(path: str | Path) -> dict[str, Any]:
 
 
 def read_notes(path: str | Path) -> dict[str, str]:
-    """Reads the notes that were saved with a cache.
-
-    Args:
-        path: a file that `save_cache` wrote.
-
-    Returns:
-        The notes.
-
-    Raises:
-        ValueError: if it is no such file, or damaged.
-    """
+    """Reads the notes that were saved with a cache."""
     return json.loads(_metadata(path)[_NOTES])
 
 
@@ -127,20 +98,7 @@ def load_cache(
     model: PreTrainedModel | PreTrainedConfig | None,
     policy: Policy | None,
 ) -> H2OCache:
-    """Reads what `save_cache` wrote; see `H2OCache.load`.
-
-    Args:
-        cache_class: what to make.
-        path: the file.
-        model: the model that shall go on, its config, or ``None``.
-        policy: a policy that is not registered by name, or ``None``.
-
-    Returns:
-        The cache.
-
-    Raises:
-        ValueError: if the file is damaged, or of another model, dtype, contract or policy.
-    """
+    """Reads what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
     if model is None:
         saved = dict(head["config"])
@@ -164,14 +122,7 @@ def load_cache(
 
 
 def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
-    """The parts of a model's config that its keys depend on, as JSON values.
-
-    Args:
-        config: the model's config.
-
-    Returns:
-        Names and values.
-    """
+    """The parts of a model's config that its keys depend on, as JSON values."""
     values = json.loads(config.get_text_config(decoder=True).to_json_string(use_diff=False))
     return {
         name: value
@@ -183,16 +134,7 @@ def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuses a file that another model's cache was saved to.
-
-    Args:
-        path: the file, for the message.
-        saved: its config, from `read_head`.
-        config: the config of the model that shall go on.
-
-    Raises:
-        ValueError: naming what differs.
-    """
+    """Refuses a file that another model's cache was saved to."""
     own = config_identity(config)
     # Names that only one side knows come and go with versions of transformers.
     for name in ("model_type", *sorted(own.keys() & saved.keys())):

@@ -1,4 +1,4 @@
-"""A chat as the text that a model reads."""
+"""Chat templates: messages to text."""
 
 from __future__ import annotations
 
@@ -39,17 +39,6 @@ def chat_text(
 
     That is its tokenizer's chat template, whose text has all special tokens in it; for a model
     without one ``User: ...`` and ``Assistant: ...``, to be encoded with special tokens.
-
-    Args:
-        tokenizer: The model's.
-        messages: ``role`` (``system``, ``user`` or ``assistant``) and ``content`` of each.
-        to_answer: Whether the text ends where the model's answer begins.
-
-    Returns:
-        The text.
-
-    Raises:
-        ChatTemplateError: If the template refuses.
     """
     if not tokenizer.chat_template:
         text = "".join(_PLAIN_FORMS[one["role"]].format(one["content"]) for one in messages)

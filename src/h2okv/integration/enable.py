@@ -1,18 +1,61 @@
-"""Switching a loaded model to H2O attention and back."""
+"""`enable`: H2O attention on a model for the length of a with block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.support import check_model
-from h2okv.integration.compiled import check_compiler, with_compiled_steps
-from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.cache.validation import check_model
+from h2okv.integration.attention import ATTENTION_NAME
+
+
+def check_compiler(device: torch.device) -> None:
+    """Tries the compiler on next to nothing."""
+    try:
+        torch.compile(lambda numbers: numbers + 1)(torch.ones(2, device=device))
+    except Exception as error:  # its failures have as many types as there are tool chains
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"compile=True: torch.compile does not work here ({lines[0][:200]}); on a CPU it needs "
+            "a C++ compiler such as g++. Install one, or leave out compile=True."
+        ) from error
+
+
+def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
+    """Makes a forward that compiles the steps of a single token on an `H2OCache`.
+
+    Everything else, prompts, turns and other caches, runs as before: their shapes change, and so
+    every one of them would be compiled anew.
+    """
+    plain = model.forward
+    compiled = torch.compile(plain, fullgraph=True)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # on a GPU ``generate`` does so by itself
+            return plain(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None or tokens.shape[1] > 1 or not isinstance(cache, H2OCache):
+            return plain(*args, **kwargs)
+        if not cache.prepare_step():
+            return plain(*args, **kwargs)
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            # What was seen before is in the cache; a mask that grows would be compiled again.
+            mask = mask[:, -1:]
+            readable = mask.device.type == "cpu"
+            kwargs["attention_mask"] = None if readable and bool(mask.all()) else mask.clone()
+        return compiled(*args, **kwargs)
+
+    return forward
 
 
 @contextmanager
@@ -101,9 +144,6 @@ def check_padded_batch(
         input_ids: ``[B, T]``.
         attention_mask: ``[B, tokens seen + T]``, or as `h2o_mask` makes it, or ``None``.
         pad_token_id: the padding token, or ``None`` if the model has none.
-
-    Raises:
-        ValueError: if some rows, and not all, begin or end with the padding token, unmasked.
     """
     if pad_token_id is None or input_ids.shape[0] == 1:
         return
@@ -121,3 +161,11 @@ def check_padded_batch(
                 f"row {row} of the batch is padded on the {side} with token {pad_token_id}, but "
                 "the attention mask does not say so; pass attention_mask with 0 for padding."
             )
+
+
+def recipe_path() -> Path:
+    """Returns the folder for ``model.generate(custom_generate=...)``.
+
+    It can be uploaded to the Hub as it is, or used from here with ``trust_remote_code=True``.
+    """
+    return Path(__file__).with_name("hub_recipe")

@@ -1,4 +1,4 @@
-"""Reading a text of any length through a model, block by block, on one cache."""
+"""`prefill`: reads a long prompt in blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.integration.enabling import enable
-from h2okv.integration.hf import ATTENTION_NAME
+from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.enable import enable
 
 
 def read_blocks(
@@ -37,9 +37,6 @@ def read_blocks(
     Yields:
         ``(read, logits)``: how many of the tokens have been read, and ``[B, c, V]`` or
         ``[B, 1, V]`` in the model's dtype.
-
-    Raises:
-        ValueError: if there is nothing to read, or ``chunk`` is below 1.
     """
     length = input_ids.shape[1]
     if length == 0:
@@ -71,15 +68,7 @@ def _forwards(
 
 
 def check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
-    """Refuses what cannot be read onto a cache.
-
-    Args:
-        input_ids: what the user gave.
-        cache: likewise.
-
-    Raises:
-        ValueError: naming what is needed.
-    """
+    """Refuses what cannot be read onto a cache."""
     if not isinstance(cache, H2OCache):
         raise ValueError(
             f"cache={type(cache).__name__} is no H2OCache; give h2okv.H2OCache(model.config, ...)."

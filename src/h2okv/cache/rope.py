@@ -1,33 +1,21 @@
-"""Positions inside the cache: every entry sits at its rank, the new tokens after them.
-
-The model turns keys and queries to the positions of the text. A rolling layer turns them back, by
-the model's own frequencies, keeps the keys as they were before any turn, and turns them to their
-ranks when it attends. Nothing is ever turned twice, so nothing drifts.
-"""
+"""Positions of cached entries: original, rolling, clamped."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from h2okv.ops.rotary import Layout, inverse, turn
+from h2okv.config import POSITIONS, Positions
+from h2okv.ops.rope import Layout, inverse, turn
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position."""
 
 
 class Rotation:
-    """How a model turns the keys of a layer; shared by all layers that are turned alike.
-
-    Args:
-        rotary: the model's own module of rotary embeddings, which every forward runs before the
-            layers; its frequencies are read, whatever dtype or scaling has made of them.
-        layer_type: for models with frequencies for each type of layer; else ``None``.
-        layout: which numbers of a head form a pair.
-        dtype: in which the model holds the cosines.
-        device: where the layers are.
-    """
+    """How a model turns the keys of a layer; shared by all layers that are turned alike."""
 
     def __init__(
         self,
@@ -78,9 +66,6 @@ class Rotation:
     def of_ranks(self, length: int) -> torch.Tensor:
         """Factors of the turns to the ranks of a cache.
 
-        Args:
-            length: entries and new tokens; the longest text, for frequencies that depend on it.
-
         Returns:
             fp32 ``[length, R / 2, 2]``.
         """
@@ -114,15 +99,7 @@ class Rotation:
 
 
 def like_new(rotary: Any, device: torch.device) -> Any:
-    """Makes a module of rotary embeddings as its config has it, with nothing met yet.
-
-    Args:
-        rotary: the model's module; unchanged.
-        device: where the new one goes.
-
-    Returns:
-        The new module.
-    """
+    """Makes a module of rotary embeddings as its config has it, with nothing met yet."""
     return type(rotary)(rotary.config).to(device)
 
 
@@ -155,3 +132,54 @@ def ranks_of(positions: torch.Tensor) -> torch.Tensor:
     places = torch.arange(size, dtype=torch.int32, device=positions.device)
     ranks.scatter_(-1, order, places.expand_as(ranks))
     return ranks.masked_fill_(positions < 0, size - 1)
+
+
+@dataclass(frozen=True)
+class PositionRule:
+    """What a user decides about positions.
+
+    Attributes:
+        positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
+            entry sits at its rank in the cache and the new tokens after them, so that no position
+            is ever larger than what is held. ``"clamped"``: learned positions stop at the last
+            one that the model has.
+        prefill_chunk: the most tokens of a block; a longer input is read as several blocks.
+            ``None`` for no limit.
+        window: positions that the model was trained on; ``None`` if its config does not say.
+    """
+
+    positions: Positions = "original"
+    prefill_chunk: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what makes no sense."""
+        if self.positions not in POSITIONS:
+            raise ValueError(
+                f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
+            )
+        chunk = self.prefill_chunk
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int)):
+            raise ValueError(f"prefill_chunk={chunk!r} is not a number of tokens; give an int.")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"prefill_chunk={chunk} reads nothing; give 1 or more, or None.")
+
+    @property
+    def rolls(self) -> bool:
+        """Whether entries sit at their ranks."""
+        return self.positions == "rolling"
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the model must be given other positions than those in the text."""
+        return self.positions == "clamped"
+
+    def place(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Says where the model shall put tokens.
+
+        Args:
+            position_ids: int ``[B, T]`` or ``[1, T]``, places in the text.
+        """
+        if not self.rewrites or self.window is None:
+            return position_ids
+        return position_ids.clamp(max=self.window - 1)

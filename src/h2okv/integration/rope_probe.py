@@ -1,4 +1,4 @@
-"""Finding out how a model turns its keys, by asking its own modules."""
+"""Finds out how a model rotates its keys by asking its attention module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from h2okv.cache.rolling import Rotation, like_new
-from h2okv.ops.rotary import Layout, pair_up, turn
+from h2okv.cache.rope import Rotation, like_new
+from h2okv.ops.rope import Layout, pair_up, turn
 
 _POSITIONS = (5, 11)
 _LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
@@ -39,19 +39,6 @@ def find_rotation(
 
     The module is run on random numbers at two positions and without a turn; the one must be the
     other, turned. So a family that turns its keys in a way of its own is noticed.
-
-    Args:
-        module: the attention module.
-        layer_idx: its layer.
-        dtype: of its keys.
-        known: rotations of other layers; one of them is returned if it is the same, else the new
-            one is added. Mutated.
-
-    Returns:
-        The rotation; ``None`` for a layer that turns nothing (NoPE).
-
-    Raises:
-        ValueError: if the way cannot be found out.
     """
     rotary = _running_rotary(module)
     config: Any = module.config

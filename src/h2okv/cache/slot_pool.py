@@ -1,25 +1,68 @@
-"""Slots for a fixed number of sequences that come and go."""
+"""A pool of slots that sequences join and leave."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.rows import empty_value
+from h2okv.cache.layer import empty_value
+from h2okv.cache.rope import PositionRule
 from h2okv.cache.slots import SlotLayer
-from h2okv.cache.window_slots import is_window_layer, window_slots
-from h2okv.config import TokenBudget
+from h2okv.config import Budget, TokenBudget
+from h2okv.policy import get_policy
+
+
+def is_window_layer(layer: Any, layer_idx: int, config: PreTrainedConfig) -> bool:
+    """Tells whether a layer's tokens see the newest ones and nothing else."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    return (
+        type(layer) is DynamicSlidingWindowLayer
+        and layer.sliding_window > 1
+        and kinds is not None
+        and kinds[layer_idx] == "sliding_attention"
+    )
+
+
+def window_slots(
+    layer: DynamicSlidingWindowLayer, layer_idx: int, sequence: int, seen: int
+) -> SlotLayer:
+    """Makes slots of what a sliding layer holds of one sequence.
+
+    A token sees itself and the ``W - 1`` before it, which is a step over ``W`` slots.
+    """
+    window = layer.sliding_window
+    budget = Budget(heavy=0, recent=window - 1)
+    rule = PositionRule("original", None, None)
+    made = SlotLayer(layer_idx, budget, get_policy("recent"), rule)
+    made.window = window
+    held = min(seen, layer.keys.shape[2])
+    with torch.inference_mode(False), torch.no_grad():
+        keys, values = (
+            torch.nn.functional.pad(
+                part[sequence : sequence + 1, :, part.shape[2] - held :], (0, 0, 0, window - held)
+            )
+            for part in (layer.keys, layer.values)
+        )
+        made.lazy_initialization(keys, values)
+        made._resolve_budget([seen])
+        slots = torch.arange(window, device=keys.device)
+        positions = torch.where(slots < held, seen - held + slots, -1).to(torch.int32)
+        shape = (1, keys.shape[1], window)
+        made.keys, made.values = keys.contiguous(), values.contiguous()
+        made.positions = positions.expand(shape).contiguous()
+        made.scores = torch.zeros(shape, dtype=torch.float32, device=keys.device)
+        made.free = torch.full((*shape[:2], 1), min(held, window - 1), device=keys.device)
+        made.num_real_tokens += seen
+        made.cumulative_length += seen
+    return made
 
 
 class _Tenants:
-    """The budgets in use of layers that are alike, and how far they are filled.
-
-    Args:
-        capacity: Entries of a row, K.
-    """
+    """The budgets in use of layers that are alike, and how far they are filled."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -69,19 +112,11 @@ class RowBlock:
     that the model has written to, so that each rank of a model in parts holds its own heads.
     Layers with a sliding window hold its tokens in slots of their own.
 
-    Args:
-        like: A cache that has read one sequence; unchanged.
-        num_rows: Rows.
-        row_budget: Entries that a row can hold, K; it has ``K + 1`` slots.
-
     Attributes:
         cache: What the model gets for a decode step of the rows in use; mutated by the model.
         num_rows: As given.
         row_budget: As given.
         num_heads: KV heads of all layers that evict by H2O.
-
-    Raises:
-        ValueError: If a layer's entries cannot be held in slots, or the policy evicts nothing.
     """
 
     def __init__(self, like: H2OCache, num_rows: int, row_budget: int) -> None:
@@ -161,14 +196,7 @@ class RowBlock:
         return sum(self.full_bytes_of(seen) for seen in list(self._seen))
 
     def full_bytes_of(self, length: int) -> int:
-        """Bytes that a full cache would hold for a sequence.
-
-        Args:
-            length: Its tokens.
-
-        Returns:
-            Bytes of keys and values, of all layers; those with a window hold no more than that.
-        """
+        """Bytes that a full cache would hold for a sequence."""
         numbers = 0
         for layer in self._layers:
             held = length if layer.window is None else min(length, layer.window - 1)
@@ -182,18 +210,7 @@ class RowBlock:
         return sum(tensor.nbytes for tensor in (*tensors, *self._marks.values()))
 
     def add(self, source: H2OCache, sequence: int = 0) -> int:
-        """Copies a sequence into a free row.
-
-        Args:
-            source: A cache that has read a prompt, or several; unchanged.
-            sequence: Which of its sequences.
-
-        Returns:
-            The row.
-
-        Raises:
-            ValueError: If its budget is larger than a row, or no row is free.
-        """
+        """Copies a sequence into a free row."""
         layers = _as_slots(source, sequence)
         kinds = {own.window: own for own in layers}
         budget = kinds[None].row_budgets[_place(kinds[None], sequence)]
@@ -220,14 +237,7 @@ class RowBlock:
         return row
 
     def give_back(self, row: int) -> int | None:
-        """Frees a row; the last row in use takes its place.
-
-        Args:
-            row: In use.
-
-        Returns:
-            The number that the moved row had, or ``None`` if none was moved.
-        """
+        """Frees a row; the last row in use takes its place."""
         last = self.num_used - 1
         if row != last:
             for storage in self._storage:
@@ -243,11 +253,7 @@ class RowBlock:
         return None if row == last else last
 
     def count_step(self) -> int:
-        """Notes that a decode step has run; mutates what is known of the rows.
-
-        Returns:
-            Entries that it evicted, of all layers and KV heads that evict by H2O.
-        """
+        """Notes that a decode step has run; mutates what is known of the rows."""
         full = {window: tenants.count_step() for window, tenants in self._tenants.items()}
         self._seen = [seen + 1 for seen in self._seen]
         return full[None] * self.num_heads
@@ -285,28 +291,14 @@ def _place(layer: Any, sequence: int) -> int:
 
 
 def held_by_row(cache: H2OCache) -> list[int]:
-    """Counts what a cache's sequences hold; waits for the device.
-
-    Args:
-        cache: Has read something.
-
-    Returns:
-        For each sequence its entries of one KV head, in layers that evict by H2O.
-    """
+    """Counts what a cache's sequences hold; waits for the device."""
     layer: Any = next(own for own in cache.layers if isinstance(own, SlotLayer))
     counts: list[int] = (layer.positions[:, 0] >= 0).sum(dim=-1).tolist()
     return counts
 
 
 def check_fits_rows(cache: H2OCache) -> None:
-    """Refuses caches whose sequences cannot come and go in rows of slots.
-
-    Args:
-        cache: Any.
-
-    Raises:
-        ValueError: Naming the remedy.
-    """
+    """Refuses caches whose sequences cannot come and go in rows of slots."""
     others = {
         type(layer).__name__
         for index, layer in enumerate(cache.layers)
@@ -338,3 +330,32 @@ def _copy_row(layer: Any, place: int, storage: dict[str, torch.Tensor], row: int
                 target[:, :slots].masked_fill_(layer.positions[place] < 0, num_slots - 1)
         else:
             target.copy_(held[place])
+
+
+def can_take_pieces(cache: H2OCache) -> bool:
+    """Tells whether a block may come in several forwards without being another block."""
+    layers = enumerate(cache.layers)
+    return (
+        all(
+            isinstance(layer, SlotLayer)
+            and layer.is_plain
+            and not layer.marks_pattern
+            # Which takes any block in pieces by itself.
+            or is_window_layer(layer, index, cache.config)
+            for index, layer in layers
+        )
+        and cache.kv_bits is None
+        and not cache.rule.rolls
+    )
+
+
+def expect_piece(cache: H2OCache, goes_on: bool) -> None:
+    """Says what the next forward brings.
+
+    Every query of a piece attends to what was kept before the block and to the block up to
+    itself, and nothing is evicted, so that outputs, scores and what is kept in the end are those
+    of the block in one forward. Meanwhile the block is held whole.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.goes_on = goes_on

@@ -1,19 +1,16 @@
-"""Attention with score sums in O(T) memory, by tiles: any device, any visibility.
-
-For a block of queries the tiles of logits over all its keys are made one after the other, with a
-running maximum and sum as in online softmax; each is turned into exponentials and multiplied with
-the values while it is in a core's cache. When the rows' sums are known, the tiles' columns are
-added up with these as weights. Every logit is computed once, which on a CPU is faster than a fused
-kernel followed by a second pass for the scores.
-"""
+"""Attention with score sums, block by block: exact and linear in memory."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 # The CPU computes 2 ** x four times as fast as e ** x.
 _LOG2_E = math.log2(math.e)
@@ -233,3 +230,208 @@ def _hide(tile: torch.Tensor, columns: slice, first: int, last: int, window: int
 
 def _minus_infinity(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+_ROWS = 64
+
+
+def score_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums the probability that each key received; plain PyTorch, some queries at a time.
+
+    Args:
+        query: ``[B, HQ, T, D]``.
+        key: ``[B, H, N, D]`` with N = past + T. What is no entry may be anything finite.
+        log_sum_exp: fp32 ``[B, HQ, T]``, natural, of each query's logits; inf for a query that
+            sees nothing or is padding.
+        visibility: who sees what.
+        scale: factor on the logits.
+        softcap: as in `reference.attention_with_scores`.
+        weights: likewise.
+
+    Returns:
+        fp32 ``[B, H, N]``, over queries and the KV head's group; 0 for what is no entry.
+    """
+    batch, num_heads, length, size = query.shape
+    num_kv_heads, num_keys = key.shape[1], key.shape[2]
+    grouped = query.view(batch, num_kv_heads, -1, length, size)
+    limits = log_sum_exp.view(batch, num_kv_heads, -1, length, 1)
+    columns = torch.arange(num_keys, device=key.device)
+    keys = key.float().unsqueeze(2).transpose(-1, -2)
+    sums = torch.zeros(batch, num_kv_heads, num_keys, dtype=torch.float32, device=key.device)
+    for start in range(0, length, _ROWS):
+        at = slice(start, start + _ROWS)
+        logits = grouped[:, :, :, at].float() @ keys * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        own = visibility.past + torch.arange(length, device=key.device)[at].unsqueeze(1)
+        visible = columns <= own
+        if visibility.window is not None:
+            visible &= columns > own - visibility.window
+        shares = torch.exp(logits - limits[:, :, :, at]).masked_fill(~visible, 0.0)
+        if weights is not None:
+            shares *= weights[:, None, None, at, None]
+        sums += shares.sum(dim=(2, 3))
+    entries = entries_of(visibility, sums)
+    return sums if entries is None else sums.masked_fill(~entries, 0.0)
+
+
+def entries_of(visibility: Visibility, like: torch.Tensor) -> torch.Tensor | None:
+    """Says which keys are entries.
+
+    Args:
+        visibility: who sees what.
+        like: ``[B, H, N]``.
+
+    Returns:
+        bool ``[B, H, N]``; ``None`` if all are.
+    """
+    if visibility.entries is not None:
+        return visibility.entries.expand(like.shape)
+    if visibility.queries is None:
+        return None
+    own = visibility.queries
+    before = own.new_ones(own.shape[0], visibility.past)
+    return torch.cat([before, own], dim=1).unsqueeze(1).expand(like.shape)
+
+
+_MIN_BLOCK, _MAX_BLOCK = 64, 512
+
+
+def windowed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    real: torch.Tensor | None,
+    window: int,
+    scale: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attends by blocks of queries, each over just the keys that its windows reach.
+
+    Args:
+        query: ``[B, HQ, T, D]``, the last T tokens.
+        key: ``[B, H, N, D]`` with N at least T.
+        value: ``[B, H, N, Dv]``.
+        real: bool ``[B, N]``, False for padding; ``None`` if there is none.
+        window: keys that a query sees, itself included.
+        scale: factor on the logits.
+        dropout: share of the probabilities that is dropped.
+
+    Returns:
+        ``[B, HQ, T, Dv]``; gradients pass.
+    """
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    # A block as large as the window computes at most twice what is needed.
+    size = max(_MIN_BLOCK, min(_MAX_BLOCK, window))
+    outputs = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        reach = slice(max(0, past + start - window + 1), past + stop)
+        own = torch.arange(past + start, past + stop, device=query.device).unsqueeze(1)
+        columns = torch.arange(reach.start, reach.stop, device=query.device)
+        visible = (columns <= own) & (columns > own - window)
+        if real is not None:
+            visible = visible & real[:, None, None, reach]
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, reach],
+                value[:, :, reach],
+                attn_mask=visible,
+                dropout_p=dropout,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+_LARGEST_HEAD = 256
+
+
+@functools.cache
+def _varlen() -> tuple[Any, Any] | None:
+    """`varlen_attn` and the request for the log-sum-exp; ``None`` in releases that lack either."""
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError:
+        return None
+    if not {"window_size", "enable_gqa", "return_aux"} <= set(
+        inspect.signature(varlen_attn).parameters
+    ):
+        return None
+    return varlen_attn, AuxRequest(lse=True)
+
+
+def applies(
+    query: torch.Tensor, value: torch.Tensor, visibility: Visibility, softcap: float | None
+) -> bool:
+    """Says whether `forward` can do a block.
+
+    Args:
+        query: ``[B, HQ, T, D]``.
+        value: ``[B, H, N, Dv]``.
+        visibility: who sees what.
+        softcap: soft cap of the logits or ``None``.
+    """
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
+        and query.shape[-1] % 8 == 0
+        and visibility.entries is None
+        and visibility.queries is None
+        and softcap is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _varlen() is not None
+    )
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fused attention that keeps the log-sum-exp of each row.
+
+    Args:
+        query: ``[B, HQ, T, D]``.
+        key: ``[B, H, N, D]`` with N = past + T.
+        value: ``[B, H, N, D]``.
+        visibility: ``past`` and ``window`` count.
+        scale: factor on the logits.
+
+    Returns:
+        ``(output, log_sum_exp)``: ``[B, HQ, T, D]``, laid out as ``[B, T, HQ, D]``, and fp32
+        ``[B, HQ, T]``, natural.
+    """
+    found = _varlen()
+    assert found is not None, "applies() was not asked"
+    attend, request = found
+    batch, num_heads, length, size = query.shape
+    num_kv_heads, num_keys = key.shape[1], key.shape[2]
+    edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    window = -1 if visibility.window is None else visibility.window - 1
+    # The last query sees the last key: shorter blocks stand at the end of what is held.
+    output, limits = attend(
+        query.transpose(1, 2).reshape(-1, num_heads, size),
+        key.transpose(1, 2).reshape(-1, num_kv_heads, size),
+        value.transpose(1, 2).reshape(-1, num_kv_heads, size),
+        edges * length, edges * num_keys, length, num_keys,
+        return_aux=request, scale=scale, window_size=(window, 0),
+        enable_gqa=num_heads != num_kv_heads,
+    )  # fmt: skip
+    if limits.shape[0] != num_heads:  # as it is documented, and not as it is
+        limits = limits.T
+    limits = limits.view(num_heads, batch, length).transpose(0, 1).contiguous()
+    return output.view(batch, length, num_heads, size).transpose(1, 2), limits

@@ -1,8 +1,4 @@
-"""Rotary positions (RoPE, arXiv 2104.09864): turning queries and keys, and turning them back.
-
-A turn multiplies pairs of numbers, read as complex numbers, by factors of the position. Factors are
-held as fp32 ``[..., R / 2, 2]``: real and imaginary part.
-"""
+"""Rotary positions of cached keys."""
 
 from __future__ import annotations
 
@@ -33,9 +29,6 @@ class Scratch(NamedTuple):
             keys: ``[B * H, S, D]``.
             factors: fp32 ``[n, R / 2, 2]``.
             rows: how many rows are turned at a time.
-
-        Returns:
-            The memory, unwritten.
         """
         num_slots, pair = keys.shape[1], factors.shape[1:]
         turned = factors.new_empty(rows * num_slots, *pair)
@@ -112,9 +105,6 @@ def inverse(factors: torch.Tensor) -> torch.Tensor:
 
     Args:
         factors: ``[..., 2]``, in the dtype in which the model used them.
-
-    Returns:
-        fp32, the same shape.
     """
     real, imaginary = factors.float().unbind(-1)
     size = real.square() + imaginary.square()
@@ -126,9 +116,6 @@ def relative(factors: torch.Tensor) -> torch.Tensor:
 
     Args:
         factors: fp32 ``[n, R / 2, 2]``, the turns to n ranks.
-
-    Returns:
-        The same shape: the turn of a key that stands for its own turn and the last one of a query.
     """
     last = factors[-1] * factors.new_tensor([1.0, -1.0])
     return _multiply(factors, last)

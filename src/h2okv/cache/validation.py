@@ -1,0 +1,389 @@
+"""Which models and inputs are supported, and what must always hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from h2okv.cache.rope import ranks_of
+from h2okv.ops.decode import protected_entries
+from h2okv.ops.quant import BITS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from h2okv.cache.layer import ScoredLayer
+    from h2okv.cache.rope import PositionRule
+    from h2okv.policy import Policy
+    from h2okv.policy.scoring import Scoring
+
+
+_OWN_ATTENTION = "it computes attention itself, not through transformers' AttentionInterface"
+_ALIBI = f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there"
+_SINK_LOGIT = "its softmax has a learned sink logit in every head, which the scores do not model"
+_POSITION_BIAS = "it adds learned relative-position biases to the logits, which are not modelled"
+_INDEXER = "an indexer of its own chooses the keys that a token sees, evicted ones included"
+_HALF_MODEL = (
+    "it is half of an encoder-decoder model, and its positions count padding, so that a padded row "
+    "would not give what it gives alone"
+)
+_ENCODER = "it is an encoder, and H2O is defined for decoder-only models"
+_LATENT = (
+    "it caches one compressed latent for all heads (MLA), so that a head cannot drop a token that "
+    "another one keeps"
+)
+_SHARED_KEYS = (
+    "some of its layers attend to the keys of another layer, which evicts by its own scores"
+)
+
+REFUSED = {
+    "bloom": _ALIBI,
+    "falcon": f"{_OWN_ATTENTION} (some Falcon checkpoints with ALiBi)",
+    "mpt": _ALIBI,
+    "codegen": _OWN_ATTENTION,
+    "git": _OWN_ATTENTION,
+    "gpt_neo": _OWN_ATTENTION,
+    "gptj": _OWN_ATTENTION,
+    "xglm": _OWN_ATTENTION,
+    "deepseek_v4": _SINK_LOGIT,
+    "flint": _SINK_LOGIT,
+    "gpt_oss": _SINK_LOGIT,
+    "granite_swa": _SINK_LOGIT,
+    "granitemoe_swa": _SINK_LOGIT,
+    "hy_v4": _SINK_LOGIT,
+    "mimo_v2_flash": _SINK_LOGIT,
+    "inkling_text": _POSITION_BIAS,
+    "inkling2_text": _POSITION_BIAS,
+    "minimax_m3_vl_text": _INDEXER,
+    "diffllama": "it attends twice to the same keys with different values, which would count every "
+    "score twice",
+    "doge": "it builds a mask of its own from the values of all tokens, evicted ones too",
+    "jetmoe": "it repeats the keys after the cache has seen them, one copy for each expert",
+    "minimax": "it accepts no cache but its own",
+    **dict.fromkeys(
+        (
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "pegasus",
+            "plbart",
+            "whisper",
+        ),
+        _HALF_MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            "bert",
+            "bert-generation",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        _ENCODER,
+    ),
+}
+"""Model types that are known not to work, with the reason."""
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuses a model that H2O cannot serve exactly."""
+    text_config = config.get_text_config(decoder=True)
+    reason = _refusal(config, text_config)
+    if reason is not None:
+        raise ValueError(
+            f"model type {text_config.model_type!r} is not supported: {reason}; "
+            "use transformers' own cache for it, or a model of the README's support table."
+        )
+
+
+def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Refuses a model, or a config, that H2O cannot serve exactly.
+
+    Args:
+        model: a loaded model or its config.
+
+    Raises:
+        ValueError: naming the model type and the reason.
+    """
+    check_config(model.config if isinstance(model, PreTrainedModel) else model)
+
+
+def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | None:
+    """The reason why a model cannot be served; ``None`` if nothing speaks against it."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model, and H2O is defined for decoder-only models"
+    for candidate in (text_config, config):
+        if candidate.model_type in REFUSED:
+            return REFUSED[candidate.model_type]
+    if not getattr(text_config, "is_causal", True):
+        return "its config says is_causal=False, and H2O is defined for causal attention"
+    if getattr(text_config, "kv_lora_rank", None):
+        return _LATENT
+    sharing = getattr(text_config, "kv_sharing_modes", None) or ()
+    if getattr(text_config, "num_kv_shared_layers", 0) or any(sharing):
+        return _SHARED_KEYS
+    if "indexed_attention" in (getattr(text_config, "layer_types", None) or ()):
+        return _INDEXER
+    return None if _uses_interface(config, text_config) else _OWN_ATTENTION
+
+
+def _uses_interface(config: PreTrainedConfig, text_config: PreTrainedConfig) -> bool:
+    """Tells whether transformers can set the model's attention, as far as is known in advance."""
+    for candidate in (config, text_config):
+        # Remote-code models are not in the mapping; nothing is known about them in advance.
+        if type(candidate) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
+            if not model_class._can_set_attn_implementation():
+                return False
+    return True
+
+
+def trained_window(config: PreTrainedConfig) -> int | None:
+    """Tells how many positions a model was trained on."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def window_by_length(config: PreTrainedConfig) -> int | None:
+    """Tells up to which length a model turns its tokens alike, whatever the length.
+
+    Dynamic scaling and LongRoPE take other frequencies in a forward with a longer text in it, for
+    all rows of the batch; so texts of different length can share a batch only below that.
+    """
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    lengths = [
+        part.get("original_max_position_embeddings")
+        or getattr(text_config, "original_max_position_embeddings", None)
+        or trained_window(config)
+        for part in kinds
+        if part.get("rope_type") in _BY_LENGTH
+    ]
+    return min((length for length in lengths if length), default=None)
+
+
+def check_positions(config: PreTrainedConfig, positions: str, policy: Policy) -> None:
+    """Refuses a way of placing entries that the model or the policy has not."""
+    text_config = config.get_text_config(decoder=True)
+    rotary = bool(getattr(text_config, "rope_parameters", None))
+    kind = text_config.model_type
+    if positions == "rolling" and not rotary:
+        raise ValueError(
+            f"positions='rolling': model type {kind!r} has no rotary positions (RoPE). Learned "
+            "positions are part of what a key was made from and cannot be moved afterwards; use "
+            "positions='clamped', or 'original' within the trained window."
+        )
+    if positions == "rolling" and not policy.evicts:
+        raise ValueError(
+            f"positions='rolling': policy={policy.name!r} evicts nothing, so that ranks are the "
+            "places in the text; use positions='original'."
+        )
+    if positions == "clamped" and (rotary or trained_window(config) is None):
+        raise ValueError(
+            f"positions='clamped': model type {kind!r} has no learned positions to stop at; use "
+            "positions='rolling' for rotary positions, or 'original'."
+        )
+
+
+def check_kv_bits(kv_bits: int | None) -> None:
+    """Refuses numbers of bits that there is no format for."""
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in BITS):
+        raise ValueError(
+            f"kv_bits={kv_bits!r} is no format of keys and values; give 8 or 4, or leave it out to "
+            "keep them in the model's dtype."
+        )
+
+
+def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:
+    """Refuses ways of running a policy that it was not made for."""
+    if policy.per_query and not simulate:
+        raise ValueError(
+            f"policy={policy.name!r} chooses anew for every query among all tokens, so nothing can "
+            "be dropped; in Python add simulate=True, which keeps the whole cache and masks it."
+        )
+    if policy.prompt_only and rule.prefill_chunk is not None:
+        raise ValueError(
+            f"policy={policy.name!r} decides once, by the end of the whole prompt, so that it must "
+            f"come as one block; leave out prefill_chunk={rule.prefill_chunk}, or use policy='h2o'."
+        )
+    if policy.prompt_only and rule.rolls:
+        raise ValueError(
+            f"policy={policy.name!r} keeps all that follows the prompt, so that ranks would leave "
+            "the trained window too; use positions='original', or policy='h2o'."
+        )
+
+
+def check_whole_prompt(layer: ScoredLayer, length: int) -> None:
+    """Refuses the first part of a prompt where a policy must see all of it."""
+    if layer.policy.prompt_only and (layer.expected_length or length) > length:
+        raise ValueError(
+            f"policy={layer.policy.name!r} decides once, by the end of the whole prompt, and got "
+            f"{length} of its {layer.expected_length} tokens; read it in one forward."
+        )
+
+
+def check_scoring(policy: Policy, scoring: Scoring) -> None:
+    """Refuses a scoring that decides nothing."""
+    if not scoring.is_plain and policy.prompt_only:
+        raise ValueError(
+            f"scoring={scoring.name!r}: policy={policy.name!r} counts the attention of its own "
+            "window of queries; leave it out, or use policy='h2o'."
+        )
+    if not scoring.is_plain and not policy.uses_scores:
+        raise ValueError(
+            f"scoring={scoring.name!r} has no effect with policy={policy.name!r}, which does not "
+            "look at scores; leave it out, or use policy='h2o'."
+        )
+
+
+def check_match(layer: ScoredLayer, key_states: torch.Tensor) -> None:
+    """Refuses keys of another batch or another model than the entries held.
+
+    Args:
+        layer: the layer that gets them.
+        key_states: ``[B, H, T, D]``.
+    """
+    batch, heads, _, size = key_states.shape
+    if batch != layer.batch_size:
+        raise ValueError(
+            f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "
+            "call cache.reset() or make a new H2OCache."
+        )
+    held = (layer.num_kv_heads, layer.key_size, layer.dtype)
+    if (heads, size, key_states.dtype) != held:
+        raise ValueError(
+            f"H2OCache holds layer {layer.layer_idx} of another model: (KV heads, head size, "
+            f"dtype) = {held} and got {(heads, size, key_states.dtype)}; "
+            "call cache.reset() or make a new H2OCache."
+        )
+
+
+def check_follows(
+    layer: ScoredLayer,
+    position_ids: torch.Tensor | None,
+    real: torch.Tensor | None,
+    length: int,
+) -> None:
+    """Refuses a later block that does not go on where the last one ended.
+
+    ``generate(use_cache=False)`` reads the whole text anew at every step, which would count
+    every token again. Reads the device, so it asks only for blocks of more than one token.
+
+    Args:
+        layer: the layer that gets the block.
+        position_ids: ``[B, T]`` or ``[1, T]`` as the model got them, or ``None``.
+        real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+        length: T.
+    """
+    if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.row_budgets:
+        return
+    last = position_ids.to(layer.device).amax(dim=1)
+    new = torch.full_like(layer.num_real_tokens, length) if real is None else real.sum(dim=1)
+    # Positions count the real tokens (generate) or all of them (a bare forward).
+    follows = (last == layer.num_real_tokens + new - 1) | (new == 0)
+    follows |= last == layer.cumulative_length + length - 1
+    if not bool(follows.all()):
+        row = int((~follows).nonzero()[0])
+        raise ValueError(
+            f"H2OCache has seen {int(layer.num_real_tokens[row])} tokens of row {row} and got "
+            f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
+            "does not go on from there; for a further turn call "
+            "generate(**cache.next_turn(input_ids)) or give it the whole text, leave out "
+            "use_cache=False, or call cache.reset() to read a new text."
+        )
+
+
+def check_placed(layer: ScoredLayer) -> None:
+    """Refuses a forward whose positions nobody has set as the cache needs them."""
+    if not layer.is_placed:
+        raise ValueError(
+            f"positions={layer.rule.positions!r} changes the positions that this model gets; run "
+            "it inside `with h2okv.enable(model):`."
+        )
+    layer.is_placed = False
+
+
+def check_window(layer: ScoredLayer, length: int) -> None:
+    """Refuses a block whose ranks would go past the positions that the model was trained on."""
+    window, chunk = layer.rule.window, layer.rule.prefill_chunk
+    if window is None:
+        return
+    budget = max(tokens.total for tokens in layer.row_budgets)
+    if budget >= window:
+        raise ValueError(
+            f"positions='rolling' with a budget of {budget} tokens leaves no room for a new one in "
+            f"the model's window of {window}; lower heavy, recent or sink."
+        )
+    if length == 1:  # always finds room, and must not wait for the device
+        return
+    block = length if chunk is None else min(length, chunk)
+    held = 0 if layer.positions is None else int((layer.positions >= 0).sum(dim=-1).max())
+    # What is there when the last block comes.
+    held = min(budget, held + length - block)
+    if held + block > window:
+        raise ValueError(
+            f"positions='rolling' cannot place a block of {block} tokens after {held} entries in "
+            f"the model's window of {window}; give H2OCache(prefill_chunk={window - budget}) or "
+            "less."
+        )
+
+
+def check_finite(layer: ScoredLayer, sums: torch.Tensor) -> None:
+    """Refuses attention that is not a number; for blocks, where a host sync is affordable.
+
+    Args:
+        layer: the layer that attended.
+        sums: probabilities received in this block, fp32 ``[B, H, N]``.
+    """
+    if not bool(torch.isfinite(sums).all()):
+        raise ValueError(
+            f"attention of layer {layer.layer_idx} is not finite (NaN or infinity); check the "
+            f"model's weights, or use a wider dtype than {layer.dtype}."
+        )
+
+
+def check_integrity(layer: ScoredLayer) -> None:
+    """Checks a layer that holds entries against the contract."""
+    layer.require_attention()
+    positions, scores = layer.positions, layer.scores
+    taken = positions >= 0
+    newest = layer.num_real_tokens.view(-1, 1, 1) - 1
+    counts = taken.sum(dim=-1, keepdim=True)
+    expected = newest + 1
+    if layer.policy.evicts:
+        expected = torch.minimum(expected, layer.total)
+    ordered = positions.sort(dim=-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    protected = protected_entries(positions, newest, layer.sink, layer.recent) & taken
+    due = torch.minimum(newest + 1, layer.sink + layer.recent)
+    ranks = getattr(layer, "ranks", None)
+    misplaced = torch.zeros_like(taken)
+    if ranks is not None:
+        misplaced = taken & (ranks != ranks_of(positions))
+    problems = {
+        "holds another number of entries than the budget": counts != expected,
+        "holds a token twice": twice,
+        "holds a token that it has not seen": positions > newest,
+        "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
+        "holds an entry at another place than its rank": misplaced,
+        "has a score that is negative or not finite": taken & ~(scores.isfinite() & (scores >= 0)),
+    }
+    for problem, found in problems.items():
+        if bool(found.any()):
+            raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")
