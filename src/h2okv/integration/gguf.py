@@ -47,7 +47,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def find_gguf(name: str) -> Path | None:
-    """Converts it once to safetensors in the cache folder; says where the result is."""
+    """The GGUF file that a path names, or the only one in a folder without other weights."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
