@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from record import Target, append_csv, environment, progress, rows_for, show
 
-from h2okv.benchmarking.timing import Clock, in_turn
-from h2okv.offload.profile import measure_bandwidth
+from h2okv.benchmarking.timing import interleaved
+from h2okv.offload.profile import Clock, measure_bandwidth
 from h2okv.ops import attention as flash
 from h2okv.ops import dispatch, triton_prefill
 from h2okv.ops.attention import Visibility
@@ -50,7 +50,7 @@ def time_in_turn(
             samples[name] = []
         except Exception as error:  # a tile that does not fit is no failure of the others
             print(f"{label}: {name} left out: {str(error).splitlines()[0][:100]}")
-    for number, name in in_turn(list(samples), rounds):
+    for number, name in interleaved(list(samples), rounds):
         progress(f"{label}: round {number + 1} of {rounds}")
         samples[name].append(clock.seconds(runs[name]))
     progress("")

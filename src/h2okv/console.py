@@ -60,14 +60,15 @@ def format_bytes(count: int) -> str:
 def format_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()
 ) -> str:
-    """Lays out a table as text."""
+    """Lays out a table as text; a heading may have several lines."""
     lines = [list(row) for row in rows]
     is_left = [heading in left for heading in headings]
-    if headings:
-        lines.insert(0, list(headings))
+    header = [heading.split("\n") for heading in headings]
+    depth = max(map(len, header), default=0)
+    lines[:0] = [[([""] * depth + own)[n - depth] for own in header] for n in range(depth)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if headings:
-        lines.insert(1, ["-" * width for width in widths])
+        lines.insert(depth, ["-" * width for width in widths])
     text = ""
     for line in lines:
         cells = [

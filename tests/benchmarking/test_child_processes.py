@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from h2okv.benchmarking.caches import CacheChoice
-from h2okv.benchmarking.peak import Trial, TrialFailedError, measure_peak
+from h2okv.benchmarking.caches import CacheSpec
+from h2okv.benchmarking.peak import PeakRun, PeakRunFailedError, measure_peak
 from h2okv.benchmarking.serving import own_server, transformers_server
 from h2okv.engine.memory import peak_resident_bytes
 
@@ -29,10 +29,10 @@ def test_a_server(command):
     assert done.returncode == 1 and "No module named stray" in done.stderr
 
 
-def test_a_trial(source, monkeypatch):
+def test_a_run(source, monkeypatch):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
     monkeypatch.setattr("h2okv.benchmarking.peak._CHILD", "stray")
-    trial = Trial(source, "float32", "cpu", 1, CacheChoice("dynamic"), 100, 1)
-    with pytest.raises(TrialFailedError, match="No module named stray"):
-        measure_peak(trial)
+    run = PeakRun(source, "float32", "cpu", 1, CacheSpec("dynamic"), 100, 1)
+    with pytest.raises(PeakRunFailedError, match="No module named stray"):
+        measure_peak(run)

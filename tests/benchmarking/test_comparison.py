@@ -3,11 +3,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import h2okv.benchmarking.caches as contestants
-import h2okv.benchmarking.caches as peer
-from h2okv.benchmarking.caches import Settings
+import h2okv.benchmarking.caches as caches
+from h2okv.benchmarking.comparison import Comparison, Row, Settings, count_units
 from h2okv.benchmarking.memory import footprint_of, speedup_limit
-from h2okv.benchmarking.timing import COLUMNS, Comparison, count_units
 
 CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 
@@ -63,14 +61,14 @@ def test_without_the_full_cache_there_is_no_ratio(compare):
 def test_cells_have_the_columns(compare):
     rows, _ = compare(caches=("h2o",), rounds=1)
     cells = rows["h2o", CONTEXT, BATCH].cells()
-    assert tuple(cells) == COLUMNS
+    assert tuple(cells) == Row.columns()
     assert cells["decode"] == cells["decode_lower"] == cells["decode_upper"] > 0
     assert cells["speedup"] is None
 
 
 def test_what_is_missing_gets_a_row_without_figures(compare, monkeypatch):
-    monkeypatch.setattr(peer, "is_optimum_quanto_available", lambda: False)
-    monkeypatch.setattr(peer, "is_hqq_available", lambda: False)
+    monkeypatch.setattr(caches, "is_optimum_quanto_available", lambda: False)
+    monkeypatch.setattr(caches, "is_hqq_available", lambda: False)
     rows, _ = compare(caches=("dynamic", "quantized"))
     row = rows["quantized", CONTEXT, BATCH]
     assert row.status.startswith("not installed") and row.decode is None
@@ -80,8 +78,8 @@ def test_what_fails_in_another_package_ends_that_cache_alone(compare, monkeypatc
     def fail(self, context):
         raise RuntimeError("their\nbug")
 
-    monkeypatch.setattr(peer.Quantized, "obstacle", classmethod(lambda cls: None))
-    monkeypatch.setattr(peer.Quantized, "new_cache", fail)
+    monkeypatch.setattr(caches.QuantizedRunner, "obstacle", classmethod(lambda cls: None))
+    monkeypatch.setattr(caches.QuantizedRunner, "new_cache", fail)
     rows, _ = compare(caches=("dynamic", "quantized", "h2o"))
     row = rows["quantized", CONTEXT, BATCH]
     assert row.status == "failed: RuntimeError: their bug" and row.decode is None
@@ -92,7 +90,7 @@ def test_what_fails_in_h2o_is_not_hidden(compare, monkeypatch):
     def fail(self, context):
         raise RuntimeError("our bug")
 
-    monkeypatch.setattr(contestants.H2O, "new_cache", fail)
+    monkeypatch.setattr(caches.H2ORunner, "new_cache", fail)
     with pytest.raises(RuntimeError, match="our bug"):
         compare()
 
@@ -107,7 +105,7 @@ def test_steps_on_slots_are_compiled_on_request(compare, monkeypatch):
         yield model
 
     # Compiling takes long; that it works is the business of tests/integration/test_compiled.py.
-    monkeypatch.setattr(contestants.h2okv, "enable", enable)
+    monkeypatch.setattr(caches.h2okv, "enable", enable)
     rows, _ = compare(caches=("dynamic", "h2o"), compiled=True)
     assert entered == [True, True]
     assert rows["h2o", CONTEXT, BATCH].compiled and not rows["dynamic", CONTEXT, BATCH].compiled

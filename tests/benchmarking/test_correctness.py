@@ -3,15 +3,13 @@ import torch
 
 import h2okv.cache.slots as slots
 import h2okv.ops.decode as step
-from h2okv.benchmarking.caches import CacheChoice, CheckFailedError, check_h2o
-
-CHOICES = [CacheChoice("h2o", positions=positions) for positions in ("original", "rolling")]
+from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.positions)
+@pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_right_cache_passes(build, dtype, choice):
-    check = check_h2o(build(dtype), choice)
+def test_a_right_cache_passes(build, dtype, positions):
+    check = check_h2o(build(dtype), positions=positions)
     assert check.full_error < 0.05
     assert (check.drop_error is None) == (dtype == torch.bfloat16)
 
@@ -25,7 +23,7 @@ def test_a_wrong_output_fails(build, monkeypatch):
 
     monkeypatch.setattr(step, "decode_with_scores", louder)
     with pytest.raises(CheckFailedError, match="differs from full attention"):
-        check_h2o(build(), CHOICES[0])
+        check_h2o(build())
 
 
 def test_numbers_that_are_none_fail(build, monkeypatch):
@@ -37,7 +35,7 @@ def test_numbers_that_are_none_fail(build, monkeypatch):
 
     monkeypatch.setattr(step, "decode_with_scores", broken)
     with pytest.raises(CheckFailedError, match="nan"):
-        check_h2o(build(), CHOICES[0])
+        check_h2o(build())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,4 +47,4 @@ def test_wrong_evictions_fail(build, monkeypatch, dtype):
 
     monkeypatch.setattr(slots, "keep_indices", upside_down)
     with pytest.raises(CheckFailedError, match="keeps other entries"):
-        check_h2o(build(dtype), CHOICES[0])
+        check_h2o(build(dtype))

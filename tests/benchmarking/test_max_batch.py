@@ -1,11 +1,15 @@
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 
 import h2okv.benchmarking.max_batch as module
-from h2okv.benchmarking.caches import CacheChoice, Settings
-from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch
-from h2okv.benchmarking.memory import Demand, footprint_of
-from h2okv.benchmarking.peak import Peak, Trial, TrialFailedError, measure_peak
+from h2okv.benchmarking.caches import CacheSpec
+from h2okv.benchmarking.comparison import Settings
+from h2okv.benchmarking.max_batch import BatchMemory, MaxBatch, MaxBatchRow
+from h2okv.benchmarking.memory import footprint_of
+from h2okv.benchmarking.peak import Peak, PeakRun, PeakRunFailedError, measure_peak
 from h2okv.engine.memory import peak_resident_bytes
 
 CONTEXT = 100
@@ -13,21 +17,21 @@ FULL, OWN = CONTEXT * 512, 21 * (512 + 32)
 RUNTIME, CONSTANT, ACTIVATION = 5000, 300, 20_000
 
 
-def test_the_parts_of_the_demand_are_found():
+def test_the_parts_of_the_memory_are_found():
     loaded = 1000 + RUNTIME
     each = 700 + ACTIVATION
     peaks = {batch: Peak(loaded, loaded + CONSTANT + batch * each, 0) for batch in (1, 2)}
-    demand = Demand.of_peaks(1000, 700, peaks)
-    assert demand == Demand(1000, RUNTIME, CONSTANT, 700, ACTIVATION)
-    assert demand.bytes(3) == 1000 + RUNTIME + CONSTANT + 3 * each
-    assert demand.largest_batch(demand.bytes(7)) == 7
-    assert demand.largest_batch(demand.bytes(7) - 1) == 6
-    assert demand.largest_batch(100) == 0
+    memory = BatchMemory.of_peaks(1000, 700, peaks)
+    assert memory == BatchMemory(1000, RUNTIME, CONSTANT, 700, ACTIVATION)
+    assert memory.bytes(3) == 1000 + RUNTIME + CONSTANT + 3 * each
+    assert memory.largest_batch(memory.bytes(7)) == 7
+    assert memory.largest_batch(memory.bytes(7) - 1) == 6
+    assert memory.largest_batch(100) == 0
 
 
 def test_noise_below_zero_counts_as_none():
-    demand = Demand.of_peaks(1000, 700, {1: Peak(900, 1500, 0), 2: Peak(900, 1600, 0)})
-    assert (demand.runtime, demand.activation) == (0, 0)
+    memory = BatchMemory.of_peaks(1000, 700, {1: Peak(900, 1500, 0), 2: Peak(900, 1600, 0)})
+    assert (memory.runtime, memory.activation) == (0, 0)
 
 
 @pytest.fixture
@@ -38,13 +42,13 @@ def find(source, build, monkeypatch):
         footprint = footprint_of(source.config(), torch.float32)
         weights = footprint.weight_bytes
 
-        def peak(trial, model):
-            if failing == trial.batch:
-                raise TrialFailedError("ended")
-            cache = FULL if trial.choice.name == "dynamic" else OWN
-            need = CONSTANT + trial.batch * (cache + ACTIVATION)
-            extra = surplus if trial.batch > 2 else 0
-            return Peak(weights + RUNTIME, weights + RUNTIME + need + extra, cache * trial.batch)
+        def peak(run, model):
+            if failing == run.batch:
+                raise PeakRunFailedError("ended")
+            cache = FULL if run.spec.name == "dynamic" else OWN
+            need = CONSTANT + run.batch * (cache + ACTIVATION)
+            extra = surplus if run.batch > 2 else 0
+            return Peak(weights + RUNTIME, weights + RUNTIME + need + extra, cache * run.batch)
 
         monkeypatch.setattr(module, "measure_peak", peak)
         fixed = weights + RUNTIME + CONSTANT
@@ -65,7 +69,7 @@ def test_the_largest_batches_by_hand(find):
     for row in rows.values():
         assert row.is_verified and row.peak_bytes <= row.memory_bytes
         assert row.tokens_per_second == pytest.approx(row.run_batch / row.decode.median)
-        assert tuple(row.cells()) == MAX_BATCH_COLUMNS
+        assert tuple(row.cells()) == MaxBatchRow.columns()
     ratio = rows["h2o"].tokens_per_second / rows["dynamic"].tokens_per_second
     assert rows["h2o"].throughput_ratio.median == pytest.approx(ratio)
     assert rows["dynamic"].throughput_ratio.median == 1
@@ -86,7 +90,7 @@ def test_a_cap_limits_what_is_run(find):
     assert (row.max_batch, row.run_batch, row.is_verified) == (4, 3, False)
 
 
-def test_a_trial_that_ends_early_verifies_nothing(find):
+def test_a_run_that_ends_early_verifies_nothing(find):
     row = find(4, failing=4)["dynamic"]
     assert row.max_batch == 4 and not row.is_verified
 
@@ -100,10 +104,10 @@ def test_a_memory_for_no_sequence_runs_none(find):
 def test_a_real_process_tells_its_peak(source):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
-    choice = CacheChoice("h2o", 0.2)
-    trial = Trial(source, "float32", "cpu", 1, choice, CONTEXT, 3)
-    assert Trial.from_json(trial.to_json()) == trial
-    peak = measure_peak(trial)
+    choice = CacheSpec.of("h2o", 0.2)
+    run = PeakRun(source, "float32", "cpu", 1, choice, CONTEXT, 3)
+    assert PeakRun.from_json(json.dumps(asdict(run))) == run
+    peak = measure_peak(run)
     assert peak.peak >= peak.loaded > footprint_of(source.config(), torch.float32).weight_bytes
     assert peak.cache == 3 * OWN
 
@@ -113,6 +117,6 @@ def test_a_process_that_fails_says_why(source, monkeypatch):
         pytest.skip("this system does not tell a process's memory")
     # A process that ends before it has imported torch, for the test's sake.
     monkeypatch.setattr("h2okv.benchmarking.peak._CHILD", "no_such_module")
-    trial = Trial(source, "float32", "cpu", 1, CacheChoice("dynamic"), CONTEXT, 1)
-    with pytest.raises(TrialFailedError, match="dynamic: .*no_such_module"):
-        measure_peak(trial)
+    run = PeakRun(source, "float32", "cpu", 1, CacheSpec("dynamic"), CONTEXT, 1)
+    with pytest.raises(PeakRunFailedError, match="dynamic: .*no_such_module"):
+        measure_peak(run)

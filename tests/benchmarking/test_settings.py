@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.caches import CacheChoice, Settings
-from h2okv.benchmarking.memory import check_fits, footprint_of, wanted_bytes
+from h2okv.benchmarking.caches import CacheSpec
+from h2okv.benchmarking.comparison import Settings
+from h2okv.benchmarking.memory import footprint_of
 
 
 def make(**options):
@@ -36,23 +37,22 @@ def test_what_cannot_be_measured_is_refused(options, word):
 
 
 def test_a_budget_is_split_in_two_and_counts_entries():
-    assert CacheChoice("h2o", 0.25).entries(128) == 32
-    assert CacheChoice("h2o", 33).parts() == {"heavy": 16, "recent": 17}
-    assert CacheChoice("dynamic").entries(128) == 128
-    assert CacheChoice("h2o", 0.25).label == "h2o 25 %"
+    assert CacheSpec.of("h2o", 0.25).entries(128) == 32
+    config = CacheSpec.of("h2o", 33).config
+    assert (config.heavy, config.recent) == (16, 17)
+    assert CacheSpec("dynamic").entries(128) == 128
+    assert CacheSpec.of("h2o", 0.25).label == "h2o 25%"
 
 
 def test_every_budget_gets_its_own_caches():
-    names = [
-        c.label for c in make(budgets=(0.1, 64), caches=("h2o", "dynamic", "static")).choices()
-    ]
-    assert names == ["dynamic", "h2o 10 %", "static 10 %", "h2o 64", "static 64"]
+    names = [c.label for c in make(budgets=(0.1, 64), caches=("h2o", "dynamic", "static")).specs()]
+    assert names == ["dynamic", "h2o 10%", "static 10%", "h2o 64", "static 64"]
 
 
 def test_bits_are_further_caches_of_each_budget():
-    choices = make(budgets=(0.1, 64), caches=("dynamic", "h2o"), kv_bits=(8, 4)).choices()
-    assert [choice.label for choice in choices] == [
-        "dynamic", "h2o 10 %", "h2o 10 %, 8 bits", "h2o 10 %, 4 bits",
+    specs = make(budgets=(0.1, 64), caches=("dynamic", "h2o"), kv_bits=(8, 4)).specs()
+    assert [spec.label for spec in specs] == [
+        "dynamic", "h2o 10%", "h2o 10%, 8 bits", "h2o 10%, 4 bits",
         "h2o 64", "h2o 64, 8 bits", "h2o 64, 4 bits",
     ]  # fmt: skip
 
@@ -68,23 +68,23 @@ def test_prompts_and_steps_must_fit_the_window():
 def test_memory_is_counted_before_anything_is_allocated(source):
     footprint = footprint_of(source.config(), torch.float32)
     settings = make()
-    wanted = wanted_bytes(settings, footprint, 2, 128, second_process=False)
+    wanted = settings.needed_bytes(footprint, 2, 128, second_process=False)
     caches = 2 * 128 * 512 + 2 * 33 * (512 + 32)
     assert wanted == footprint.weight_bytes + caches + 2 * 128 * (64 + 2 * 96) * 4
-    check_fits(settings, footprint, wanted)
-    check_fits(settings, footprint, None)
+    settings.check_fits(footprint, wanted)
+    settings.check_fits(footprint, None)
     with pytest.raises(ValueError, match=f"{wanted} bytes .* {wanted - 1} bytes"):
-        check_fits(settings, footprint, wanted - 1)
+        settings.check_fits(footprint, wanted - 1)
 
 
 def test_a_second_process_has_weights_of_its_own(source):
     footprint = footprint_of(source.config(), torch.float32)
     settings = make(contexts=(8,), batches=(1,), peak=True)
-    alone, beside = (wanted_bytes(settings, footprint, 1, 8, flag) for flag in (False, True))
+    alone, beside = (settings.needed_bytes(footprint, 1, 8, flag) for flag in (False, True))
     assert beside > 2 * footprint.weight_bytes > alone
 
 
 def test_eager_attention_makes_a_matrix(source):
     footprint = footprint_of(source.config(), torch.float32)
     settings = make(caches=("dynamic", "kvpress"))
-    assert wanted_bytes(settings, footprint, 1, 1000, False) > 4 * 1000 * 1000 * 4
+    assert settings.needed_bytes(footprint, 1, 1000, False) > 4 * 1000 * 1000 * 4

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import h2okv.benchmarking.caches as peer
-import h2okv.benchmarking.timing as comparison
+import h2okv.benchmarking.comparison as comparison
 import h2okv.cli.bench as bench
 import h2okv.ops.decode as step
-from h2okv.benchmarking.timing import COLUMNS
+from h2okv.benchmarking.comparison import Row
 from h2okv.offload.profile import measure_bandwidth
 from h2okv.provenance import ENVIRONMENT_COLUMNS
 
@@ -48,11 +48,11 @@ def test_a_table_a_csv_file_and_a_picture(h2okv_command, tmp_path):
         "--csv", rows, "--plot", picture,
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "h2o 25 %" in done.out and "reached" in done.out
+    assert "h2o 25%" in done.out and "speed-up" in done.out
     assert "memory bandwidth measured" in done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = rows_of(rows)
-    assert tuple(found[0]) == (*ENVIRONMENT_COLUMNS, *COLUMNS)
+    assert tuple(found[0]) == (*ENVIRONMENT_COLUMNS, *Row.columns())
     assert [(row["context"], row["cache"]) for row in found] == [
         (context, cache) for context in ("32", "64") for cache in ("dynamic", "static", "h2o")
     ]
@@ -83,7 +83,7 @@ def test_bits_get_rows_of_their_own(h2okv_command, tmp_path):
     options = ("--caches", "dynamic,h2o", "--kv-bits", "8,4", "--csv", rows)
     done = h2okv_command(*TINY, *options)
     assert done.code == 0, done.err
-    assert "h2o 25 %, 8 bits" in done.out and "h2o 25 %, 4 bits" in done.out
+    assert "h2o 25%, 8 bits" in done.out and "h2o 25%, 4 bits" in done.out
     found = rows_of(rows)
     assert [(row["cache"], row["kv_bits"]) for row in found] == [
         ("dynamic", ""), ("h2o", ""), ("h2o", "8"), ("h2o", "4"),
@@ -137,7 +137,7 @@ def test_control_c_keeps_the_rows_so_far(h2okv_command, tmp_path, monkeypatch):
     done = h2okv_command(*TINY, *options, "--csv", rows)
     assert done.code == 130
     assert "stopped; 2 rows were finished" in done.err
-    assert "h2o 25 %" in done.out
+    assert "h2o 25%" in done.out
     assert [row["cache"] for row in rows_of(rows)] == ["dynamic", "h2o"]
 
 
@@ -160,7 +160,7 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
     [
         (("--shape", "llama-9"), "llama-3-8b"),
         (("--caches", "dynamic,magic"), "'magic'"),
-        (("--contexts", "2000"), "the model's window of 1024"),
+        (("--contexts", "2000"), "context window of 1024"),
         (("--contexts", "many"), "--contexts 'many'"),
         (("--rounds", "0"), "--rounds 0"),
         (("--threads", "0"), "--threads 0"),

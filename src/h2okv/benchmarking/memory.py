@@ -1,4 +1,4 @@
-"""Bytes of caches and weights."""
+"""Bytes of weights and caches, by arithmetic: the limit of a speed-up, and what fits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from h2okv.benchmarking.caches import CacheChoice, Settings
-from h2okv.benchmarking.peak import Peak
+from h2okv.benchmarking.caches import CacheSpec
 from h2okv.ops.quant import packed_bytes
 
-_SCORE_BYTES = 4
-_POSITION_BYTES = 4
-_RANK_BYTES = 4
+_SCORE_BYTES = _POSITION_BYTES = _RANK_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Footprint:
         entry_bytes: ``e`` of a full cache: key and value of one token in all full-attention layers
             and KV heads.
         head_size: Numbers of one head's key, or value.
-        note_bytes: What H2O holds beside an entry: score (fp32), position (int32) and, where
+        metadata_bytes: What H2O holds beside an entry: score (fp32), position (int32) and, where
             positions roll, rank (int32), in the same layers and heads.
         windowed: For layers that are not full attention, pairs of bytes of one token and of the
             most tokens held.
@@ -42,7 +39,7 @@ class Footprint:
     step_weight_bytes: int
     entry_bytes: int
     head_size: int
-    note_bytes: int
+    metadata_bytes: int
     windowed: tuple[tuple[int, int], ...]
     num_heads: int
     width: int
@@ -58,10 +55,18 @@ class Footprint:
         if kv_bits is not None:
             heads = entry // (self.head_size * self.element_bytes)
             entry = heads * packed_bytes(self.head_size, kv_bits)
-        own = entries * (entry + self.note_bytes)
+        own = entries * (entry + self.metadata_bytes)
         return batch * (own + self._windowed_bytes(length))
 
-    def prompt_bytes(self, batch: int, block: int) -> int:
+    def cache_bytes(self, spec: CacheSpec, batch: int, context: int) -> int:
+        """Bytes that a cache holds after a prompt; for packed baselines an upper bound."""
+        entries = spec.entries(context)
+        if spec.name == "h2o":
+            # One slot is always free for the next token.
+            return self.h2o_bytes(batch, entries + 1, context, spec.kv_bits)
+        return self.full_bytes(batch, entries + 1 if spec.name == "static" else entries)
+
+    def prefill_bytes(self, batch: int, block: int) -> int:
         """A lower bound of what reading a block of a prompt needs beside weights and cache."""
         return batch * block * self.width * self.element_bytes
 
@@ -75,9 +80,8 @@ def footprint_of(config: PreTrainedConfig, dtype: torch.dtype, rolls: bool = Fal
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    element = torch.empty((), dtype=dtype).element_size()
-    entry = 2 * kv_heads * head_dim * element
-    notes = kv_heads * (_SCORE_BYTES + _POSITION_BYTES + (_RANK_BYTES if rolls else 0))
+    entry = 2 * kv_heads * head_dim * dtype.itemsize
+    metadata = kv_heads * (_SCORE_BYTES + _POSITION_BYTES + (_RANK_BYTES if rolls else 0))
     layers = DynamicCache(config=config).layers
     num_full = sum(type(layer) is DynamicLayer for layer in layers)
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
@@ -89,11 +93,11 @@ def footprint_of(config: PreTrainedConfig, dtype: torch.dtype, rolls: bool = Fal
         step_weight_bytes=step_weights,
         entry_bytes=num_full * entry,
         head_size=head_dim,
-        note_bytes=num_full * notes,
+        metadata_bytes=num_full * metadata,
         windowed=tuple((entry, window) for window in windows if window),
         num_heads=heads,
         width=width,
-        element_bytes=element,
+        element_bytes=dtype.itemsize,
     )
 
 
@@ -111,95 +115,6 @@ def _weights(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
     if head is not None:
         tables.pop(id(head.weight), None)
     return total, total - sum(tables.values())
-
-
-_SCORE_BYTES_REQUIREMENT = 4
-
-
-def cache_bytes(choice: CacheChoice, footprint: Footprint, batch: int, context: int) -> int:
-    """Bytes that a cache holds after a prompt; for packed ones an upper bound."""
-    entries = choice.entries(context)
-    if choice.name == "h2o":
-        # One slot is always free for the next token.
-        return footprint.h2o_bytes(batch, entries + 1, context, choice.kv_bits)
-    return footprint.full_bytes(batch, entries + 1 if choice.name == "static" else entries)
-
-
-def wanted_bytes(
-    settings: Settings, footprint: Footprint, batch: int, context: int, second_process: bool
-) -> int:
-    """A lower bound of what one combination needs: weights, all its caches, one prompt's block."""
-    choices = settings.choices()
-    # Quantised caches are smaller than this by an amount that depends on their packing.
-    whole = [choice for choice in choices if choice.name != "quantized"]
-    sizes = [cache_bytes(choice, footprint, batch, context) for choice in whole]
-    block = footprint.prompt_bytes(batch, min(context, settings.prefill_chunk or context))
-    if any(choice.name == "kvpress" for choice in choices):
-        # Eager attention makes the T x T matrix of a layer, in fp32 at that.
-        block = max(block, batch * footprint.num_heads * context**2 * _SCORE_BYTES_REQUIREMENT)
-    together = footprint.weight_bytes + sum(sizes) + block
-    if not (settings.peak and second_process):
-        return together
-    return max(together, 2 * footprint.weight_bytes + max(sizes, default=0) + block)
-
-
-def check_fits(
-    settings: Settings,
-    footprint: Footprint,
-    available: int | None,
-    second_process: bool = False,
-) -> None:
-    """Refuses what cannot fit, before anything is allocated."""
-    if available is None:
-        return
-    for context in settings.contexts:
-        for batch in settings.batches:
-            wanted = wanted_bytes(settings, footprint, batch, context, second_process)
-            if wanted > available:
-                raise ValueError(
-                    f"--contexts {context} with --batches {batch} needs at least {wanted} bytes"
-                    f" ({wanted / 2**30:.1f} GiB: weights, caches and one block of the prompt), and"
-                    f" {available} bytes ({available / 2**30:.1f} GiB) are available; give fewer"
-                    " --layers, a smaller batch or context, or fewer --caches"
-                )
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Memory by batch: ``fixed + batch * (cache + activation)``, in bytes.
-
-    Attributes:
-        weights: Weights of the model, by arithmetic.
-        runtime: What the process or the device holds beside them, measured.
-        constant: What a forward needs for any batch, measured.
-        cache: Of one sequence after its prompt, by arithmetic.
-        activation: What a forward needs beside that for each sequence, measured.
-    """
-
-    weights: int
-    runtime: int
-    constant: int
-    cache: int
-    activation: int
-
-    @classmethod
-    def of_peaks(cls, weights: int, cache: int, peaks: dict[int, Peak]) -> Demand:
-        """Finds the measured parts from the peaks of the smallest and the largest batch."""
-        few, many = min(peaks), max(peaks)
-        slope = (peaks[many].peak - peaks[few].peak) / (many - few)
-        activation = max(0, round(slope) - cache)
-        runtime = max(0, peaks[few].loaded - weights)
-        rest = peaks[few].peak - peaks[few].loaded - few * (cache + activation)
-        return cls(weights, runtime, max(0, rest), cache, activation)
-
-    def bytes(self, batch: int) -> int:
-        """What a batch needs at most."""
-        fixed = self.weights + self.runtime + self.constant
-        return fixed + batch * (self.cache + self.activation)
-
-    def largest_batch(self, memory: int) -> int:
-        """The largest batch that fits; 0 if not even one sequence does."""
-        return max(0, (memory - self.bytes(0)) // max(1, self.cache + self.activation))
 
 
 def speedup_limit(weight_bytes: int, full_bytes: int, own_bytes: int) -> float:

@@ -1,8 +1,8 @@
-"""The model that is measured."""
+"""The model that is measured: a checkpoint, or random weights of a known shape."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from transformers import (
     Qwen2Config,
 )
 
-_AMPLE_WINDOW = 131_072
 _REQUIRED = ("hidden", "layers", "heads", "intermediate", "vocab")
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,6 @@ class Shape:
 
     Attributes:
         name: What the user calls it.
-        hidden: Numbers of a token's state.
-        layers: Layers.
-        heads: Query heads.
-        kv_heads: KV heads.
-        head_dim: Numbers of a head.
-        intermediate: Width of the gated MLP.
-        vocab: Tokens of the vocabulary.
         window: Positions that the model takes.
         tied: 1 if the head is the embedding table, else 0.
         family: ``"llama"``, or ``"qwen2"`` with biases on queries, keys and values.
@@ -45,12 +38,11 @@ class Shape:
     head_dim: int
     intermediate: int
     vocab: int
-    window: int = _AMPLE_WINDOW
+    window: int = 131_072
     tied: int = 0
     family: str = "llama"
 
     def __post_init__(self) -> None:
-        """Refuses sizes that make no model."""
         for name in (*_REQUIRED, "kv_heads", "head_dim", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} in --shape is below 1; give more")
@@ -60,9 +52,7 @@ class Shape:
                 " every KV head serves as many query heads"
             )
         if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} in --shape is odd; rotary positions turn pairs"
-            )
+            raise ValueError(f"head_dim={self.head_dim} in --shape is odd; RoPE rotates pairs")
         if self.tied not in (0, 1):
             raise ValueError(f"tied={self.tied} in --shape is neither 0 nor 1")
 
@@ -87,8 +77,7 @@ class Shape:
 
 # The figures of the config.json beside each model card: meta-llama/Meta-Llama-3-8B,
 # meta-llama/Llama-3.1-8B, meta-llama/Llama-3.2-1B, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-7B.
-# "small" has the sizes of GPT-2 (12 layers, hidden 768) in a Llama: that of cpu_generate.py in
-# benchmarks/.
+# "small" has the sizes of GPT-2 (12 layers, hidden 768) in a Llama.
 _SHAPES = (
     Shape("llama-3-8b", 4096, 32, 32, 8, 128, 14336, 128_256, window=8192),
     Shape("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128_256),
@@ -102,7 +91,7 @@ SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
 def parse_shape(text: str, layers: int | None = None) -> Shape:
-    """Reads a shape."""
+    """Reads a shape: a name, sizes such as ``hidden=768``, or both; ``layers`` cuts the depth."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     base = None
     if parts and "=" not in parts[0]:
@@ -120,9 +109,9 @@ def parse_shape(text: str, layers: int | None = None) -> Shape:
         if layers > known:
             raise ValueError(f"--layers {layers} is above the shape's {known}; it only cuts")
         sizes["layers"] = layers
+    told = ",".join(f"{name}={value}" for name, value in sizes.items())
     if base is not None:
-        changed = ",".join(f"{name}={value}" for name, value in sizes.items())
-        name = f"{base.name},{changed}" if changed else base.name
+        name = f"{base.name},{told}" if told else base.name
         return replace(base, **{**sizes, "name": name})  # type: ignore[arg-type]
     missing = [name for name in _REQUIRED if name not in sizes]
     if missing:
@@ -134,9 +123,7 @@ def parse_shape(text: str, layers: int | None = None) -> Shape:
 
 
 def _size(part: str) -> tuple[str, int]:
-    """Reads one ``name=value``."""
-    name, _, value = part.partition("=")
-    name = name.strip()
+    name, _, value = (word.strip() for word in part.partition("="))
     known = [field.name for field in fields(Shape) if field.name not in ("name", "family")]
     if name not in known:
         raise ValueError(f"{name!r} in --shape is no size; choose from {', '.join(known)}")
@@ -146,18 +133,9 @@ def _size(part: str) -> tuple[str, int]:
         raise ValueError(f"{name}={value!r} in --shape is no whole number") from None
 
 
-_SEED = 0
-
-
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built again in another process, with the same weights.
-
-    Attributes:
-        name: What the user calls it.
-        shape: Sizes for random weights; ``None`` for a checkpoint.
-        folder: What `from_pretrained` takes; ``None`` for a shape.
-    """
+    """A model that another process can build with the same weights: a shape or a folder."""
 
     name: str
     shape: Shape | None = None
@@ -168,7 +146,13 @@ class ModelSource:
         if self.shape is not None:
             return self.shape.config()
         assert self.folder is not None
-        return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        try:
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the configuration of --model {self.name!r} cannot be loaded"
+                f" ({type(error).__name__}); check the name and the network, or give a folder"
+            ) from error
 
     def build(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Makes the model in evaluation mode, directly in its dtype and on its device."""
@@ -190,12 +174,8 @@ class ModelSource:
             ) from error
         return loaded.to(device).eval()
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` takes."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelSource:
-        """Makes the source that `to_json` described."""
+        """Makes the source that `dataclasses.asdict` described."""
         shape = values["shape"]
-        return cls(values["name"], Shape(**shape) if shape else None, values["folder"])
+        return cls(values["name"], shape and Shape(**shape), values["folder"])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from h2okv.benchmarking.caches import CacheChoice
-from h2okv.benchmarking.timing import Row
+from h2okv.benchmarking.caches import cache_label
+from h2okv.benchmarking.comparison import Row
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which stay apart for colour-blind readers; the markers help in grey.
@@ -86,7 +86,7 @@ def _draw(axes: Any, rows: list[Row], label: str, number: int) -> None:
 
 
 def _label(row: Row) -> str:
-    return CacheChoice(row.cache, row.budget, kv_bits=row.kv_bits).label
+    return cache_label(row.cache, row.budget, row.kv_bits)
 
 
 def _figure_class() -> Any:

@@ -1,10 +1,13 @@
-"""Servers under load, measured."""
+"""Servers under load, measured: which servers, which loads, and what came of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
+import shlex
 import signal
 import socket
 import statistics
@@ -13,16 +16,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import numpy
+import torch
 
 from h2okv.benchmarking.serving_client import (
     INTERRUPTED,
@@ -37,53 +39,37 @@ from h2okv.benchmarking.serving_client import (
     closed_loop,
     open_loop,
 )
-from h2okv.cli.serve import KEY_VARIABLE
+from h2okv.benchmarking.timing import Percentiles, ResultRow
 from h2okv.console import Progress
 from h2okv.integration.loading import describe
+from h2okv.integration.models import default_dtype
 
-SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-
-
-@dataclass(frozen=True)
-class Percentiles:
-    """Three points of a distribution, in seconds; between two values in proportion.
-
-    Attributes:
-        p50: The median.
-        p95: 95 % are at most this.
-        p99: 99 % are at most this.
-    """
-
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Percentiles | None:
-        """Takes the percentiles of the values that are there; ``None`` if none is."""
-        there = [value for value in values if value is not None]
-        if not there:
-            return None
-        return cls(*(float(value) for value in numpy.quantile(there, list(SHARES.values()))))
+KEY_VARIABLE = "H2OKV_API_KEY"
+OTHER_SERVERS = ("transformers", "sequential")
+_UNSTRETCHED = 1024
+"""Tokens that a prompt has at most which is sent as it is; an assumption, for the paged cache."""
+# -P: nothing of the current folder is imported in place of an installed package.
+_PYTHON = (sys.executable, "-P", "-m")
+_HOST = "127.0.0.1"
+_PAUSE = 0.2
+_GRACE = 30.0
+# Common English in a common tokenizer, where a server does not count for us.
+_USUAL_RATIO = 4.0
+# Characters of the first request: enough to tell how many are a token, and no long prompt.
+_PROBE = 600
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(ResultRow):
     """What a load gave. Rates and times are of the requests that were answered in full.
 
     Attributes:
-        requests: How many were sent.
-        finished: Of these, answered in full.
-        failed: Of these, not.
-        interrupted: Of these, under way when the measurement was stopped; not among the failed.
+        interrupted: Running when the measurement was stopped; not among the failed.
         errors: Kinds of errors, and how many of each.
-        messages: For each kind, what was said the first time.
         seconds: From the first request to the end of the last one.
-        requests_per_second: Finished ones.
-        new_tokens_per_second: Their new tokens.
-        total_tokens_per_second: These, and the tokens of their prompts; ``None`` if not told.
-        prompt_tokens: Mean tokens of their prompts; ``None`` if not told.
-        new_tokens: Mean new tokens.
+        total_tokens_per_second: New tokens and those of the prompts; ``None`` if not told.
+        prompt_tokens: Mean of a request; ``None`` if not told.
+        new_tokens: Mean of a request.
         counted_by: Where the number of new tokens is from: ``"usage"`` (the server), ``"pieces"``
             (one for each piece of a stream) or ``"both"``.
         first_token: Seconds to the first text.
@@ -97,7 +83,6 @@ class Summary:
     failed: int
     interrupted: int
     errors: dict[str, int]
-    messages: dict[str, str]
     seconds: float
     requests_per_second: float
     new_tokens_per_second: float
@@ -111,37 +96,20 @@ class Summary:
     lateness: Percentiles | None
 
     def cells(self) -> dict[str, Any]:
-        """Returns the values of a CSV row, by the names of `SUMMARY_COLUMNS`."""
-        cells = asdict(self)
-        cells["errors"] = json.dumps(self.errors)
-        del cells["messages"]
-        for name in _TIMES:
-            point: dict[str, float] = cells.pop(name) or {}
-            cells |= {f"{name}_{share}": point.get(share) for share in SHARES}
-        return cells
-
-
-_TIMES = ("first_token", "per_token", "gap", "lateness")
-SUMMARY_COLUMNS = (
-    "requests", "finished", "failed", "interrupted", "errors", "seconds", "requests_per_second",
-    "new_tokens_per_second", "total_tokens_per_second", "prompt_tokens", "new_tokens", "counted_by",
-    *(f"{name}_{share}" for name in _TIMES for share in SHARES),
-)  # fmt: skip
-"""The names of what `Summary.cells` tells."""
+        """The values of a CSV row, by the names of `columns`."""
+        return super().cells() | {"errors": json.dumps(self.errors)}
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
     """Sums outcomes up."""
     good = [own for own in outcomes if own.error is None]
     bad = [own for own in outcomes if own.error not in (None, INTERRUPTED)]
-    ends = [own.ended for own in outcomes]
-    seconds = max(ends) - min(own.due for own in outcomes) if outcomes else 0.0
+    seconds = 0.0
+    if outcomes:
+        seconds = max(own.ended for own in outcomes) - min(own.due for own in outcomes)
     new = sum(own.tokens for own in good)
     prompts = [own.prompt_tokens for own in good if own.prompt_tokens is not None]
     knows_prompts = bool(good) and len(prompts) == len(good)
-    messages: dict[str, str] = {}
-    for own in bad:
-        messages.setdefault(str(own.error), own.message)
 
     def rate(amount: float) -> float:
         return amount / seconds if seconds > 0 else 0.0
@@ -152,7 +120,6 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
         failed=len(bad),
         interrupted=len(outcomes) - len(good) - len(bad),
         errors=dict(Counter(str(own.error) for own in bad).most_common()),
-        messages=messages,
         seconds=seconds,
         requests_per_second=rate(len(good)),
         new_tokens_per_second=rate(new),
@@ -167,6 +134,11 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
     )
 
 
+def first_messages(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """For each kind of error, what was said the first time."""
+    return {str(own.error): own.message for own in reversed(outcomes) if own.error}
+
+
 def _counted_by(outcomes: Sequence[Outcome]) -> str:
     told = sum(own.new_tokens is not None for own in outcomes)
     if told == len(outcomes):
@@ -174,57 +146,34 @@ def _counted_by(outcomes: Sequence[Outcome]) -> str:
     return "both" if told else "pieces"
 
 
-COLUMNS = ("server", "model", "settings", "loop", "clients", "rate", *SUMMARY_COLUMNS, "peak_bytes")
-"""The columns of a CSV file of these measurements."""
-
-
 @dataclass(frozen=True)
 class Load:
-    """How requests come.
-
-    Attributes:
-        clients: Of a closed loop: so many at any time.
-        rate: Of an open loop: so many in a second on average.
-        requests: How many in all.
-    """
+    """How requests come: `clients` of a closed loop at any time, or `rate` a second on average."""
 
     clients: int | None
     rate: float | None
     requests: int
 
     @property
-    def loop(self) -> str:
-        """Which of the two it is."""
-        return "closed" if self.rate is None else "open"
+    def label(self) -> str:
+        """What tables call it."""
+        return f"{self.clients} clients" if self.rate is None else f"{self.rate:g}/s"
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What one load gave.
-
-    Attributes:
-        server: Its name.
-        model: What the user calls the model.
-        settings: How the server was set up.
-        load: What was sent.
-        summary: What came back.
-        peak_bytes: The server's largest resident size so far, if known.
-    """
-
-    server: str
-    model: str
-    settings: str
-    load: Load
-    summary: Summary
-    peak_bytes: int | None = None
-
-    def cells(self) -> dict[str, Any]:
-        """Returns the values of `COLUMNS`."""
-        return {
-            "server": self.server, "model": self.model, "settings": self.settings,
-            "loop": self.load.loop, "clients": self.load.clients, "rate": self.load.rate,
-            **self.summary.cells(), "peak_bytes": self.peak_bytes,
-        }  # fmt: skip
+    async def put_on(
+        self,
+        target: Target,
+        workload: Workload,
+        outcomes: list[Outcome],
+        done: Callable[[], None] = lambda: None,
+        seed: int = 0,
+    ) -> None:
+        """Sends the requests and waits for their end."""
+        requests = [workload.request(number) for number in range(self.requests)]
+        if self.rate is None:
+            assert self.clients is not None
+            await closed_loop(target, requests, self.clients, outcomes, done)
+        else:
+            await open_loop(target, requests, self.rate, outcomes, done, seed)
 
 
 def make_loads(
@@ -242,40 +191,54 @@ def make_loads(
             raise ValueError(
                 f"--rate {rate:g} is too low; give requests for each second, such as 5"
             )
+        if not math.isfinite(rate):
+            raise ValueError(f"--rate {rate:g} is not finite; give requests a second, such as 5")
         yield Load(None, rate, requests or max(1, round(30 * rate)))
 
 
-async def put_under(
-    target: Target,
-    load: Load,
-    workload: Workload,
-    outcomes: list[Outcome],
-    done: Callable[[], None],
-    seed: int = 0,
-) -> None:
-    """Sends one load and waits for its end."""
-    requests = [workload.request(number) for number in range(load.requests)]
-    if load.rate is None:
-        assert load.clients is not None
-        await closed_loop(target, requests, load.clients, outcomes, done)
-    else:
-        await open_loop(target, requests, load.rate, outcomes, done, seed)
+COLUMNS = (
+    "server",
+    "model",
+    "settings",
+    "loop",
+    "clients",
+    "rate",
+    *Summary.columns(),
+    "peak_bytes",
+)
+"""The columns of a CSV file of these measurements."""
 
 
-async def warm_up(target: Target, workload: Workload, count: int) -> None:
-    """Sends a few short requests that do not count, so that nothing is done for the first time."""
-    ignored: list[Outcome] = []
-    requests = [workload.request(10**6 + number) for number in range(count)]
-    async with asyncio.TaskGroup() as group:
-        for request in requests:
-            group.create_task(target.send(request, time.perf_counter(), ignored))
+@dataclass(frozen=True)
+class LoadResult:
+    """What one load gave on one server.
 
+    Attributes:
+        server: Its name.
+        model: What the user calls the model.
+        settings: How the server was set up.
+        load: What was sent.
+        summary: What came back.
+        messages: For each kind of error, what was said the first time.
+        peak_bytes: The server's largest resident size so far, if known.
+    """
 
-# -P: nothing of the current folder is imported in place of an installed package.
-_PYTHON = (sys.executable, "-P", "-m")
-_HOST = "127.0.0.1"
-_PAUSE = 0.2
-_GRACE = 30.0
+    server: str
+    model: str
+    settings: str
+    load: Load
+    summary: Summary
+    messages: Mapping[str, str]
+    peak_bytes: int | None = None
+
+    def cells(self) -> dict[str, Any]:
+        """Returns the values of `COLUMNS`."""
+        return {
+            "server": self.server, "model": self.model, "settings": self.settings,
+            "loop": "closed" if self.load.rate is None else "open",
+            "clients": self.load.clients, "rate": self.load.rate,
+            **self.summary.cells(), "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -297,13 +260,7 @@ class Command:
 
 @dataclass(frozen=True)
 class PagedSize:
-    """How large a paged cache for full contexts must be.
-
-    Attributes:
-        clients: Requests at the same time.
-        tokens: The most that one of them has, prompt and new ones.
-        page: Tokens of a block.
-    """
+    """How large a paged cache must be for so many clients with so many tokens each."""
 
     clients: int
     tokens: int
@@ -339,6 +296,50 @@ def transformers_server(
     return Command("transformers", common + chosen, folder, " ".join(chosen))
 
 
+def choose_servers(
+    url: str | None,
+    model: str | None,
+    others: Sequence[str],
+    served_name: str | None,
+    serve_options: str,
+    device: str,
+    loads: Sequence[Load],
+    mix: Mix,
+) -> tuple[Command | Endpoint, ...]:
+    """Finds out which servers to measure: a running one, or one to start and others beside it."""
+    if (url is None) == (model is None):
+        raise ValueError(
+            "give either --url of a running server or --model, for which one is started"
+        )
+    for name in others:
+        if name not in OTHER_SERVERS:
+            raise ValueError(
+                f"--against {name!r} is not known; choose from {', '.join(OTHER_SERVERS)}"
+            )
+    if url is not None:
+        if others or serve_options:
+            raise ValueError("--against and --serve-options go with --model, not with --url")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--url {url!r} is no URL; give one such as http://127.0.0.1:8000")
+        return (Endpoint(url.rstrip("/").removesuffix("/v1"), served_name),)
+    assert model is not None
+    options = [*shlex.split(serve_options), *(("--device", device) if device != "auto" else ())]
+    servers: list[Command | Endpoint] = [own_server(model, options)]
+    if others:
+        described = describe(model)
+        longest = _UNSTRETCHED if mix.context is None else mix.context[1]
+        size = PagedSize(
+            max(load.clients or load.requests for load in loads), longest + mix.most_new_tokens
+        )
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = default_dtype(model, auto if device == "auto" else device)
+        dtype_word = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+        for name in others:
+            paged = size if name == "transformers" else None
+            servers.append(transformers_server(described.source, dtype_word, device, paged))
+    return tuple(servers)
+
+
 class ChildServer:
     """A server in a process of its own; `async with` starts it, waits for it and stops it."""
 
@@ -346,11 +347,10 @@ class ChildServer:
         self.command = command
         self.url = ""
         self._patience = patience
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes]
+        self._log: IO[bytes]
 
     async def __aenter__(self) -> ChildServer:
-        """Starts it."""
         port = free_port()
         self.url = f"http://{_HOST}:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the server stops)
@@ -370,31 +370,20 @@ class ChildServer:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stops it."""
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._stop)
 
     @property
     def peak_bytes(self) -> int | None:
         """The largest resident size of the process so far; ``None`` where it is not told."""
-        if self._process is None:
-            return None
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
         except OSError:
             return None
-        for line in status.splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return None
+        found = re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
 
     async def _wait(self) -> None:
-        assert self._process is not None
         end = time.monotonic() + self._patience
         while not await asyncio.to_thread(_answers, f"{self.url}/health"):
             if self._process.poll() is not None:
@@ -410,20 +399,17 @@ class ChildServer:
             await asyncio.sleep(_PAUSE)
 
     def _stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(_GRACE)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log.close()
 
     def _last_words(self) -> str:
         """The end of what the server printed, on one line."""
-        assert self._log is not None
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").split("\n")
         told = [line.strip() for line in lines if line.strip()]
@@ -446,14 +432,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-# Common English in a common tokenizer, where a server does not count for us.
-_USUAL_RATIO = 4.0
-# Characters of the first request: enough to tell how many are a token, and no long prompt.
-_PROBE = 600
-
-
 @dataclass(frozen=True)
-class Wanted:
+class ServeSettings:
     """All that was asked for, checked.
 
     Attributes:
@@ -465,7 +445,8 @@ class Wanted:
         loads: The loads of each server.
         is_chat: Whether to send chat messages.
         extra: Further fields of every request.
-        warmup: Requests before the first load of a server.
+        warmup: Requests before the first load of a server, so that nothing is done for the first
+            time while it counts.
         timeout: Seconds that a request may take.
     """
 
@@ -480,55 +461,71 @@ class Wanted:
     warmup: int
     timeout: float
 
+    @property
+    def num_requests(self) -> int:
+        """Of all loads on all servers."""
+        return len(self.servers) * sum(load.requests for load in self.loads)
+
 
 class ServeRun:
-    """Measures; what was measured before Ctrl-C is not lost."""
+    """Measures; what was measured before Ctrl-C is not lost.
 
-    Keep: TypeAlias = Callable[[Measured], None]
+    Args:
+        settings: What to measure.
+        keep: Takes each result as it comes.
+        progress: Counts requests.
+    """
 
-    def __init__(self, wanted: Wanted, keep: Keep, progress: Progress) -> None:
-        self._wanted = wanted
-        self._keep = keep
-        self._progress = progress
+    def __init__(
+        self,
+        settings: ServeSettings,
+        keep: Callable[[LoadResult], None],
+        progress: Progress,
+    ) -> None:
+        self._settings, self._keep, self._progress = settings, keep, progress
         self._outcomes: list[Outcome] = []
-        self._make_row: Callable[[], Measured] | None = None
+        self._result: Callable[[], LoadResult] | None = None
 
     async def all(self) -> None:
         """Measures every server."""
-        for server in self._wanted.servers:
+        for server in self._settings.servers:
             await self._one(server)
 
     def keep_unfinished(self) -> bool:
         """Keeps what the load that was interrupted gave; whether it gave anything."""
-        if self._make_row is None or not self._outcomes:
+        if self._result is None or not self._outcomes:
             return False
-        self._keep(self._make_row())
+        self._keep(self._result())
         return True
 
     async def _one(self, server: Command | Endpoint) -> None:
-        wanted = self._wanted
+        settings = self._settings
         async with AsyncExitStack() as stack:
-            child = None
-            name, settings = "", ""
+            child, options = None, ""
             if isinstance(server, Command):
-                name, settings = server.name, server.options
+                name, options = server.name, server.options
                 self._progress.advance(0, f"{name}: starting the server")
                 child = await stack.enter_async_context(ChildServer(server))
                 server = Endpoint(child.url, server.model)
+            else:
+                name = server.url
             endpoint = replace(
                 server,
-                is_chat=wanted.is_chat,
+                is_chat=settings.is_chat,
                 key=os.environ.get(KEY_VARIABLE) or None,
-                timeout=wanted.timeout,
-                extra=wanted.extra,
+                timeout=settings.timeout,
+                extra=settings.extra,
             )
             target = await stack.enter_async_context(OpenAITarget(endpoint))
-            self._progress.advance(0, f"{name or endpoint.url}: first requests")
-            ratio = await target.connect(wanted.texts[0][:_PROBE])
-            workload = Workload(wanted.texts, wanted.mix, self._cut(ratio))
-            await warm_up(target, workload, wanted.warmup)
-            for load in wanted.loads:
-                await self._load(target, load, workload, name or endpoint.url, settings, child)
+            self._progress.advance(0, f"{name}: first requests")
+            ratio = await target.connect(settings.texts[0][:_PROBE])
+            workload = Workload(settings.texts, settings.mix, self._cut(ratio))
+            async with asyncio.TaskGroup() as group:
+                for number in range(settings.warmup):
+                    request = workload.request(10**6 + number)
+                    group.create_task(target.send(request, time.perf_counter(), []))
+            for load in settings.loads:
+                await self._load(target, load, workload, name, options, child)
 
     async def _load(
         self,
@@ -536,30 +533,34 @@ class ServeRun:
         load: Load,
         workload: Workload,
         name: str,
-        settings: str,
+        options: str,
         child: ChildServer | None,
     ) -> None:
         outcomes: list[Outcome] = []
-        kind = f"{load.clients} clients" if load.rate is None else f"{load.rate:g} requests/s"
-        label = f"{name}: {kind}"
+        label = f"{name}: {load.label}"
 
-        def make_row() -> Measured:
+        def result() -> LoadResult:
             peak = None if child is None else child.peak_bytes
-            summary = summarize(outcomes)
-            return Measured(name, self._wanted.model, settings, load, summary, peak)
+            summary, messages = summarize(outcomes), first_messages(outcomes)
+            return LoadResult(name, self._settings.model, options, load, summary, messages, peak)
 
-        self._outcomes, self._make_row = outcomes, make_row
+        self._outcomes, self._result = outcomes, result
         self._progress.advance(0, label)
-        done = lambda: self._progress.advance(1, label)  # noqa: E731
-        await put_under(target, load, workload, outcomes, done, self._wanted.mix.seed)
-        self._make_row = None
-        self._keep(make_row())
+        await load.put_on(
+            target,
+            workload,
+            outcomes,
+            lambda: self._progress.advance(1, label),
+            self._settings.mix.seed,
+        )
+        self._result = None
+        self._keep(result())
 
     def _cut(self, ratio: float | None) -> Cut:
         """How prompts are cut to their number of tokens."""
-        if self._wanted.tokenizer_of is None or self._wanted.mix.context is None:
+        if self._settings.tokenizer_of is None or self._settings.mix.context is None:
             return by_ratio(ratio or _USUAL_RATIO)
-        tokenizer = describe(self._wanted.tokenizer_of).tokenizer
+        tokenizer = describe(self._settings.tokenizer_of).tokenizer
 
         def cut(text: str, tokens: int) -> str:
             found = tokenizer(text, return_offsets_mapping=True, verbose=False)

@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server."""
+"""Clients of an OpenAI-compatible server: what they ask, when, and what they saw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from h2okv.assets import sample_prompt
@@ -18,20 +17,17 @@ from h2okv.assets import sample_prompt
 if TYPE_CHECKING:
     import aiohttp
 
-
 INTERRUPTED = "interrupted"
-"""The error of a request that was under way when the measurement was stopped."""
+"""The error of a request that was running when the measurement was stopped."""
+_LINE_LIMIT = 2**20
+_MESSAGE_LIMIT = 300
+_LONGEST = 4
+_SHORTEST_PROMPT = 16
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a client asks for.
-
-    Attributes:
-        number: Which request of the workload it is.
-        prompt: A text, or the tokens themselves.
-        max_tokens: The most new tokens.
-    """
+    """One request of a workload; the prompt is a text or the tokens themselves."""
 
     number: int
     prompt: str | tuple[int, ...]
@@ -92,50 +88,35 @@ class Outcome:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
-_DATA = "data:"
-_END = "[DONE]"
-
-
 class AnswerFailedError(RuntimeError):
-    """The answer is none, or not whole.
-
-    Attributes:
-        kind: What went wrong, the same words for the same kind.
-        message: What was said about it.
-    """
+    """The answer is none, or not whole; `kind` is the same for the same kind of failure."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind = kind
-        self.message = message
+        self.kind, self.message = kind, message
 
 
 async def read_answer(lines: AsyncIterable[bytes], outcome: Outcome) -> None:
-    """Reads a stream to its end."""
+    """Reads a stream of server-sent events to its end."""
     is_whole = False
     async for raw in lines:
         line = raw.decode("utf-8", "replace").strip()
-        if not line.startswith(_DATA):
+        if not line.startswith("data:"):
             continue
-        data = line.removeprefix(_DATA).strip()
-        if data == _END:
-            is_whole = True
-            break
-        is_whole = _take(_parse(data), outcome) or is_whole
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise AnswerFailedError("not JSON", data[:200])
+        if event.get("error"):
+            raise AnswerFailedError("error in stream", json.dumps(event["error"])[:200])
+        is_whole = _take(event, outcome) or is_whole
     if not is_whole:
         raise AnswerFailedError("cut off", "the stream ended before a finish_reason or [DONE]")
-
-
-def _parse(data: str) -> dict[str, Any]:
-    try:
-        event = json.loads(data)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict):
-        raise AnswerFailedError("not JSON", data[:200])
-    if event.get("error"):
-        raise AnswerFailedError("error in stream", json.dumps(event["error"])[:200])
-    return event
 
 
 def _take(event: dict[str, Any], outcome: Outcome) -> bool:
@@ -144,21 +125,11 @@ def _take(event: dict[str, Any], outcome: Outcome) -> bool:
     if isinstance(usage, dict):
         outcome.prompt_tokens = usage.get("prompt_tokens")
         outcome.new_tokens = usage.get("completion_tokens")
-    is_last = False
-    has_text = False
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        # A chat's first event only names the role; it is no token.
-        has_text = has_text or bool(choice.get("text") or delta.get("content"))
-        is_last = is_last or choice.get("finish_reason") is not None
-    if has_text:
+    choices = event.get("choices") or ()
+    # A chat's first event only names the role; it is no token.
+    if any(own.get("text") or (own.get("delta") or {}).get("content") for own in choices):
         outcome.arrivals.append(time.perf_counter())
-    return is_last
-
-
-_LINE_LIMIT = 2**20
-_MESSAGE_LIMIT = 300
-_REFUSED = (400, 422)
+    return any(choice.get("finish_reason") is not None for choice in choices)
 
 
 @dataclass(frozen=True)
@@ -184,9 +155,8 @@ class Endpoint:
     @property
     def path(self) -> str:
         """The URL of requests."""
-        return self.url.rstrip("/") + (
-            "/v1/chat/completions" if self.is_chat else "/v1/completions"
-        )
+        kind = "chat/completions" if self.is_chat else "completions"
+        return f"{self.url.rstrip('/')}/v1/{kind}"
 
 
 def load_aiohttp() -> Any:
@@ -201,6 +171,13 @@ def load_aiohttp() -> Any:
     return aiohttp
 
 
+class Target(Protocol):
+    """Whatever answers requests."""
+
+    async def send(self, request: LoadRequest, due: float, outcomes: list[Outcome]) -> None:
+        """Sends a request and waits for the end of its answer."""
+
+
 class OpenAITarget:
     """Streams answers from a server; use it with `async with`, and call `connect` first."""
 
@@ -212,7 +189,6 @@ class OpenAITarget:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> OpenAITarget:
-        """Opens the client."""
         headers = {"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {}
         self._session = self._aiohttp.ClientSession(
             headers=headers,
@@ -224,21 +200,15 @@ class OpenAITarget:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes all connections."""
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def connect(self, text: str) -> float | None:
-        """Finds out the model's name, and how the server counts tokens."""
+        """Finds out the model's name, and how many characters a token has if the server tells."""
         if self._model is None:
             self._model = await self._first_model()
         outcome = await self._probe(text)
-        if outcome.error in [f"HTTP {code}" for code in _REFUSED]:
+        if outcome.error in ("HTTP 400", "HTTP 422"):
             # Servers from before `stream_options` refuse it.
             self._asks_usage = False
             outcome = await self._probe(text)
@@ -327,9 +297,6 @@ class OpenAITarget:
             raise ValueError(f"{url} lists no model; give its name with --served-name") from None
 
 
-_LONGEST = 4
-_SHORTEST_PROMPT = 16
-
 Cut = Callable[[str, int], str]
 """Takes a text and a number of tokens; gives the text's beginning of about so many."""
 
@@ -357,7 +324,6 @@ class Mix:
     longest: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks all values."""
         if self.context is not None and not _SHORTEST_PROMPT <= self.context[0] <= self.context[1]:
             raise ValueError(
                 f"--context {self.context[0]}:{self.context[1]} is no range of"
@@ -376,7 +342,7 @@ class Mix:
         return self.longest or self.new_tokens * _LONGEST
 
     def draw(self, number: int) -> tuple[int | None, int, random.Random]:
-        """Draws what one request is to be."""
+        """Draws one request: tokens of its prompt, its new tokens, and the generator."""
         source = random.Random(f"{self.seed}:{number}")
         length = None if self.context is None else source.randint(*self.context)
         drawn = self.new_tokens * math.exp(self.spread * source.gauss(0, 1))
@@ -403,10 +369,10 @@ class Workload:
     def _stretched(self, text: str, length: int, source: random.Random) -> str:
         """The question, then words until there are certainly enough tokens."""
         start = source.randrange(len(self._words))
-        turned = self._words[start:] + self._words[:start]
+        words = self._words[start:] + self._words[:start]
         # A word has at least one token, so as many words as tokens are enough.
-        rounds = length // len(turned) + 1
-        return " ".join([f"({source.randrange(10**6)})", text, *(turned * rounds)[:length]])
+        rounds = length // len(words) + 1
+        return " ".join([f"({source.randrange(10**6)})", text, *(words * rounds)[:length]])
 
 
 def by_ratio(characters_per_token: float) -> Cut:
@@ -452,19 +418,7 @@ def _text_of(path: Path, number: int, line: str) -> str:
     )
 
 
-class Target(Protocol):
-    """Whatever answers requests."""
-
-    async def send(self, request: LoadRequest, due: float, outcomes: list[Outcome]) -> None:
-        """Sends a request and waits for the end of its answer."""
-        ...
-
-
 Done = Callable[[], None]
-
-
-def no_step() -> None:
-    """Counts nothing."""
 
 
 async def closed_loop(
@@ -472,11 +426,9 @@ async def closed_loop(
     requests: Sequence[LoadRequest],
     clients: int,
     outcomes: list[Outcome],
-    done: Done = no_step,
+    done: Done = lambda: None,
 ) -> None:
     """So many clients, each of which sends its next request when it has its answer."""
-    if clients < 1:
-        raise ValueError(f"--clients {clients} is too few; give 1 or more")
     waiting = iter(requests)
 
     async def client() -> None:
@@ -494,7 +446,7 @@ async def open_loop(
     requests: Sequence[LoadRequest],
     rate: float,
     outcomes: list[Outcome],
-    done: Done = no_step,
+    done: Done = lambda: None,
     seed: int = 0,
 ) -> None:
     """Requests that come when they come, however long earlier ones take."""
@@ -511,9 +463,7 @@ async def open_loop(
 
 
 def arrival_times(rate: float, seed: int) -> Iterator[float]:
-    """Draws when requests come, in seconds from the start, without end."""
-    if not rate > 0:
-        raise ValueError(f"--rate {rate:g} is too low; give requests a second, such as 5")
+    """Draws when requests of a Poisson process come, in seconds from the start, without end."""
     source = random.Random(seed)
     now = 0.0
     while True:

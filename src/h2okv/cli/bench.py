@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoConfig
 
 import h2okv
-from h2okv.benchmarking.caches import CACHES, CacheChoice, CheckFailedError, Settings, check_h2o
-from h2okv.benchmarking.max_batch import MAX_BATCH_COLUMNS, MaxBatch, MaxBatchRow
-from h2okv.benchmarking.memory import Footprint, check_fits, footprint_of
+from h2okv.benchmarking.caches import RUNNERS
+from h2okv.benchmarking.comparison import Comparison, Row, Settings, count_units
+from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
+from h2okv.benchmarking.max_batch import MaxBatch, MaxBatchRow
+from h2okv.benchmarking.memory import Footprint, footprint_of
 from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
-from h2okv.benchmarking.peak import TrialFailedError
+from h2okv.benchmarking.peak import PeakRunFailedError, dtype_name
 from h2okv.benchmarking.roofline import check_plot, plot_roofline
-from h2okv.benchmarking.timing import COLUMNS, Comparison, Row, Spread, count_units
+from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
 from h2okv.cache.validation import trained_window
 from h2okv.cli.args import (
     MODEL_HELP,
@@ -30,14 +31,7 @@ from h2okv.cli.args import (
     parse_positions,
     split_list,
 )
-from h2okv.console import (
-    INTERRUPTED,
-    Progress,
-    format_bytes,
-    format_table,
-    write_remark,
-    write_text,
-)
+from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
 from h2okv.engine.memory import available_bytes, parse_memory
 from h2okv.integration.enable import check_compiler
 from h2okv.integration.models import resolve_model
@@ -77,13 +71,6 @@ def choose_source(model: str | None, shape: str | None, layers: int | None) -> M
     if layers is not None:
         raise ValueError("--layers cuts a --shape, not a --model; leave it out")
     folder = resolve_model(model)
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the configuration of --model {model!r} cannot be loaded"
-            f" ({type(error).__name__}); check the name and the network, or give a folder"
-        ) from error
     return ModelSource(model, folder=folder)
 
 
@@ -120,11 +107,9 @@ def checked_request(
     config = source.config()
     h2okv.check_model(config)
     settings.check_window(trained_window(config))
-    for choice in settings.choices():
-        if choice.name == "h2o":
-            h2okv.H2OCache(
-                config, **choice.parts(), positions=choice.positions, kv_bits=choice.kv_bits
-            )
+    for spec in settings.specs():
+        if spec.name == "h2o" and spec.config is not None:
+            h2okv.H2OCache.from_config(config, spec.config)
     rolls = settings.positions == "rolling"
     footprints = {dtype: footprint_of(config, dtype, rolls) for dtype in settings.dtypes}
     needed = settings
@@ -135,67 +120,13 @@ def checked_request(
             prefill_chunk=settings.prefill_chunk,
         )  # fmt: skip
     for footprint in footprints.values():
-        check_fits(needed, footprint, available_bytes(device), device.type == "cpu")
+        needed.check_fits(footprint, available_bytes(device), device.type == "cpu")
         if memory is not None and footprint.weight_bytes >= memory:
             raise ValueError(
                 f"--memory {memory} bytes do not hold the model's {footprint.weight_bytes} bytes of"
                 " weights; give more, fewer --layers or another --dtype"
             )
     return Request(source, settings, device, memory, max_run_batch, footprints)
-
-
-_NONE = "-"
-
-
-def comparison_table(rows: Sequence[Row]) -> str:
-    """Sets the caches side by side."""
-    return _table(
-        [row for row in rows if row.status == "ok"],
-        {
-            "dtype": lambda r: r.dtype,
-            "context": lambda r: f"{r.context:,}",
-            "batch": lambda r: str(r.batch),
-            "cache": lambda r: CacheChoice(r.cache, r.budget, kv_bits=r.kv_bits).label,
-            "prefill, s": lambda r: _spread(r.prefill),
-            "of full": lambda r: _spread(r.prefill_ratio),
-            "step, ms": lambda r: _spread(r.decode, 1e3),
-            "tokens/s": lambda r: _number(r.tokens_per_second),
-            "cache held": lambda r: _bytes(r.cache_bytes),
-            "peak": lambda r: _bytes(r.peak_bytes),
-            "speed-up": lambda r: _spread(r.speedup),
-            "limit": lambda r: _number(r.limit),
-            "reached": lambda r: _percent(r.share),
-            "GB/s": lambda r: _number(None if r.achieved is None else r.achieved / 1e9),
-        },
-    )
-
-
-def left_out(rows: Sequence[Row]) -> list[str]:
-    """Says which caches gave no figure, and why, each once."""
-    lines = {f"{row.cache}: {row.status}": None for row in rows if row.status != "ok"}
-    return list(lines)
-
-
-def max_batch_table(rows: Sequence[MaxBatchRow]) -> str:
-    """Sets the largest batches side by side."""
-    return _table(
-        rows,
-        {
-            "dtype": lambda r: r.dtype,
-            "context": lambda r: f"{r.context:,}",
-            "cache": lambda r: CacheChoice(r.cache, r.budget, kv_bits=r.kv_bits).label,
-            "one cache": lambda r: _bytes(r.cache_bytes),
-            "one forward": lambda r: _bytes(r.activation_bytes),
-            "largest batch": lambda r: f"{r.max_batch:,}",
-            "verified": lambda r: "yes" if r.is_verified else "no",
-            "run with": lambda r: str(r.run_batch),
-            "peak": lambda r: _bytes(r.peak_bytes),
-            "prefill, s": lambda r: _spread(r.prefill),
-            "step, ms": lambda r: _spread(r.decode, 1e3),
-            "tokens/s": lambda r: _number(r.tokens_per_second),
-            "against full": lambda r: _spread(r.throughput_ratio),
-        },
-    )
 
 
 def to_json(
@@ -212,34 +143,6 @@ def to_json(
         "rows": [row.cells() for row in rows],
     }
     return json.dumps(result, allow_nan=False)
-
-
-def _table(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> str:
-    table = [[cell(row) for cell in cells.values()] for row in rows]
-    return format_table(list(cells), table, left=("dtype", "cache"))
-
-
-def _spread(value: Spread | None, factor: float = 1.0) -> str:
-    if value is None:
-        return _NONE
-    middle, lower, upper = (
-        _number(factor * part) for part in (value.median, value.lower, value.upper)
-    )
-    return f"{middle} [{lower}, {upper}]"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return _NONE
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _percent(value: float | None) -> str:
-    return _NONE if value is None else f"{100 * value:.0f} %"
-
-
-def _bytes(value: int | None) -> str:
-    return _NONE if value is None else format_bytes(value)
 
 
 CHECK_FAILED = 1
@@ -292,7 +195,7 @@ def bench(
     budgets: Annotated[
         str, typer.Option(help="Fractions of the prompt or tokens, half for heavy hitters.")
     ] = "0.2",
-    caches: Annotated[str, typer.Option(help=f"{', '.join(CACHES)}.")] = (
+    caches: Annotated[str, typer.Option(help=f"{', '.join(RUNNERS)}.")] = (
         "dynamic,static,quantized,h2o"
     ),
     positions: Annotated[str, typer.Option(help="original or rolling.")] = "original",
@@ -354,7 +257,7 @@ def bench(
     wanted_memory = memory_for_batch(max_batch, memory, max_run_batch, plot)
     check_files(csv, plot)
     request = checked_request(source, settings, chosen_device, wanted_memory, max_run_batch)
-    columns = COLUMNS if wanted_memory is None else MAX_BATCH_COLUMNS
+    columns = (Row if wanted_memory is None else MaxBatchRow).columns()
     file = None if csv is None else CsvFile(csv, (*ENVIRONMENT_COLUMNS, *columns))
     results = _Results(file, environment(chosen_device))
     code = _run(request, results)
@@ -386,7 +289,7 @@ def _run(request: Request, results: _Results) -> int:
             raise ValueError(
                 f"the memory ran out ({reason}); give a smaller batch or context, or fewer --layers"
             ) from error
-        except TrialFailedError as error:
+        except PeakRunFailedError as error:
             raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
         finally:
             if results.file is not None:
@@ -395,12 +298,8 @@ def _run(request: Request, results: _Results) -> int:
 
 
 def _total(request: Request) -> int:
-    settings = request.settings
-    per_dtype = count_units(settings)
-    if request.memory is not None:
-        caches = 1 + len(settings.budgets) * (1 + len(settings.kv_bits))
-        per_dtype = len(settings.contexts) * caches * (3 + settings.rounds)
-    return len(settings.dtypes) * per_dtype
+    count = count_units if request.memory is None else MaxBatch.count_units
+    return len(request.settings.dtypes) * count(request.settings)
 
 
 def _rows(
@@ -411,9 +310,9 @@ def _rows(
     model = request.source.build(dtype, request.device)
     progress.advance(0, "checking correctness")
     for bits in (None, *request.settings.kv_bits):
-        choice = CacheChoice("h2o", positions=request.settings.positions, kv_bits=bits)
-        name = str(dtype).removeprefix("torch.") + ("" if bits is None else f", {bits} bits")
-        results.checks[name] = asdict(check_h2o(model, choice))
+        name = dtype_name(dtype) + ("" if bits is None else f", {bits} bits")
+        check = check_h2o(model, positions=request.settings.positions, kv_bits=bits)
+        results.checks[name] = asdict(check)
 
     def report(label: str) -> None:
         progress.advance(note=label)
@@ -435,7 +334,7 @@ def _show(request: Request, results: _Results, plot: Path | None, as_json: bool)
         is_batch = request.memory is not None
         write_text(max_batch_table(results.rows) if is_batch else comparison_table(results.rows))
         if not is_batch:
-            for line in left_out(results.rows):
+            for line in missing_figures(results.rows):
                 write_remark(line)
         if results.bandwidth is not None:
             write_remark(f"memory bandwidth measured: {results.bandwidth / 1e9:.1f} GB/s")

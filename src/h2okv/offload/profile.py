@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from h2okv.benchmarking.timing import Clock
 from h2okv.engine.memory import available_bytes
 from h2okv.offload.checkpoint import CheckpointFiles
 
@@ -21,6 +20,25 @@ _ROWS = (1, 8, 32, 256)
 _LEAST_SECONDS = 0.05
 _LEAST_RUNS = 3
 """On a busy machine a single run may have waited for others most of the time."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Measures calls on a device; a GPU works on after a call has returned."""
+
+    device: torch.device
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Runs a call, and returns the seconds until its work is done."""
+        self._synchronise()
+        start = time.perf_counter()
+        call()
+        self._synchronise()
+        return time.perf_counter() - start
+
+    def _synchronise(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from h2okv.benchmarking.serving import (
     Command,
     Load,
     PagedSize,
-    Percentiles,
+    first_messages,
     make_loads,
-    put_under,
     summarize,
 )
 from h2okv.benchmarking.serving_client import (
@@ -36,6 +35,7 @@ from h2okv.benchmarking.serving_client import (
     default_texts,
     read_texts,
 )
+from h2okv.benchmarking.timing import Percentiles
 from h2okv.cli.app import run
 from h2okv.provenance import ENVIRONMENT_COLUMNS
 
@@ -53,7 +53,7 @@ def measure(server, load, requests=None, **endpoint):
     async def go():
         async with OpenAITarget(Endpoint(server.url, **endpoint)) as target:
             target._model = "the-model"
-            await put_under(target, load, requests or workload(), outcomes, lambda: None)
+            await load.put_on(target, requests or workload(), outcomes)
 
     asyncio.run(go())
     return outcomes
@@ -130,8 +130,8 @@ def test_every_kind_of_error_is_counted_and_the_rest_goes_on(fake_server):
     assert summary.errors == KINDS
     assert (summary.requests, summary.finished, summary.failed) == (11, 3, 8)
     assert summary.new_tokens == 4
-    assert "too much" in summary.messages["HTTP 429"]
-    assert "NaN" in summary.messages["error in stream"]
+    assert "too much" in first_messages(outcomes)["HTTP 429"]
+    assert "NaN" in first_messages(outcomes)["error in stream"]
 
 
 def test_a_server_that_is_gone_is_an_error_and_no_crash(fake_server):
@@ -291,7 +291,7 @@ BAD = {
     "no clients": (("--url", "http://x", "--clients", "0"), ("--clients 0",)),
     "clients in words": (("--url", "http://x", "--clients", "many"), ("--clients 'many'",)),
     "no rate": (("--url", "http://x", "--rate", "0"), ("--rate 0", "such as 5")),
-    "endless rate": (("--url", "http://x", "--rate", "inf"), ("--rate 'inf'",)),
+    "endless rate": (("--url", "http://x", "--rate", "inf"), ("--rate inf",)),
     "context backwards": (("--url", "http://x", "--context", "96:64"), ("--context 96:64",)),
     "context in words": (("--url", "http://x", "--context", "long"), ("--context 'long'",)),
     "no tokens": (("--url", "http://x", "--new-tokens", "0"), ("--new-tokens 0",)),
@@ -344,7 +344,7 @@ def test_control_c_prints_what_was_measured(fake_server):
     assert process.returncode == 130, err
     # One request found out how tokens are counted; six were answered; two hung.
     assert "6/8" in out
-    assert "stopped; 2 requests were under way" in err
+    assert "stopped; 2 requests were running" in err
     assert "Traceback" not in err
 
 

@@ -1,13 +1,20 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.timing import Clock, Spread, in_turn
+from h2okv.benchmarking.timing import Spread, interleaved
 from h2okv.engine.memory import available_bytes, parse_memory, peak_resident_bytes, resident_bytes
-from h2okv.offload.profile import measure_bandwidth
+from h2okv.offload.profile import Clock, measure_bandwidth
 
 
 def test_everybody_takes_turns_and_the_order_turns_too():
-    assert list(in_turn("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    assert list(interleaved("ab", 3)) == [
+        (0, "a"),
+        (0, "b"),
+        (1, "b"),
+        (1, "a"),
+        (2, "a"),
+        (2, "b"),
+    ]
 
 
 def test_a_clock_runs_the_call_once():

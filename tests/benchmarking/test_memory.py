@@ -29,8 +29,8 @@ def test_bytes_of_an_entry_by_hand(source):
     config = source.config()
     footprint = footprint_of(config, torch.bfloat16)
     assert footprint.entry_bytes == LAYERS * KV_HEADS * 2 * HEAD * 2
-    assert footprint.note_bytes == LAYERS * KV_HEADS * 8
-    assert footprint_of(config, torch.bfloat16, rolls=True).note_bytes == LAYERS * KV_HEADS * 12
+    assert footprint.metadata_bytes == LAYERS * KV_HEADS * 8
+    assert footprint_of(config, torch.bfloat16, rolls=True).metadata_bytes == LAYERS * KV_HEADS * 12
     assert footprint.full_bytes(3, 100) == 3 * 100 * 256
     assert footprint.h2o_bytes(3, 20, 100) == 3 * 20 * (256 + 32)
 
@@ -75,7 +75,7 @@ def test_the_limit_by_hand():
     assert limit == pytest.approx((weights + full) / (weights + own))
     footprint = footprint_of(parse_shape("llama-3-8b").config(), torch.bfloat16)
     assert footprint.step_weight_bytes == weights
-    assert (footprint.entry_bytes, footprint.note_bytes) == (entry, notes)
+    assert (footprint.entry_bytes, footprint.metadata_bytes) == (entry, notes)
     assert limit == pytest.approx(2.24, abs=0.01)
 
 
