@@ -38,9 +38,10 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     import h2okv
     from h2okv.cli.args import CacheChoice, Sampling
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
+    from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.loading import describe
     from h2okv.offload.batch_runner import BatchSequence as Sequence
-    from h2okv.offload.batch_runner import Chooser, Runner
+    from h2okv.offload.batch_runner import Runner
     from h2okv.offload.offload_engine import BatchRequest, make_engine
 
     described = describe(setting["folder"])
@@ -76,7 +77,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
         tokens = tokens[: engine.limits.rows]
     sequences = [Sequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
     runner = Runner(
-        engine.model, engine.passing, Chooser(engine.model), make_cache, engine.limits,
+        engine.model, engine.passing, SamplingParams(temperature=0), make_cache, engine.limits,
         request.device,
     )  # fmt: skip
     passes: list[tuple[float, int]] = []

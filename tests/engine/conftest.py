@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 import h2okv
 from h2okv.offload.batch_runner import BatchSequence as Sequence
-from h2okv.offload.batch_runner import Chooser, Limits, OneByOne, Runner
+from h2okv.offload.batch_runner import Limits, OneByOne, Runner
 
 VOCABULARY = 89
 
@@ -33,12 +33,12 @@ def make_sequences():
 def run_engine():
     """Runs sequences through the engine; gives the new tokens by id."""
 
-    def run(model, sequences, limits=None, passing=None, chooser=None, **cache_options):
+    def run(model, sequences, limits=None, passing=None, params=None, **cache_options):
         options = {"heavy": 0.2, "recent": 0.2} | cache_options
         runner = Runner(
             model,
             passing or OneByOne(),
-            chooser or Chooser(model),
+            params or h2okv.SamplingParams(temperature=0),
             lambda: h2okv.H2OCache(model.config, **options),
             limits or Limits(rows=8, prompt_tokens=1000, decode_rows=8),
             torch.device("cpu"),

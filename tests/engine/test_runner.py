@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from h2okv.offload.batch_runner import Chooser, Limits
+import h2okv
+from h2okv.offload.batch_runner import Limits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
@@ -85,8 +86,8 @@ def test_longer_than_the_full_caches_growth(model, make_sequences, run_engine, a
 def test_sampling_is_each_prompts_own(model, make_sequences, run_engine):
     def run(limits, reverse=False, seed=0):
         sequences = make_sequences(LENGTHS)
-        chooser = Chooser(model, temperature=0.9, top_p=0.8, seed=seed)
-        return run_engine(model, sequences[:: -1 if reverse else 1], limits, chooser=chooser)
+        params = h2okv.SamplingParams(temperature=0.9, top_p=0.8, seed=seed)
+        return run_engine(model, sequences[:: -1 if reverse else 1], limits, params=params)
 
     first = run(Limits(1, 1, 1))
     assert run(Limits(10, 60, 10)) == first
@@ -100,7 +101,7 @@ def test_sampling_draws_what_the_probabilities_say(model, make_sequences, run_en
     for own in sequences:
         own.prompt = sequences[0].prompt
     limits = Limits(100, 10_000, 100)
-    made = run_engine(model, sequences, limits, chooser=Chooser(model, temperature=1.0))
+    made = run_engine(model, sequences, limits, params=h2okv.SamplingParams())
     with torch.no_grad():
         logits = model(torch.tensor([sequences[0].prompt])).logits[0, -1]
     probabilities = torch.softmax(logits, dim=-1)

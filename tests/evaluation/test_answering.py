@@ -4,8 +4,8 @@ from transformers import DynamicCache
 
 import h2okv
 import h2okv.evaluation.generate as answering
-from h2okv.engine.sampler import Decoding, text_before
 from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.evaluation.decoding import Decoding, text_before
 from h2okv.evaluation.generate import Prompt, answer_batch, answer_question
 
 TIGHT = CacheSetting("h2o", 24)

@@ -1,7 +1,7 @@
 import pytest
 
-from h2okv.engine.sampler import Decoding
 from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.task import BatchOptions, TextPrompt
 from h2okv.evaluation.tasks.diversity import Diversity
 

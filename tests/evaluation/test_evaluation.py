@@ -3,8 +3,8 @@ from contextlib import suppress
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from h2okv.engine.sampler import Decoding
 from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.runner import Cell, Evaluation, SampleFile
 from h2okv.evaluation.task import BatchOptions, TextPrompt
 from h2okv.evaluation.tasks.summarization import Article, Summarization

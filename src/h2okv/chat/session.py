@@ -19,7 +19,7 @@ from h2okv.cli.args import Sampling
 from h2okv.cli.generate import LONG_PROMPT, check_vocabulary, sampling_options
 from h2okv.console import Interrupt, Progress
 from h2okv.engine.detokenizer import StopText, TextStream
-from h2okv.engine.sampler import NumbersOnly
+from h2okv.engine.sampler import RefuseNaN
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.integration.loading import Described
 from h2okv.integration.prefill import read_blocks
@@ -123,7 +123,7 @@ class Answering(StoppingCriteria):
             use_cache=True,
             num_beams=1,
             eos_token_id=self._question.end_tokens or None,
-            logits_processor=[NumbersOnly()],
+            logits_processor=[RefuseNaN()],
             stopping_criteria=[self],
             **sampling_options(sampling),
         )

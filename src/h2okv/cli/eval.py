@@ -36,8 +36,8 @@ from h2okv.cli.args import (
     split_list,
 )
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
-from h2okv.engine.sampler import Decoding
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.plots import check_plot
 from h2okv.evaluation.runner import Cell, Evaluation, SampleFile
 from h2okv.evaluation.sweep import (

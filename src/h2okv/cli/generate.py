@@ -46,7 +46,7 @@ from h2okv.console import (
     write_text,
 )
 from h2okv.engine.detokenizer import TextStream
-from h2okv.engine.sampler import NumbersOnly
+from h2okv.engine.sampler import RefuseNaN
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import BUNDLED
 
@@ -242,7 +242,7 @@ def _generate(
         max_new_tokens=job.room,
         use_cache=True,
         num_beams=1,
-        logits_processor=[NumbersOnly(), *processors],
+        logits_processor=[RefuseNaN(), *processors],
         streamer=stream,
         **options,
     )

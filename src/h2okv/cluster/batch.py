@@ -28,7 +28,8 @@ from h2okv.cluster.ray_cluster import (
     share_cpus,
 )
 from h2okv.console import Progress
-from h2okv.offload.batch_runner import Chooser, Runner
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.offload.batch_runner import Runner
 from h2okv.offload.job import Job, JobResultFile, PromptFile, PromptLine, PromptList, ResultList
 from h2okv.offload.offload_engine import (
     BatchRequest,
@@ -295,8 +296,8 @@ class Worker:
         job = Job(PromptList([]), ResultList(), self._wording)
         self._engine = make_engine(request, described, job, self._make_cache)
         sampling = request.sampling
-        self._chooser = Chooser(
-            self._engine.model, sampling.temperature, sampling.top_p, sampling.seed
+        self._params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed
         )
 
     def __call__(self, batch: Any) -> Any:
@@ -316,7 +317,7 @@ class Worker:
         runner = Runner(
             engine.model,
             engine.passing,
-            self._chooser,
+            self._params,
             self._make_cache,
             engine.limits,
             self._request.device,

@@ -28,7 +28,7 @@ from h2okv.engine.outputs import (
 )
 from h2okv.engine.parallel import Ranks, check_divides
 from h2okv.engine.request import Output, Plan, PromptPiece, PromptStart, Request
-from h2okv.engine.sampler import RowSampler, choose, end_tokens, logprobs_of
+from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
 from h2okv.integration import enable
@@ -65,7 +65,7 @@ class Core:
         self._execute = execute
         self._recover = recover
         self._block = block
-        self._ends = end_tokens(model)
+        self._ends = eos_token_ids(model)
         self._counters = _Counters()
 
     def abort(self, request: Request) -> None:
@@ -149,7 +149,7 @@ class Core:
             Output(
                 request,
                 index,
-                RowSampler(self._model, request.params, request.prompt, index),
+                Sampler(self._model, request.params, request.prompt, index),
                 self._tokenizer,
             )
             for index in range(request.params.n)
@@ -162,11 +162,11 @@ class Core:
             request.logprobs.append(None)
         following = request.prompt[piece.position + 1 : piece.position + 1 + len(piece.tokens)]
         count = request.params.prompt_logprobs or 0
-        request.logprobs.extend(logprobs_of(logits[: len(following)], following, count))
+        request.logprobs.extend(token_logprobs(logits[: len(following)], following, count))
 
     def _take(self, outputs: list[Output], logits: torch.Tensor) -> None:
         """Chooses a token for each output and hands it on."""
-        tokens = choose([own.sampler for own in outputs], [own.tokens for own in outputs], logits)
+        tokens = sample([own.sampler for own in outputs], [own.tokens for own in outputs], logits)
         for row, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
             request = output.request
             if request.is_over:  # another output of it has just failed
@@ -183,7 +183,7 @@ class Core:
         request = output.request
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.params.logprobs is not None:
-            logprobs = tuple(logprobs_of(logits, [token], request.params.logprobs))
+            logprobs = tuple(token_logprobs(logits, [token], request.params.logprobs))
         is_first = not any(own.tokens for own in request.outputs)
         piece = output.take(token, self._ends, logprobs)
         if is_first:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.outputs import Piece, PromptRead, TokenLogprob
-from h2okv.engine.sampler import RowSampler
+from h2okv.engine.sampler import Sampler
 from h2okv.engine.sampling_params import SamplingParams
 
 
@@ -93,7 +93,7 @@ class Output:
     """
 
     def __init__(
-        self, request: Request, index: int, sampler: RowSampler, tokenizer: PreTrainedTokenizerBase
+        self, request: Request, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.request = request
         self.index = index

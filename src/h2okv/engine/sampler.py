@@ -1,4 +1,4 @@
-"""The next token of each sequence."""
+"""How the next token of each sequence is chosen, for every loop in the package."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -25,91 +23,87 @@ from transformers import (
 from h2okv.engine.outputs import RequestFailedError, TokenLogprob
 from h2okv.engine.sampling_params import SamplingParams
 
-
-def settled_config(
-    model: PreTrainedModel,
-    temperature: float,
-    top_p: float,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    repetition_penalty: float | None = None,
-) -> GenerationConfig:
-    """Makes a generation config of a model's own and what is asked for."""
-    config: Any = copy.deepcopy(model.generation_config)
-    draws = temperature > 0
-    config.do_sample = draws
-    config.temperature = temperature if draws else None
-    config.top_p = top_p if draws else None
-    config.top_k = top_k or None if draws else None
-    config.min_p = min_p or None if draws else None
-    if repetition_penalty is not None:
-        config.repetition_penalty = repetition_penalty
-    config.num_beams = 1
-    ends = sorted(end_tokens(model))
-    config._eos_token_tensor = torch.tensor(ends) if ends else None
-    settled: GenerationConfig = config
-    return settled
-
-
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Reads the tokens that end a model's texts."""
-    ends: Any = getattr(model.generation_config, "eos_token_id", None)
-    if ends is None:
-        return frozenset()
-    return frozenset(ends if isinstance(ends, list) else [ends])
-
-
-def processors_of(
-    model: PreTrainedModel, config: GenerationConfig, prompt_length: int, device: str = "cpu"
-) -> LogitsProcessorList:
-    """Makes the processors of ``generate``."""
-    transformers: Any = model
-    made: LogitsProcessorList = transformers._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=prompt_length,
-        device=device,
-        model_kwargs={},
-    )
-    return made
-
-
-_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""Processors for which a row's text so far makes no difference."""
-
-_NOT_A_NUMBER = (
-    "the model's output for this request is not a number (NaN); its data type may be too narrow"
+NOT_A_NUMBER = (
+    "the model's output is not a number (NaN); its data type may be too narrow, try dtype float32"
 )
 _NOTHING_LEFT = (
     "no token can be chosen: temperature, penalties and biases leave no weight that is a number "
     "above 0; choose others."
 )
+_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+"""Processors that do not look at the tokens so far."""
 
 
-class RowSampler:
-    """What choosing the tokens of one output needs."""
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Reads the tokens that end a model's texts."""
+    config: Any = model.generation_config or model.config
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return frozenset()
+    return frozenset(ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
+
+
+def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
+    """Makes the arguments with which transformers' ``generate`` samples as asked for."""
+    options: dict[str, Any] = {"do_sample": not params.is_greedy}
+    if not params.is_greedy:  # else transformers warns that they have no effect
+        options |= {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p or None,
+        }
+    if params.repetition_penalty != 1:
+        options["repetition_penalty"] = params.repetition_penalty
+    return options
+
+
+def logits_processors(
+    model: PreTrainedModel, params: SamplingParams, prompt_length: int
+) -> LogitsProcessorList:
+    """Makes the processors of ``generate``: the model's own and those asked for."""
+    config: Any = copy.deepcopy(model.generation_config)
+    for name, value in generation_kwargs(params).items():
+        setattr(config, name, value)
+    config.num_beams = 1
+    ends = sorted(eos_token_ids(model))
+    config._eos_token_tensor = torch.tensor(ends) if ends else None
+    transformers: Any = model
+    made: LogitsProcessorList = transformers._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=prompt_length,
+        device="cpu",
+        model_kwargs={},
+    )
+    return made
+
+
+class Sampler:
+    """Chooses the tokens of one output, whatever is sampled beside it.
+
+    Args:
+        model: Its generation config may have processors of its own.
+        params: What is asked for.
+        prompt: Tokens before the first one that is chosen.
+        index: Which of the outputs of the prompt; added to the seed.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, params: SamplingParams, prompt: Sequence[int], index: int
+        self, model: PreTrainedModel, params: SamplingParams, prompt: Sequence[int], index: int = 0
     ) -> None:
-        penalty = None if params.repetition_penalty == 1 else params.repetition_penalty
-        config = settled_config(
-            model, params.temperature, params.top_p, params.top_k, params.min_p, penalty
-        )
-        processors = processors_of(model, config, len(prompt))
+        processors = logits_processors(model, params, len(prompt))
         self.params = params
-        self.prompt = prompt
-        own = [part for part in processors if not isinstance(part, _WARPERS)]
-        warpers = [part for part in processors if isinstance(part, _WARPERS)]
-        self.by_text = LogitsProcessorList(own)
-        """Those that look at the text so far."""
-        self.warpers = LogitsProcessorList(warpers)
-        self.penalises = bool(
+        self.warpers = LogitsProcessorList(p for p in processors if isinstance(p, _WARPERS))
+        self._by_text = LogitsProcessorList(p for p in processors if not isinstance(p, _WARPERS))
+        self._prompt = prompt
+        self._bias = (
+            torch.tensor(list(params.logit_bias)),
+            torch.tensor([*params.logit_bias.values()]),
+        )
+        self._penalises = bool(
             params.presence_penalty or params.frequency_penalty or params.logit_bias
         )
-        self.is_plain = params.is_greedy and not self.by_text and not self.penalises
-        bias = params.logit_bias
-        self._bias = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
-        self.key = (params.temperature, params.top_p, params.top_k, params.min_p)
+        self.sees_text = bool(self._by_text) or self._penalises
         self.generator: torch.Generator | None = None
         if not params.is_greedy:
             self.generator = torch.Generator()
@@ -118,8 +112,14 @@ class RowSampler:
             else:
                 self.generator.manual_seed((params.seed + index) % 2**63)
 
+    @property
+    def warping(self) -> tuple[float, ...]:
+        """What the warpers depend on; samplers with the same one can share a call."""
+        own = self.params
+        return own.temperature, own.top_p, own.top_k, own.min_p
+
     def process(self, logits: Any, text: Sequence[int]) -> torch.Tensor:
-        """Does to a row's logits what its text so far asks for.
+        """Applies what depends on the text so far.
 
         Args:
             logits: fp32 ``[1, V]`` on the CPU; unchanged.
@@ -128,87 +128,83 @@ class RowSampler:
         Returns:
             fp32 ``[1, V]``.
         """
-        if self.penalises:
-            logits = self._penalised(logits, text)
-        if self.by_text:
-            tokens: Any = torch.tensor([[*self.prompt, *text]])
-            logits = self.by_text(tokens, logits)
+        if self._penalises:
+            logits = logits.clone()
+            for token, times in Counter(text).items():
+                taken = self.params.presence_penalty + self.params.frequency_penalty * times
+                logits[0, token] -= taken
+            if self.params.logit_bias:
+                tokens, biases = self._bias
+                logits[0, tokens] += biases
+        if self._by_text:
+            so_far: Any = torch.tensor([[*self._prompt, *text]])
+            logits = self._by_text(so_far, logits)
         processed: torch.Tensor = logits
         return processed
 
-    def _penalised(self, logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
-        logits = logits.clone()
-        for token, times in Counter(text).items():
-            taken = self.params.presence_penalty + self.params.frequency_penalty * times
-            logits[0, token] -= taken
-        if self.params.logit_bias:
-            tokens, biases = self._bias
-            logits[0, tokens] += biases
-        return logits
 
-
-def choose(
-    rows: Sequence[RowSampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
+def sample(
+    samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
 ) -> list[int | Exception]:
-    """Chooses a token for each row, whatever the others want.
+    """Chooses the next token of each sequence, as if it were alone.
 
     Args:
-        rows: B of them; their generators are advanced.
+        samplers: B of them; their generators are advanced.
         texts: Their new tokens so far.
         logits: ``[B, V]``, of any dtype, on any device.
+
+    Returns:
+        For each sequence its token, or why there is none.
     """
-    # A NaN anywhere in a row is one in its sum; infinities of both signs are no use either.
-    is_fine = ~torch.isnan(logits.float().sum(dim=-1))
+    # A NaN anywhere makes the sum one; infinities of both signs are no use either.
+    is_fine = (~torch.isnan(logits.float().sum(dim=-1))).tolist()
     chosen: list[int | Exception] = list(logits.argmax(dim=-1).tolist())
-    for row, fine in enumerate(is_fine.tolist()):
-        if not fine:
-            chosen[row] = RequestFailedError(_NOT_A_NUMBER)
-    drawing: dict[Any, list[int]] = defaultdict(list)
-    for row, sampler in enumerate(rows):
-        if isinstance(chosen[row], Exception) or sampler.is_plain:
-            continue
-        if sampler.by_text or sampler.penalises:
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        if not is_fine[row]:
+            chosen[row] = RequestFailedError(NOT_A_NUMBER)
+        elif sampler.sees_text:
             try:
                 one = sampler.process(logits[row : row + 1].float().cpu(), texts[row])
                 chosen[row] = _draw([sampler], one)[0]
             except Exception as error:  # a processor of the model's own may raise anything
                 chosen[row] = error
-        else:
-            drawing[sampler.key].append(row)
-    for group in drawing.values():
-        samplers = [rows[row] for row in group]
-        for row, token in zip(group, _draw(samplers, logits[group].float()), strict=True):
+        elif sampler.generator is not None:
+            groups[sampler.warping].append(row)
+    for rows in groups.values():
+        drawn = _draw([samplers[row] for row in rows], logits[rows].float())
+        for row, token in zip(rows, drawn, strict=True):
             chosen[row] = token
     return chosen
 
 
-def _draw(samplers: list[RowSampler], logits: Any) -> list[int | Exception]:
-    """Draws for rows with the same warpers, or takes the likeliest."""
-    chosen: list[int | Exception] = []
+def _draw(samplers: list[Sampler], logits: Any) -> list[int | Exception]:
+    """Draws for sequences with the same warpers, or takes the most likely token."""
+    failed = RequestFailedError(_NOTHING_LEFT)
     if samplers[0].generator is None:
-        best = logits.max(dim=-1)
-        for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            chosen.append(token if value > -math.inf else RequestFailedError(_NOTHING_LEFT))
-        return chosen
+        values, tokens = (part.tolist() for part in logits.max(dim=-1))
+        return [
+            token if value > -math.inf else failed
+            for value, token in zip(values, tokens, strict=True)
+        ]
     nothing: Any = None  # warpers do not look at the text
     weights = torch.softmax(samplers[0].warpers(nothing, logits), dim=-1).cpu()
     is_fine = torch.isfinite(weights.sum(dim=-1)).tolist()
-    for row, sampler in enumerate(samplers):
-        if is_fine[row]:
-            drawn = torch.multinomial(weights[row : row + 1], 1, generator=sampler.generator)
-            chosen.append(int(drawn))
-        else:
-            chosen.append(RequestFailedError(_NOTHING_LEFT))
-    return chosen
+    return [
+        int(torch.multinomial(weights[row : row + 1], 1, generator=sampler.generator))
+        if is_fine[row]
+        else failed
+        for row, sampler in enumerate(samplers)
+    ]
 
 
-def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Tells how likely tokens were.
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Gives the log-probabilities of tokens.
 
     Args:
         logits: ``[n, V]``, as the model gave them.
         tokens: n of them.
-        count: How many of the likeliest tokens to tell with each.
+        count: How many of the most likely tokens come with each.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
@@ -222,90 +218,48 @@ def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list
 
 
 class SeededSampling(LogitsProcessor):
-    """Adds noise to the logits, so that the likeliest token is a draw from their distribution.
+    """Makes greedy ``generate`` draw, each sequence with a random generator of its own.
 
     The maximum of log-probabilities with independent Gumbel noise is distributed as they say
-    (Gumbel 1954; Maddison et al., arXiv 1411.0030, section 2). Each row of a batch has a random
-    generator of its own: what it draws does not depend on the rows beside it, nor on what an
-    interrupted run has finished before.
+    (Gumbel 1954; Maddison et al., arXiv 1411.0030, section 2). What a sequence draws depends
+    neither on the others of the batch nor on what an interrupted run has finished before.
+
+    Args:
+        params: Of each sequence, with a seed; temperature, top-p, top-k and min-p are the first's.
     """
 
-    def __init__(self, seeds: Sequence[int], temperature: float, top_p: float) -> None:
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
-        if top_p < 1:
-            self._warpers.append(TopPLogitsWarper(top_p))
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        self._generators = [torch.Generator().manual_seed(own.seed or 0) for own in params]
+        first = params[0]
+        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(first.temperature)])
+        if first.top_k:
+            self._warpers.append(TopKLogitsWarper(first.top_k))
+        if first.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(first.top_p))
+        if first.min_p:
+            self._warpers.append(MinPLogitsWarper(first.min_p))
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Returns the logits with noise, fp32 ``[B, V]``.
-
-        Args:
-            input_ids: int64 ``[B, T]``.
-            scores: Logits, ``[B, V]``.
-        """
-        noisy = cast(torch.FloatTensor, scores.float())
-        for warper in self._warpers:
-            noisy = warper(input_ids, noisy)
-        size = noisy.shape[1]
-        noise = torch.stack(
-            [-torch.empty(size).exponential_(generator=g).log() for g in self._generators]
-        )
-        return cast(torch.FloatTensor, noisy + noise.to(noisy.device))
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Adds noise to logits ``[B, V]``; returns fp32."""
+        warped: Any = self._warpers(input_ids, scores.float())
+        noise = [
+            -torch.empty(warped.shape[1]).exponential_(generator=own).log()
+            for own in self._generators
+        ]
+        return warped + torch.stack(noise).to(warped.device)
 
 
-def sample_seed(seed: int, sample: int) -> int:
-    """Makes the seed of one sample."""
-    digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+class RefuseNaN(LogitsProcessor):
+    """Ends a ``generate`` whose logits have overflowed: it would go on with any text at all."""
 
-
-class NumbersOnly(LogitsProcessor):
-    """Ends a generation whose numbers have overflowed, for it would go on with any text at all."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Returns the scores as they are."""
         if bool(torch.isnan(scores).any()):
-            raise ValueError(
-                f"the model's output is not a number (NaN) after {input_ids.shape[1]} tokens;"
-                " its data type may be too narrow, try --dtype float32"
-            )
+            raise ValueError(f"{NOT_A_NUMBER} (after {input_ids.shape[1]} tokens)")
         return scores
 
 
-def end_token_ids(model: PreTrainedModel) -> set[int]:
-    """Tells which tokens end an answer."""
-    config = model.generation_config or model.config
-    ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return set()
-    return set(ids) if isinstance(ids, (list, tuple)) else {int(ids)}
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How tokens are chosen.
-
-    Attributes:
-        temperature: 0 takes the likeliest token, anything above draws from the distribution.
-        top_p: Draws among the likeliest tokens that hold this much of the probability.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuses what nothing can be drawn with."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature {self.temperature:g} is out of range; give 0 (always the likeliest"
-                " token) or a positive number such as 0.3"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p {self.top_p:g} is out of range; give a share above 0 and up to 1"
-            )
-
-
-def text_before(text: str, stops: Sequence[str]) -> str:
-    """Cuts a text where the first of some strings begins."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+def sample_seed(seed: int, sample: int) -> int:
+    """Derives the seed of one sample of a run."""
+    digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -10,8 +10,10 @@ import torch
 from transformers import LogitsProcessor
 
 import h2okv
-from h2okv.engine.sampler import Decoding, NumbersOnly, SeededSampling, end_token_ids, text_before
+from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.evaluation.decoding import Decoding, text_before
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,18 @@ def _generate(
 ) -> list[Answer]:
     """Generates from ``ids [B, T]``, of which the cache may hold the beginning."""
     model = subject.model
-    processors: list[LogitsProcessor] = [NumbersOnly()]
+    processors: list[LogitsProcessor] = [RefuseNaN()]
     if decoding.temperature > 0:
-        seeds = [prompt.seed for prompt in prompts]
-        processors.append(SeededSampling(seeds, decoding.temperature, decoding.top_p))
+        processors.append(
+            SeededSampling(
+                [
+                    SamplingParams(
+                        temperature=decoding.temperature, top_p=decoding.top_p, seed=prompt.seed
+                    )
+                    for prompt in prompts
+                ]
+            )
+        )
     stops = prompts[0].stops
     if stops:
         options = {**options, "stop_strings": list(stops), "tokenizer": subject.tokenizer}
@@ -132,7 +142,7 @@ def _generate(
 
 def _answer(subject: Subject, ids: list[int], prompt: Prompt) -> Answer:
     ids = ids[: prompt.max_new_tokens]
-    ends = end_token_ids(subject.model)
+    ends = eos_token_ids(subject.model)
     end = next((place for place, token in enumerate(ids) if token in ends), None)
     if end is not None:
         ids = ids[: end + 1]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
 from h2okv.cache.validation import check_positions, trained_window
-from h2okv.engine.sampler import end_token_ids
+from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_data import Piece, StreamSource
 from h2okv.integration import enable
@@ -285,7 +285,7 @@ class Stream:
         self.settings = settings
         self.state = state or StreamState()
         self._identity = dict(identity or {})
-        self._end_ids = end_token_ids(model)
+        self._end_ids = eos_token_ids(model)
         self._last_position = _last_position(model, cache)
 
     @classmethod

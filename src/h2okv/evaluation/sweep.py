@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.assets import sample_prompt
-from h2okv.engine.sampler import Decoding
 from h2okv.evaluation.cache_setting import OPTIONAL, CacheSetting
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.plots import line_look, new_figure, save_figure
 from h2okv.evaluation.runner import Cell
 from h2okv.evaluation.stream_data import read_conversations

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from h2okv.engine.sampler import Decoding, sample_seed
+from h2okv.engine.sampler import sample_seed
 from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generate import Answer, Prompt, answer_batch
 from h2okv.records import Row as Result
 

@@ -6,17 +6,18 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import empty_value
 from h2okv.cache.slots import SlotLayer
-from h2okv.engine.sampler import end_tokens, processors_of, settled_config
+from h2okv.engine.sampler import Sampler, eos_token_ids, sample
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.offload.kv_tiers import CacheStore
 
 PromptId = str | int
@@ -35,7 +36,7 @@ class BatchSequence:
         is_cut: Whether `room` is what the model's context leaves, not what was asked for.
         new_tokens: What was generated.
         finish_reason: ``"eos"``, ``"length"`` or ``"context"``; ``None`` while it goes on.
-        generator: Where its random numbers come from; ``None`` until the first one is drawn.
+        sampler: Chooses its tokens; ``None`` until the first one.
     """
 
     id: PromptId
@@ -45,7 +46,7 @@ class BatchSequence:
     is_cut: bool = False
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    generator: torch.Generator | None = None
+    sampler: Sampler | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -65,61 +66,6 @@ def seed_of(seed: int, prompt_id: PromptId) -> int:
     """Derives a prompt's own seed, the same in every batch, order and run."""
     name = json.dumps([seed, prompt_id]).encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
-
-
-class Chooser:
-    """Chooses as ``generate`` does, each sequence by itself.
-
-    What transformers' processors do to a row depends on that row alone, and each sequence draws
-    from a generator seeded by the job's seed and its own id: so a text does not depend on the
-    batch that it is made in.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
-    ) -> None:
-        config = settled_config(model, temperature, top_p)
-        self.ends = end_tokens(model)
-        self._model = model
-        self._config = config
-        self._seed = seed
-        self._draws = temperature > 0
-        self._is_plain = not self._draws and len(self._processors(1)) == 0
-
-    def choose(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
-        """Chooses a token for each sequence.
-
-        Args:
-            sequences: B of them; their generators are advanced.
-            logits: ``[B, V]``, of any dtype, on any device.
-        """
-        logits = logits.float()
-        if bool(torch.isnan(logits).any()):
-            raise ValueError(
-                "the model's output is not a number (NaN); its data type may be too narrow, try"
-                " --dtype float32"
-            )
-        if self._is_plain:
-            return logits.argmax(dim=-1).tolist()
-        rows = logits.cpu()
-        return [
-            self._choose_one(sequence, rows[index : index + 1])
-            for index, sequence in enumerate(sequences)
-        ]
-
-    def _choose_one(self, sequence: BatchSequence, rows: Any) -> int:
-        text: Any = torch.tensor([sequence.prompt + sequence.new_tokens])
-        scores: Any = self._processors(len(sequence.prompt))(text, rows)
-        if not self._draws:
-            return int(scores.argmax(dim=-1))
-        if sequence.generator is None:
-            sequence.generator = torch.Generator().manual_seed(seed_of(self._seed, sequence.id))
-        weights = torch.softmax(scores, dim=-1)
-        return int(torch.multinomial(weights, 1, generator=sequence.generator))
-
-    def _processors(self, prompt_length: int) -> LogitsProcessorList:
-        """Those of ``generate``; some of them know the prompt's length."""
-        return processors_of(self._model, self._config, prompt_length)
 
 
 def can_join(cache: H2OCache) -> bool:
@@ -402,14 +348,15 @@ class Runner:
         self,
         model: PreTrainedModel,
         passing: Passing,
-        chooser: Chooser,
+        params: SamplingParams,
         make_cache: Callable[[], H2OCache],
         limits: Limits,
         device: torch.device,
     ) -> None:
         self._model = model
         self._passing = passing
-        self._chooser = chooser
+        self._params = params
+        self._ends = eos_token_ids(model)
         self._make_cache = make_cache
         self._limits = limits
         self._device = device
@@ -495,12 +442,26 @@ class Runner:
         done: list[BatchSequence] = []
         for batch, logits in self._passing.run(self._model, self._batches):
             going = [sequence for sequence in batch.sequences if not sequence.is_finished]
-            batch.take(self._chooser.choose(batch.sequences, logits), self._chooser.ends)
+            batch.take(self._sample(batch.sequences, logits), self._ends)
             self.num_tokens += len(going)
             done.extend(sequence for sequence in going if sequence.is_finished)
         self.num_passes += 1
         self._tidy()
         return done
+
+    def _sample(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
+        """Chooses a token for each sequence, with a seed of its own: the batch does not matter."""
+        for own in sequences:
+            if own.sampler is None:
+                params = replace(self._params, seed=seed_of(self._params.seed or 0, own.id))
+                own.sampler = Sampler(self._model, params, own.prompt)
+        samplers = [own.sampler for own in sequences if own.sampler is not None]
+        tokens: list[int] = []
+        for token in sample(samplers, [own.new_tokens for own in sequences], logits):
+            if isinstance(token, Exception):
+                raise ValueError(str(token)) from token
+            tokens.append(token)
+        return tokens
 
     def _tidy(self) -> None:
         """Leaves out finished rows, and puts small micro-batches together."""

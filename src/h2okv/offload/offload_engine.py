@@ -26,11 +26,12 @@ from h2okv.engine.memory import (
     give_memory_back,
     peak_resident_bytes,
 )
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.gguf import cache_folder
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import default_dtype
 from h2okv.offload.assembly import Assembled, assemble
-from h2okv.offload.batch_runner import BatchSequence, Chooser, Limits, OneByOne, Passing, Runner
+from h2okv.offload.batch_runner import BatchSequence, Limits, OneByOne, Passing, Runner
 from h2okv.offload.checkpoint import CheckpointFiles, Stored, weights_digest
 from h2okv.offload.conversion import (
     NeedsConversion,
@@ -616,9 +617,11 @@ def _run(request: BatchRequest, described: Described, job: Job) -> Summary:
     engine = make_engine(request, described, job, make_cache)
     try:
         job.wording = replace(job.wording, most_prompt=engine.most_prompt)
-        chooser = Chooser(engine.model, sampling.temperature, sampling.top_p, sampling.seed)
+        params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed
+        )
         runner = Runner(
-            engine.model, engine.passing, chooser, make_cache, engine.limits, request.device
+            engine.model, engine.passing, params, make_cache, engine.limits, request.device
         )
         with h2okv.enable(engine.model):
             return _go_through(job, runner, engine, sampling.max_new_tokens)

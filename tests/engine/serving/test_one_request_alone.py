@@ -13,7 +13,7 @@ from h2okv.engine import engine as core
 from h2okv.engine.model_runner import Worker
 from h2okv.engine.outputs import RequestFailedError
 from h2okv.engine.request import Output
-from h2okv.engine.sampler import RowSampler, choose
+from h2okv.engine.sampler import Sampler, sample
 
 OTHERS = (
     h2okv.SamplingParams(max_tokens=12, temperature=0),
@@ -106,30 +106,30 @@ def broken_sampler(monkeypatch):
     def make(model, params, *rest):
         if params is MARKED:
             raise TypeError("nothing to sample with")
-        return RowSampler(model, params, *rest)
+        return Sampler(model, params, *rest)
 
-    monkeypatch.setattr(core, "RowSampler", make)
+    monkeypatch.setattr(core, "Sampler", make)
 
 
 def broken_processor(monkeypatch):
-    process = RowSampler.process
+    process = Sampler.process
 
     def broken(sampler, logits, text):
         if sampler.params is MARKED:
             raise IndexError("no such token")
         return process(sampler, logits, text)
 
-    monkeypatch.setattr(RowSampler, "process", broken)
+    monkeypatch.setattr(Sampler, "process", broken)
 
 
 def weights_that_are_no_numbers(monkeypatch):
-    process = RowSampler.process
+    process = Sampler.process
 
     def broken(sampler, logits, text):
         processed = process(sampler, logits, text)
         return processed / 0.0 if sampler.params is MARKED else processed
 
-    monkeypatch.setattr(RowSampler, "process", broken)
+    monkeypatch.setattr(Sampler, "process", broken)
 
 
 def broken_text(monkeypatch):
@@ -200,10 +200,10 @@ def test_a_row_without_weights_leaves_the_others_theirs(make_llama, value, optio
     params = h2okv.SamplingParams(seed=5, **options)
 
     def samplers():
-        return [RowSampler(model, params, (5, 6), index) for index in range(3)]
+        return [Sampler(model, params, (5, 6), index) for index in range(3)]
 
-    first, broken, last = choose(samplers(), [[]] * 3, logits)
+    first, broken, last = sample(samplers(), [[]] * 3, logits)
     assert isinstance(broken, RequestFailedError)
     apart = samplers()
-    assert [first] == choose(apart[:1], [[]], logits[:1])
-    assert [last] == choose(apart[2:], [[]], logits[2:])
+    assert [first] == sample(apart[:1], [[]], logits[:1])
+    assert [last] == sample(apart[2:], [[]], logits[2:])

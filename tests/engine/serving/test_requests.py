@@ -8,7 +8,7 @@ import torch
 import h2okv
 from h2okv.engine.outputs import Piece, PromptTooLongError, QueueFullError, RequestFailedError
 from h2okv.engine.request import Output
-from h2okv.engine.sampler import RowSampler
+from h2okv.engine.sampler import Sampler
 
 
 def run(llm):
@@ -370,7 +370,7 @@ def test_characters_of_several_tokens_come_whole(make_llama, make_llm, tokenizer
     llm = make_llm(model)
     params = h2okv.SamplingParams(max_tokens=len(wanted))
     request = llm.engine.request([5, 6], params, lambda event: None)
-    sampler = RowSampler(model, params, request.prompt, 0)
+    sampler = Sampler(model, params, request.prompt, 0)
     output = Output(request, 0, sampler, tokenizer)
     pieces = [output.take(token, frozenset(), ()) for token in wanted]
     assert "".join(own.text for own in pieces) == tokenizer.decode(wanted)

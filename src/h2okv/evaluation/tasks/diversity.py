@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h2okv.engine.sampler import Decoding
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generate import Answer
 from h2okv.evaluation.task import BatchOptions, GenerationTask, Score, TextPrompt, mean
 from h2okv.provenance import digest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2okv.engine.sampler import Decoding
+from h2okv.evaluation.decoding import Decoding
 from h2okv.evaluation.generate import Answer
 from h2okv.evaluation.task import BatchOptions, GenerationTask, Score, TextPrompt, mean
 from h2okv.provenance import digest

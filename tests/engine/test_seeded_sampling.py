@@ -1,12 +1,18 @@
 import torch
 
 from h2okv.engine.sampler import SeededSampling, sample_seed
+from h2okv.engine.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
 
 
 def draws(count, temperature=1.0, top_p=1.0):
-    sampling = SeededSampling([sample_seed(0, n) for n in range(count)], temperature, top_p)
+    sampling = SeededSampling(
+        [
+            SamplingParams(temperature=temperature, top_p=top_p, seed=sample_seed(0, n))
+            for n in range(count)
+        ]
+    )
     return sampling(None, LOGITS.expand(count, -1)).argmax(dim=-1)
 
 
@@ -22,8 +28,8 @@ def test_top_p_leaves_the_unlikely_out():
 
 def test_a_row_draws_the_same_beside_other_rows():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    together = SeededSampling([5, 6, 7], 1.0, 1.0)
-    alone = SeededSampling([6], 1.0, 1.0)
+    together = SeededSampling([SamplingParams(seed=seed) for seed in (5, 6, 7)])
+    alone = SeededSampling([SamplingParams(seed=6)])
     for _ in range(3):
         assert torch.equal(together(None, logits)[1:2], alone(None, logits[1:2]))
 
