@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.evaluation.resident_memory import resident_bytes
+from h2okv.engine.memory import resident_bytes
 from h2okv.integration.prefill import read_blocks
 
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 import h2okv
 from h2okv.benchmarking.memory import Footprint, footprint_of
-from h2okv.engine.memory import RowSizes, demand_of, row_sizes
+from h2okv.engine.memory import MemoryModel, ServingMemory
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 GIB, MIB = 2**30, 2**20
@@ -109,7 +109,7 @@ class Subject:
         return self.rank_bytes(ranks) - (table / ranks if self._splits_table else table)
 
     @memoized  # noqa: B019 (lives as long as the program)
-    def sizes(self, cache: str, context: int, ranks: int) -> RowSizes:
+    def sizes(self, cache: str, context: int, ranks: int) -> ServingMemory:
         """What one rank's memory goes to beside the weights; each has its share of the KV heads.
 
         For H2O what `h2okv serve` counts. The full cache has no slots to score, and its prompts
@@ -117,17 +117,14 @@ class Subject:
         """
         entries = context if cache == "full" else entries_of(cache, context)
         empty = h2okv.H2OCache(self.config, heavy=entries // 2, recent=entries - entries // 2)
+        memory = MemoryModel.of(self.config, empty, torch.bfloat16)
         if cache != "full":
-            return row_sizes(
-                self.config, empty, torch.bfloat16,
-                row_budget=entries, max_prompt=context, piece=PIECE, ranks=ranks,
-            )  # fmt: skip
-        demand = demand_of(self.config, empty, torch.bfloat16)
-        return RowSizes(
-            row=self.footprint.full_bytes(1, context) // ranks,
-            step=demand.decode_bytes(1, 0),
-            prompt=demand.prompt_bytes(PIECE) + PIECE * demand.vocabulary * 4,
-            fixed=demand.fixed_bytes,
+            return memory.serving(entries, context, PIECE, ranks)
+        return ServingMemory(
+            sequence=self.footprint.full_bytes(1, context) // ranks,
+            step=memory.decode_bytes(1, 0),
+            prefill=memory.prefill_bytes(PIECE) + PIECE * memory.vocabulary * 4,
+            fixed=memory.fixed_bytes,
         )
 
     def link_bytes(self, ranks: int, tokens: int, rows: int) -> float:
@@ -157,7 +154,7 @@ def room(subject: Subject, assumed: Assumed, ranks: int) -> float:
 
 def users(subject: Subject, assumed: Assumed, ranks: int, cache: str, context: int) -> int:
     """Users of one group of ranks."""
-    return subject.sizes(cache, context, ranks).rows_in(int(room(subject, assumed, ranks)))
+    return subject.sizes(cache, context, ranks).num_seqs(int(room(subject, assumed, ranks)))
 
 
 def rows_needed(load: float, hold: float, patience: float, unlucky: float) -> int:
@@ -194,7 +191,7 @@ def of_a_user(subject: Subject, assumed: Assumed) -> str:
     """Bytes of one user's cache."""
     lines = []
     for context in CONTEXTS:
-        sizes = [subject.sizes(cache, context, 1).row / MIB for cache in CACHES]
+        sizes = [subject.sizes(cache, context, 1).sequence / MIB for cache in CACHES]
         lines.append([f"{context:,}", *(f"{size:,.0f} MiB" for size in sizes)])
     return markdown(["tokens of context", *CACHES], lines)
 
@@ -227,7 +224,7 @@ def of_a_step(subject: Subject, assumed: Assumed) -> str:
     for cache in CACHES:
         count = users(subject, assumed, ranks, cache, context)
         weights = subject.read_bytes(ranks) / assumed.bandwidth
-        caches = count * subject.sizes(cache, context, ranks).row / assumed.bandwidth
+        caches = count * subject.sizes(cache, context, ranks).sequence / assumed.bandwidth
         computed = subject.footprint.step_weight_bytes * count / ranks / assumed.products
         sent = subject.link_bytes(ranks, count, count) / link
         step = max(weights + caches, computed) + sent

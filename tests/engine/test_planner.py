@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 import h2okv
-from h2okv.engine.memory import demand_of
+from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_skeleton
 from h2okv.offload.planner import Planner, Room, Workload
 from h2okv.offload.profile import Speeds
@@ -32,7 +32,7 @@ def skeleton(tmp_path_factory):
 def planner(skeleton):
     def make(room, work, **options):
         cache = h2okv.H2OCache(skeleton.model.config, **options)
-        demand = demand_of(skeleton.model.config, cache, torch.bfloat16)
+        demand = MemoryModel.of(skeleton.model.config, cache, torch.bfloat16)
         return Planner(skeleton, demand, cache, SPEEDS, Room(room, 0, USED), work, CPU)
 
     return make

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from h2okv.evaluation.resident_memory import resident_bytes
+from h2okv.engine.memory import resident_bytes
 from h2okv.evaluation.streaming import COLUMNS, Row, RowFile, read_rows
 
 ROWS = [Row(100, 0.1 + 0.2, 0.0125, 1000, 50), Row(200, 1 / 3, 0.25, None, 50)]

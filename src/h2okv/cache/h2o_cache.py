@@ -18,7 +18,7 @@ from h2okv.cache.layer import ScoredLayer
 from h2okv.cache.masked import SimulatedLayer
 from h2okv.cache.quantized import QuantizedSimulatedLayer, QuantizedSlotLayer
 from h2okv.cache.rope import PositionRule, Rotation
-from h2okv.cache.slots import SlotLayer
+from h2okv.cache.slots import GROWTH, SlotBytes, SlotLayer
 from h2okv.cache.validation import (
     check_config,
     check_integrity,
@@ -371,19 +371,46 @@ class H2OCache(Cache):
         """
         return self.policy.apportion(self.budget.resolve(length)).total
 
-    def head_bytes(self, size: int, dtype: torch.dtype) -> int:
-        """Says what one head's key, or value, of an entry takes.
+    def slots_for(self, prompt: int, new: int) -> int:
+        """Says how many slots a sequence takes in each layer.
 
         Args:
-            size: D.
+            prompt: its tokens.
+            new: the most tokens after it.
+
+        Returns:
+            The budget and the free slot; where nothing is evicted, an upper bound.
+        """
+        if self.policy.is_bounded:
+            return self.entries_for(prompt) + 1
+        return prompt + -(-new // GROWTH) * GROWTH + GROWTH
+
+    def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
+        """Says what slots take, before anything is allocated.
+
+        Args:
+            num_heads: KV heads.
+            head_size: D of keys and of values.
             dtype: the model's.
 
         Returns:
-            Bytes.
+            The bytes of a slot and of a sequence.
         """
-        if self.kv_bits is None:
-            return size * dtype.itemsize
-        return packed_bytes(size, self.kv_bits)
+        bits = self.kv_bits
+        side = head_size * dtype.itemsize if bits is None else packed_bytes(head_size, bits)
+        return SlotBytes(
+            num_heads,
+            2 * side,
+            has_ranks=self.rule.rolls,
+            has_norms=self.scoring.uses_values,
+            has_pattern=self._scored[0].marks_pattern,
+        )
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding windows of the layers that have no H2O entries; ``None`` for other kinds."""
+        others = [layer for layer in self.layers if not isinstance(layer, ScoredLayer)]
+        return [getattr(layer, "sliding_window", None) for layer in others]
 
     @property
     def needs_enabling(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +29,35 @@ from h2okv.ops.rope import relative
 
 pad = torch.nn.functional.pad
 
-_GROWTH = 256
+GROWTH = 256
 """Slots added at a time when nothing is evicted (policy ``full``)."""
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """What one sequence takes in one layer of slots.
+
+    Attributes:
+        num_heads: KV heads.
+        entry: bytes of a slot's key and value, for one head.
+        has_ranks: whether slots have ranks, for positions that roll.
+        has_norms: whether slots have the norm of their value.
+        has_pattern: whether the policy marks entries by a rule of its own.
+    """
+
+    num_heads: int
+    entry: int
+    has_ranks: bool = False
+    has_norms: bool = False
+    has_pattern: bool = False
+
+    def total(self, slots: float) -> float:
+        """Bytes of so many slots, with what there is once for each sequence."""
+        # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
+        metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms
+        # The free slot of each head; tokens seen and the parts of the budget, all int64.
+        once = 8 * self.num_heads + 8 * (4 + self.has_pattern)
+        return slots * self.num_heads * (self.entry + metadata) + once
 
 
 @contextmanager
@@ -300,7 +328,7 @@ class SlotLayer(ScoredLayer):
             total,
             limit,
         )
-        num_slots = limit + (1 if self.policy.is_bounded else _GROWTH)
+        num_slots = limit + (1 if self.policy.is_bounded else GROWTH)
         with _ordinary_tensors():
             self._take(key, value, indices, num_slots)
             self._hold(
@@ -399,9 +427,9 @@ class SlotLayer(ScoredLayer):
     def _grow(self) -> None:
         """Makes room for one more entry when nothing is evicted; mutates the layer."""
         # An upper bound of the entries held: padding counts too.
-        if int(self.cumulative_length) - self.last_growth >= _GROWTH - 1:
+        if int(self.cumulative_length) - self.last_growth >= GROWTH - 1:
             with _ordinary_tensors():
-                self._add_slots(_GROWTH)
+                self._add_slots(GROWTH)
                 self._hold(self.scores, self.positions)
             self.last_growth = int(self.cumulative_length)
 

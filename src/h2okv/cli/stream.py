@@ -31,8 +31,8 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
+from h2okv.engine.memory import resident_bytes
 from h2okv.evaluation.plots import check_plot, plot_stream
-from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_data import ConversationSource, TextSource
 from h2okv.evaluation.streaming import RowFile, Setting, Step, Stream, StreamSettings, run_stream
 from h2okv.integration.loading import Described, describe, load_weights

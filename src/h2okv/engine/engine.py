@@ -17,7 +17,13 @@ from h2okv.cache import H2OCache
 from h2okv.cache.slot_pool import RowBlock, check_fits_rows
 from h2okv.cache.validation import window_by_length
 from h2okv.config import Budget
-from h2okv.engine.memory import RowSizes, available_bytes, data_bytes, give_memory_back, row_sizes
+from h2okv.engine.memory import (
+    MemoryModel,
+    ServingMemory,
+    available_bytes,
+    data_bytes,
+    give_memory_back,
+)
 from h2okv.engine.model_runner import Done, Worker
 from h2okv.engine.outputs import (
     EngineStats,
@@ -393,7 +399,7 @@ class Engine:
             f"{self.num_rows} rows of {self.row_budget} entries (prompts up to "
             f"{self.max_prompt_tokens:,} tokens): {block.nbytes / self.num_rows / _MIB:.2f} MiB "
             f"each, {block.nbytes / _MIB:.1f} MiB together",
-            f"beside weights and rows at most {(sizes.prompt + sizes.fixed) / _MIB:.0f} MiB for "
+            f"beside weights and rows at most {(sizes.prefill + sizes.fixed) / _MIB:.0f} MiB for "
             f"a prompt and {self.num_rows * sizes.step / _MIB:.0f} MiB for a step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
             f"{full * self.num_rows / block.nbytes:.1f} times as much",
@@ -434,15 +440,12 @@ class Engine:
             )
         return longest
 
-    def _sizes(self, probe: H2OCache) -> RowSizes:
-        return row_sizes(
-            self.model.config,
-            probe,
-            self.model.dtype,
-            row_budget=self.row_budget,
-            max_prompt=self.max_prompt_tokens,
-            piece=self.settings.piece_tokens,
-            ranks=1 if self.ranks is None else self.ranks.count,
+    def _sizes(self, probe: H2OCache) -> ServingMemory:
+        return MemoryModel.of(self.model.config, probe, self.model.dtype).serving(
+            self.row_budget,
+            self.max_prompt_tokens,
+            self.settings.piece_tokens,
+            1 if self.ranks is None else self.ranks.count,
         )
 
     def _count_rows(self) -> int:
@@ -453,12 +456,12 @@ class Engine:
             give_memory_back()
         available = available_bytes(device) or 0
         if self.settings.memory is None:
-            rows = min(self.sizes.rows_in(int(_FREE_SHARE * available)), _DEFAULT_ROWS)
+            rows = min(self.sizes.num_seqs(int(_FREE_SHARE * available)), _DEFAULT_ROWS)
             taken, promised = 0, int(_FREE_SHARE * available)
         else:
             taken = _taken(device)
             promised = self.settings.memory
-            rows = self.sizes.rows_in(promised - taken)
+            rows = self.sizes.num_seqs(promised - taken)
         if rows < 1:
             least = taken + self.sizes.least
             raise ValueError(

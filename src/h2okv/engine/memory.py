@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
+from h2okv.cache.slots import SlotBytes
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
 _LARGE = 128 << 10
@@ -116,10 +117,6 @@ def _left(limit: tuple[Path, Path]) -> int | None:
         return None
 
 
-_NOTE_BYTES = 4 + 4 + 4
-"""Of one slot: score, position and, when positions roll, rank."""
-_GROWTH = 256
-"""Slots that are added at once where nothing is evicted."""
 _MARGIN = 1.25
 """What temporaries take beyond those that are counted (measured; see docs/throughput.md)."""
 _FIXED_BYTES = 72 << 20
@@ -128,23 +125,50 @@ forward and stay."""
 
 
 @dataclass(frozen=True)
-class Demand:
-    """The sizes that memory depends on.
+class ServingMemory:
+    """What a server's memory goes to, beside the weights.
 
     Attributes:
-        hidden: Numbers of a token's state.
-        width: Numbers of a token between the products of the MLP.
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
-        key_size: Numbers of a key.
-        vocabulary: Tokens.
-        element: Bytes of a number.
-        num_slot_layers: Layers that hold H2O's slots.
-        windows: Of the other layers, the most tokens that each holds.
-        entry_bytes: Of a slot's key and value, in one layer and for all KV heads.
-        token_bytes: Of a token's key and value in the other layers, likewise.
+        sequence: Bytes of one sequence's slots in all layers, as `SlotPool` allocates them.
+        step: Temporaries of a decode step, for each sequence.
+        prefill: The prompts that are prefilled: their entries and the temporaries of one chunk.
+        fixed: Scratch memory of the libraries.
     """
 
+    sequence: int
+    step: int
+    prefill: int
+    fixed: int
+
+    def num_seqs(self, free: int) -> int:
+        """How many sequences fit into so many bytes."""
+        return max(0, (free - self.prefill - self.fixed) // (self.sequence + self.step))
+
+    @property
+    def least(self) -> int:
+        """Bytes with which one sequence fits."""
+        return self.prefill + self.fixed + self.sequence + self.step
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The bytes that a model and its H2O caches take, by arithmetic.
+
+    Attributes:
+        cache: A cache like all others; asked for the layout of its slots.
+        hidden: Size of a token's state.
+        width: Of a token between the products of the MLP.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        key_size: Of a head's key.
+        vocabulary: Tokens.
+        element: Bytes of a number.
+        slots: What a slot takes in one layer.
+        window_slots: Likewise in a layer with a sliding window, once its tokens are in slots.
+        windows: The most tokens of each layer that has no H2O slots.
+    """
+
+    cache: H2OCache
     hidden: int
     width: int
     num_heads: int
@@ -152,40 +176,70 @@ class Demand:
     key_size: int
     vocabulary: int
     element: int
-    num_slot_layers: int
+    slots: SlotBytes
+    window_slots: SlotBytes
     windows: tuple[int, ...]
-    entry_bytes: float
-    token_bytes: float
 
-    def slots_of(self, cache: H2OCache, prompt: int, new: int) -> int:
+    @classmethod
+    def of(cls, config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> MemoryModel:
+        """Reads the sizes off a model's config."""
+        text: Any = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(
+            cache=cache,
+            hidden=text.hidden_size,
+            width=_width(text),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            key_size=size,
+            vocabulary=text.vocab_size,
+            element=dtype.itemsize,
+            slots=cache.slot_bytes(kv_heads, size, dtype),
+            window_slots=SlotBytes(kv_heads, 2 * size * dtype.itemsize),
+            # A recurrent layer's state is about as large as a window of its own width.
+            windows=tuple(size if window is None else window for window in cache.windows),
+        )
+
+    @property
+    def num_slot_layers(self) -> int:
+        """Layers that hold H2O's slots."""
+        return len(self.cache.layers) - len(self.windows)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of a slot's key and value, in one layer and for all KV heads."""
+        return self.num_kv_heads * self.slots.entry
+
+    def slots_for(self, prompt: int, new: int) -> int:
         """Slots that a sequence needs in each layer."""
-        if cache.policy.is_bounded:
-            return cache.entries_for(prompt) + 1
-        return prompt + -(-new // _GROWTH) * _GROWTH + _GROWTH
+        return self.cache.slots_for(prompt, new)
 
     def layer_bytes(self, slots: float) -> int:
-        """Bytes of one sequence in one layer of slots."""
-        return int(slots * (self.entry_bytes + self.num_kv_heads * _NOTE_BYTES))
+        """Bytes of one sequence in one layer of slots; budgets of a batch may differ."""
+        return int(self.slots.total(slots) + self.num_kv_heads * slots)
 
     def sequence_bytes(self, slots: int, length: int, away: float = 0.0) -> int:
         """Bytes of one sequence in the memory of the device, in all layers."""
         held = sum(min(length, window) for window in self.windows)
-        own = self.num_slot_layers * self.layer_bytes(slots) + held * self.token_bytes
-        return int(own - away * self.moved_bytes(slots))
+        own = self.num_slot_layers * self.layer_bytes(slots)
+        own += held * self.num_kv_heads * self.window_slots.entry
+        return int(own - away * self.kv_bytes(slots))
 
-    def moved_bytes(self, slots: float) -> float:
+    def kv_bytes(self, slots: float) -> float:
         """Keys and values of one sequence in all slot layers."""
         return self.num_slot_layers * slots * self.entry_bytes
 
-    def decode_bytes(self, rows: int, slots: float) -> int:
+    def decode_bytes(self, batch: int, slots: float) -> int:
         """Temporaries of a step: keys in fp32, probabilities, the MLP, the logits in fp32."""
         keys = self.num_kv_heads * self.key_size * slots * (4 if self.element < 4 else 0)
         weights = 3 * self.num_heads * slots * 4
         states = self.element * (8 * self.hidden + 4 * self.width)
         logits = self.vocabulary * (self.element + 2 * 4)
-        return int(_MARGIN * rows * (keys + weights + states + logits))
+        return int(_MARGIN * batch * (keys + weights + states + logits))
 
-    def prompt_bytes(self, tokens: int) -> int:
+    def prefill_bytes(self, tokens: int) -> int:
         """Temporaries of a prompt's block: states, heads, and the MLP."""
         states = self.hidden * (4 * self.element + 2 * 4)
         heads = self.key_size * (4 * self.num_heads + 4 * self.num_kv_heads) * self.element
@@ -201,31 +255,34 @@ class Demand:
         """What the first forward takes and keeps."""
         return _FIXED_BYTES
 
+    def serving(
+        self, budget: int, max_prompt: int, max_prefill_tokens: int, ranks: int = 1
+    ) -> ServingMemory:
+        """Says what serving takes, on each of the ranks.
 
-def demand_of(config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> Demand:
-    """Reads the sizes off a model's config."""
-    text: Any = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    # Layers with H2O's slots can be asked what they hold.
-    slot_layers = [layer for layer in cache.layers if hasattr(layer, "row_tensors")]
-    others = [layer for layer in cache.layers if not hasattr(layer, "row_tensors")]
-    # A recurrent layer's state is about as large as a window of its own width.
-    windows = tuple(getattr(layer, "sliding_window", None) or size for layer in others)
-    return Demand(
-        hidden=text.hidden_size,
-        width=_width(text),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        key_size=size,
-        vocabulary=text.vocab_size,
-        element=dtype.itemsize,
-        num_slot_layers=len(slot_layers),
-        windows=windows,
-        entry_bytes=2 * kv_heads * cache.head_bytes(size, dtype),
-        token_bytes=2 * kv_heads * size * dtype.itemsize,
-    )
+        Args:
+            budget: The most entries of a sequence, per layer and KV head.
+            max_prompt: Tokens of the longest prompt.
+            max_prefill_tokens: The most of them in one forward.
+            ranks: Processes that share the KV heads.
+        """
+        chunk = self.cache.prefill_chunk
+        held = max_prompt if chunk is None else budget + min(chunk, max_prompt)
+        # The next chunk is put behind what is held, and one layer is there twice meanwhile.
+        prefill = -(-(self.sequence_bytes(held, 0) + 3 * self.layer_bytes(held)) // ranks)
+        # Temporaries are counted whole: states and logits, most of them, are not split.
+        tokens = min(max_prefill_tokens, max_prompt)
+        prefill += self.prefill_bytes(tokens) + tokens * self.vocabulary * 4
+        # All layers share the marks of the slots within a sequence's budget.
+        sequence = self.num_slot_layers * self.slots.total(budget + 1)
+        sequence += self.num_kv_heads * (budget + 1)
+        sequence += sum(self.window_slots.total(window) for window in self.windows)
+        return ServingMemory(
+            sequence=-(-int(sequence) // ranks),
+            step=self.decode_bytes(1, budget + 1),
+            prefill=prefill,
+            fixed=self.fixed_bytes,
+        )
 
 
 def _width(text: Any) -> int:
@@ -236,82 +293,6 @@ def _width(text: Any) -> int:
     widths.append((getattr(text, "num_experts_per_tok", None) or 0) * each)
     widths.append(getattr(text, "shared_expert_intermediate_size", None) or 0)
     return max(widths) or 4 * text.hidden_size
-
-
-_SLOT_BYTES = 4 + 4
-"""Score and position of a slot."""
-_HEAD_BYTES = 8
-"""The number of a head's free slot."""
-_ROW_BYTES = 4 * 8
-"""Tokens seen, and the parts of the budget."""
-
-
-@dataclass(frozen=True)
-class RowSizes:
-    """What a server's memory goes to, beside the weights.
-
-    Attributes:
-        row: Bytes of a row: keys, values, scores, positions and marks of its slots, all layers.
-        step: Temporaries of a decode step, for each row.
-        prompt: The prompt under way: its entries and the temporaries of one piece.
-        fixed: Scratch memory of the libraries.
-    """
-
-    row: int
-    step: int
-    prompt: int
-    fixed: int
-
-    def rows_in(self, free: int) -> int:
-        """Says how many rows fit."""
-        return max(0, (free - self.prompt - self.fixed) // (self.row + self.step))
-
-    @property
-    def least(self) -> int:
-        """Bytes with which one row fits."""
-        return self.prompt + self.fixed + self.row + self.step
-
-
-def row_sizes(
-    config: PreTrainedConfig,
-    cache: H2OCache,
-    dtype: torch.dtype,
-    *,
-    row_budget: int,
-    max_prompt: int,
-    piece: int,
-    ranks: int = 1,
-) -> RowSizes:
-    """Counts bytes."""
-    demand = demand_of(config, cache, dtype)
-    piece = min(piece, max_prompt)
-    chunk = cache.prefill_chunk
-    held = max_prompt if chunk is None else row_budget + min(chunk, max_prompt)
-    # The next piece is put behind what is held, and one layer is there twice meanwhile.
-    prompt = -(-(demand.sequence_bytes(held, 0) + 3 * demand.layer_bytes(held)) // ranks)
-    # Temporaries are counted whole: what is not split among ranks (states, logits) is most of them.
-    prompt += demand.prompt_bytes(piece) + piece * demand.vocabulary * 4
-    return RowSizes(
-        row=-(-_row_bytes(demand, cache, row_budget + 1) // ranks),
-        step=demand.decode_bytes(1, row_budget + 1),
-        prompt=prompt,
-        fixed=demand.fixed_bytes,
-    )
-
-
-def _row_bytes(demand: Demand, cache: H2OCache, slots: int) -> int:
-    """Bytes of a row, as `RowBlock` allocates it."""
-    layer: Any = next(own for own in cache.layers if hasattr(own, "marks_pattern"))
-    notes = _SLOT_BYTES + 4 * cache.rule.rolls + 4 * layer.scoring.uses_values
-    numbers = _ROW_BYTES + 8 * layer.marks_pattern
-    heads = demand.num_kv_heads
-    one = slots * (demand.entry_bytes + heads * notes) + heads * _HEAD_BYTES + numbers
-    # All layers share the marks of the slots within a row's budget.
-    total = demand.num_slot_layers * one + heads * slots
-    for window in demand.windows:
-        entry = demand.token_bytes + heads * _SLOT_BYTES
-        total += window * entry + heads * _HEAD_BYTES + _ROW_BYTES
-    return int(total)
 
 
 _MAPS = Path("/proc/self/maps")

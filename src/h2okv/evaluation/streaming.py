@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
 from h2okv.cache.validation import check_positions, trained_window
+from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
-from h2okv.evaluation.resident_memory import resident_bytes
 from h2okv.evaluation.stream_data import Piece, StreamSource
 from h2okv.integration import enable
 from h2okv.integration.prefill import read_blocks

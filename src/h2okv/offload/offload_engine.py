@@ -19,10 +19,9 @@ from h2okv.cli.args import CacheChoice, Sampling
 from h2okv.console import Progress, format_bytes
 from h2okv.engine.detokenizer import TextStream
 from h2okv.engine.memory import (
-    Demand,
+    MemoryModel,
     available_bytes,
     data_bytes,
-    demand_of,
     give_memory_back,
     peak_resident_bytes,
 )
@@ -185,10 +184,10 @@ class OpenModel:
     device: torch.device
     found: dict[str, Stored] | None
 
-    def demand(self, cache: h2okv.H2OCache) -> Demand:
+    def demand(self, cache: h2okv.H2OCache) -> MemoryModel:
         """The sizes that memory depends on."""
         model = self.skeleton.model
-        return demand_of(model.config, cache, self.skeleton.table.dtype)
+        return MemoryModel.of(model.config, cache, self.skeleton.table.dtype)
 
 
 def open_model(
@@ -275,7 +274,7 @@ def checkpoint_folder(described: Described) -> Path:
         ) from error
 
 
-def measure_speeds(opened: OpenModel, demand: Demand, room: Room) -> Speeds:
+def measure_speeds(opened: OpenModel, demand: MemoryModel, room: Room) -> Speeds:
     """Measures the machine, in a second or two.
 
     Args:
@@ -421,7 +420,7 @@ def make_engine(
     """
     if _is_plain(request, described):
         model = load_weights(described, request.dtype, request.device)
-        demand = demand_of(model.config, make_cache(), model.dtype)
+        demand = MemoryModel.of(model.config, make_cache(), model.dtype)
         rows = request.rows or _ROWS
         return Engine(
             model,
@@ -431,7 +430,7 @@ def make_engine(
                 prompt_tokens=_PROMPT_TOKENS,
                 decode_rows=rows,
                 cache_bytes=_cache_bytes(request.device),
-                bytes_of=_sizes(demand, make_cache()),
+                bytes_of=_sizes(demand),
             ),
         )
     if request.memory is not None:
@@ -471,7 +470,7 @@ def _streamed(
         decode_rows=plan.rows,
         pass_tokens=plan.pass_tokens,
         cache_bytes=plan.cache_bytes,
-        bytes_of=_sizes(opened.demand(cache), cache, 1 - plan.cache_shares.get("device", 0.0)),
+        bytes_of=_sizes(opened.demand(cache), 1 - plan.cache_shares.get("device", 0.0)),
     )
     return Engine(opened.skeleton.model, assembled.passing, limits, most, plan, assembled, store)
 
@@ -562,9 +561,9 @@ def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.exists())
 
 
-def _sizes(demand: Demand, cache: h2okv.H2OCache, away: float = 0.0) -> Callable[[int, int], int]:
+def _sizes(demand: MemoryModel, away: float = 0.0) -> Callable[[int, int], int]:
     def bytes_of(prompt: int, new: int) -> int:
-        slots = demand.slots_of(cache, prompt, new)
+        slots = demand.slots_for(prompt, new)
         return demand.sequence_bytes(slots, prompt + new, away)
 
     return bytes_of

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from h2okv.cache import H2OCache
-from h2okv.engine.memory import Demand
+from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import Skeleton
 from h2okv.offload.profile import Speeds
 from h2okv.offload.weight_stream import arena_bytes
@@ -269,7 +269,7 @@ class Planner:
     def __init__(
         self,
         skeleton: Skeleton,
-        demand: Demand,
+        demand: MemoryModel,
         cache: H2OCache,
         speeds: Speeds,
         room: Room,
@@ -283,8 +283,8 @@ class Planner:
         self._room = room
         self._work = work
         self._device = device
-        self._slots = demand.slots_of(cache, work.typical, work.new)
-        self._most_slots = demand.slots_of(cache, work.longest, work.new)
+        self._slots = demand.slots_for(work.typical, work.new)
+        self._most_slots = demand.slots_for(work.longest, work.new)
         self._sizes = [unit.nbytes for unit in skeleton.units]
 
     def with_work(self, work: Workload) -> Planner:
@@ -436,11 +436,11 @@ class Planner:
         # What lies elsewhere is brought into one of two workspaces.
         workspaces = int(2 * rows * mean * demand.entry_bytes) if away else 0
         free = self._room.device - weights - buffers - caches - workspaces - demand.fixed_bytes
-        at_once = int(max(0, free) * _LANE_SHARE) // max(1, demand.prompt_bytes(1))
+        at_once = int(max(0, free) * _LANE_SHARE) // max(1, demand.prefill_bytes(1))
         wanted = rows * work.typical
         lane = max(work.longest, min(_LANE_TOKENS, at_once, wanted))
         # A long prompt may leave less than its share to those that wait.
-        left = max(0, min(int(free * _WAITING_SHARE), free - demand.prompt_bytes(lane)))
+        left = max(0, min(int(free * _WAITING_SHARE), free - demand.prefill_bytes(lane)))
         tokens = max(lane, min(left // max(1, demand.waiting_bytes(1)), wanted))
         temporary = (
             demand.fixed_bytes
@@ -448,7 +448,7 @@ class Planner:
             + max(
                 # A tensor of a layer is there twice when rows are put together.
                 demand.decode_bytes(rows, mean) + rows * demand.layer_bytes(mean),
-                demand.prompt_bytes(lane) + demand.waiting_bytes(tokens),
+                demand.prefill_bytes(lane) + demand.waiting_bytes(tokens),
             )
         )
         return Plan(
@@ -483,8 +483,8 @@ class Planner:
             cache_bytes=self._demand.sequence_bytes(
                 self._slots, self._work.typical + self._work.new
             ),
-            far_bytes=int(shares.get("cpu", 0.0) * self._demand.moved_bytes(self._slots)),
-            file_bytes=int(shares.get("file", 0.0) * self._demand.moved_bytes(self._slots)),
+            far_bytes=int(shares.get("cpu", 0.0) * self._demand.kv_bytes(self._slots)),
+            file_bytes=int(shares.get("file", 0.0) * self._demand.kv_bytes(self._slots)),
         )
         prompts = max(1, tokens // self._work.typical)
         return forecast(traffic, self._speeds, rows, self._work.typical, self._work.new, prompts)

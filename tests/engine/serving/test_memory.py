@@ -1,0 +1,101 @@
+"""The memory model says what is allocated, to the byte."""
+
+from dataclasses import fields, is_dataclass
+from itertools import product
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.cache.slot_pool import RowBlock
+from h2okv.engine.memory import MemoryModel
+
+OPTIONS = [
+    {"positions": positions, "scoring": scoring, "kv_bits": kv_bits}
+    for positions, scoring, kv_bits in product(
+        ("original", "rolling"), ("sum", "value_norm"), (None, 8, 4)
+    )
+]
+BATCH, LENGTH = 3, 40
+
+
+def tensors_of(held, batch):
+    """All tensors of a layer, wherever in it, that hold something for each sequence."""
+    for own in held.values():
+        if isinstance(own, torch.Tensor) and own.dim() > 0 and len(own) == batch:
+            yield own
+        elif is_dataclass(own) and not isinstance(own, type):
+            yield from tensors_of({f.name: getattr(own, f.name) for f in fields(own)}, batch)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
+    model = make_llama().to(dtype)
+    cache = h2okv.H2OCache(model.config, 1, 1, **options)
+    sizes = MemoryModel.of(model.config, cache, dtype).serving(37, 100, 50)
+    with torch.no_grad():
+        model(torch.tensor([[5]]), past_key_values=cache)
+    assert RowBlock(cache, 5, 37).nbytes == 5 * sizes.sequence
+
+
+@pytest.mark.parametrize("budget", [(0.2, 0.3), (5, 9)], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
+def test_a_cache_takes_what_was_counted(make_llama, options, budget):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, *budget, **options)
+    memory = MemoryModel.of(model.config, cache, model.dtype)
+    slots = memory.slots_for(LENGTH, 10)
+    ids = torch.randint(3, 90, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), h2okv.enable(model):
+        model(ids, past_key_values=cache)
+    for layer in cache.layers:
+        held = sum(own.nbytes for own in tensors_of(vars(layer), BATCH))
+        assert held == BATCH * memory.slots.total(slots)
+        # Budgets of a batch may differ, which takes a mark for each slot.
+        marks = slots * memory.num_kv_heads
+        assert memory.layer_bytes(slots) == memory.slots.total(slots) + marks
+    assert memory.sequence_bytes(slots, LENGTH + 10) == memory.num_slot_layers * memory.layer_bytes(
+        slots
+    )
+
+
+@pytest.mark.parametrize("lengths", [(40, 23, 9), (40, 40, 40)], ids=str)
+def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
+    model = make_llama()
+    for options in ({}, {"policy": "full"}, {"positions": "rolling", "scoring": "value_norm"}):
+        cache = h2okv.H2OCache(model.config, 0.2, 0.2, **options)
+        memory = MemoryModel.of(model.config, cache, model.dtype)
+        mask = torch.tensor([[0] * (LENGTH - n) + [1] * n for n in lengths])
+        with h2okv.enable(model):
+            model.generate(
+                torch.full((BATCH, LENGTH), 7), attention_mask=mask, past_key_values=cache,
+                max_new_tokens=300, min_new_tokens=300,
+            )  # fmt: skip
+        counted = BATCH * memory.layer_bytes(memory.slots_for(LENGTH, 300))
+        for layer in cache.layers:
+            held = sum(own.nbytes for own in tensors_of(vars(layer), BATCH))
+            assert 0.4 * counted < held <= counted
+
+
+def test_sequences_fill_the_memory_and_no_more(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config)
+    sizes = MemoryModel.of(model.config, cache, model.dtype).serving(37, 100, 50)
+    assert sizes.num_seqs(sizes.least) == 1
+    assert sizes.num_seqs(sizes.least - 1) == 0
+    assert sizes.num_seqs(sizes.least + 9 * (sizes.sequence + sizes.step)) == 10
+
+
+def test_memory_without_room_for_a_row_is_refused_with_what_would_do(make_llama, make_llm):
+    with pytest.raises(ValueError, match=r"no room for a single row; give \d+ MiB"):
+        make_llm(make_llama(), rows=None, memory=1 << 20)
+
+
+def test_the_memory_decides_the_rows(make_llama, make_llm):
+    model = make_llama()
+    llm = make_llm(model, rows=None)
+    assert llm.engine.num_rows == 64
+    description = llm.describe()
+    assert "64 rows of" in description
+    assert "times as much" in description
