@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # Further options for pip, for example an index that has CPU-only builds of torch.
 PIP_ARGS ?=
+# Two worker processes, a file at a time; PYTEST_ARGS= runs the tests in one process.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 # What `make check-wheel` uses: a fresh environment outside the repository.
 WHEEL_DIR ?= dist
 
@@ -14,11 +16,12 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench lint format wheel check-wheel clean
+.PHONY: help demo test test-all bench lint format wheel check-wheel clean
 
 help:
 	@echo "make demo         generate with the full cache and with H2O at 20 %, on the bundled model"
-	@echo "make test         run the tests"
+	@echo "make test         the quick tests: unit and model tier (about 4 minutes on two cores)"
+	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
@@ -34,7 +37,10 @@ demo: $(VENV)/.demo
 	$(BIN)/h2okv demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+test-all: $(VENV)/.test
+	H2OKV_TESTS=all $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/cpu_generate.py

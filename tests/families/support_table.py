@@ -1,7 +1,7 @@
 """Writes the support table from the rows that the tests run.
 
-python tests/families/support_table.py           refresh docs/support-table.md and README.md
-python tests/families/support_table.py --check   only say whether they are up to date
+python tests/families/support_table.py           refresh docs/support-table.md
+python tests/families/support_table.py --check   only say whether it is up to date
 """
 
 import sys
@@ -18,7 +18,6 @@ from h2okv.cache import validation as support  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "support-table.md"
 README = ROOT / "README.md"
-START, END = "<!-- support-table:start -->", "<!-- support-table:end -->"
 
 _INTRODUCTION = """\
 Every row runs on a tiny random config in `tests/families`, with as many KV heads as query heads
@@ -48,7 +47,7 @@ def _heads(family: Family) -> str:
 
 
 def table() -> str:
-    """The Markdown between the README's markers."""
+    """The families and the refusals in Markdown."""
     lines = [_INTRODUCTION, "| Family | Model type | Heads | Remarks |", "|---|---|---|---|"]
     for family in FAMILIES:
         lines.append(
@@ -68,25 +67,15 @@ def document() -> str:
     return f"# Models\n\n{table()}"
 
 
-def refreshed(text: str) -> str:
-    """The README with the table between its markers."""
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    return f"{before}{START}\n{table()}{END}{after}"
-
-
 def main(arguments: list[str]) -> int:
-    """Writes or checks the two files; returns the exit code."""
-    readme = README.read_text(encoding="utf-8")
-    wanted = {DOCUMENT: document(), README: refreshed(readme)}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    """Writes or checks the document; returns the exit code."""
+    if DOCUMENT.exists() and DOCUMENT.read_text(encoding="utf-8") == document():
+        return 0
     if "--check" in arguments:
-        for path in stale:
-            print(f"{path.relative_to(ROOT)} is out of date; run {Path(__file__).name}")
-        return 1 if stale else 0
-    for path in stale:
-        path.write_text(wanted[path], encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
+        print(f"{DOCUMENT.relative_to(ROOT)} is out of date; run {Path(__file__).name}")
+        return 1
+    DOCUMENT.write_text(document(), encoding="utf-8")
+    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
     return 0
 
 
