@@ -1,4 +1,4 @@
-"""A book as one stream, far past the trained window: perplexity by position and policy.
+"""A book as one stream, far past the context window: perplexity by position and policy.
 
 The whole book goes token by token through one cache that is never emptied. All policies that evict
 hold the same number of entries, and sit at rolling positions:
@@ -9,7 +9,7 @@ hold the same number of entries, and sit at rolling positions:
 - `recent`, if asked for: a window alone.
 
 Beside them stand the full cache at original positions, until its collapse is plain, and, as what
-the model can do at all, the full cache begun anew (`restarted`) at every trained window of text.
+the model can do at all, the full cache begun anew (`restarted`) at every context window of text.
 
 One call is one model; its rows replace those of an earlier call in the CSV file. No time is
 written down: what is measured here holds on a busy machine as well.
@@ -44,7 +44,7 @@ FIELDS = (
     "model", "window", "policy", "positions", "heavy", "recent", "sink", "chunk",
     "start", "position", "nll",
 )  # fmt: skip
-# Where the table's columns end, in trained windows.
+# Where the table's columns end, in context windows.
 RANGES = (1, 2, 4, 8, 16, 64, 256)
 # Rows are a quarter of a window up to this one, and then as long as COARSE.
 FINE_WINDOWS, COARSE_WINDOWS = 16, 8

@@ -22,19 +22,19 @@ class TokenBudget:
         sink: first positions that are never evicted.
         heavy: entries kept for their score.
         recent: newest positions that are never evicted, the current token among them.
-        chosen: entries that a policy keeps by a rule of its own: a pattern of positions, or, in a
-            cache that keeps everything, anew for each query.
+        num_static: entries that a policy keeps by a rule of its own: a static pattern of positions,
+            or, in a cache that keeps everything, anew for each query.
     """
 
     sink: int
     heavy: int
     recent: int
-    chosen: int = 0
+    num_static: int = 0
 
     @property
     def total(self) -> int:
         """The number of entries kept, ``K`` in the contract."""
-        return self.sink + self.heavy + self.recent + self.chosen
+        return self.sink + self.heavy + self.recent + self.num_static
 
 
 @dataclass(frozen=True)

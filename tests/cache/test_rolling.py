@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import h2okv
 from h2okv.ops import dispatch
 from h2okv.ops.dispatch import use
-from h2okv.ops.rope import turn
+from h2okv.ops.rope import rotate
 
 
 def tokens(length, seed=0, batch=1):
@@ -44,10 +44,10 @@ def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, fre
         made = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float()
         expected = precise(ids[:, kept], use_cache=False).logits[0, -1]
         rounded = rough(ids[:, kept], use_cache=False).logits[0, -1].float()
-        turned = precise(ids[:, kept[[*range(47, -1, -1), 48]]], use_cache=False).logits[0, -1]
+        rotated = precise(ids[:, kept[[*range(47, -1, -1), 48]]], use_cache=False).logits[0, -1]
         bound = 2 * (rounded - expected).abs().max() + 0.01 * expected.abs().max()
         assert (made - expected).abs().max() <= bound
-        sensitivity.append(float((turned - expected).abs().max() / bound))
+        sensitivity.append(float((rotated - expected).abs().max() / bound))
     assert max(sensitivity) > 3  # positions matter for this model, so that wrong ones would show
     assert cache.num_seen_tokens == total + 8
     assert cache.num_cached_tokens == 48
@@ -317,7 +317,7 @@ def test_dynamic_scaling_is_not_moved_by_what_else_the_model_reads(make_llama):
 
 @torch.no_grad()
 def test_the_models_own_rounding_is_undone(make_llama):
-    """In bf16 the model rounds its cosines; turning back must divide by what it multiplied with."""
+    """In bf16 the model rounds its cosines; the inverse must divide by what it multiplied by."""
     model = make_llama(1, 1, layers=1).to(torch.bfloat16)
     cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
     model(tokens(9), past_key_values=cache)
@@ -326,7 +326,7 @@ def test_the_models_own_rounding_is_undone(make_llama):
     factors = torch.stack([cos[..., :8], sin[..., :8]], dim=-1).float()
     key = torch.randn(1, 1, 9, 16)
     undo = cache.layers[0].rotation.of_text(place)
-    torch.testing.assert_close(turn(turn(key, factors), undo), key, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotate(rotate(key, factors), undo), key, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

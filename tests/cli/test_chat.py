@@ -54,7 +54,7 @@ def test_the_status_line_says_what_an_answer_took(chat):
     assert last.endswith("cut at --max-new-tokens 12")
 
 
-def test_a_chat_goes_on_beyond_the_trained_window(chat):
+def test_a_chat_goes_on_beyond_the_context_window(chat):
     outcome = chat("the dog sat on the log? " + "a heron, a fox; 7 owls? " * 3 + "\n" + "9\n" * 12)
     assert outcome.code == 0
     assert len(statuses(outcome)) == 13

@@ -53,7 +53,7 @@ def test_a_text_gives_rows_a_picture_and_a_summary(stream, book, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_text_is_read_past_the_trained_window(stream, book, tmp_path):
+def test_a_text_is_read_past_the_context_window(stream, book, tmp_path):
     rows = tmp_path / "rows.csv"
     outcome = stream("--text", book, "--tokens", 400, "--every", 100, "--csv", rows)
     assert outcome.code == 0

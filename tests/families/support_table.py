@@ -24,7 +24,7 @@ Every row runs on a tiny random config in `tests/families`, with as many KV head
 (MHA) and with fewer (GQA) where the config has the choice: a budget of the whole length gives the
 full cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives
 what it gives alone. Layers that are not full attention keep transformers' own cache. All but OPT
-and the GPT-2 kind, whose positions are learned, also roll their positions past the trained window.
+and the GPT-2 kind, whose positions are learned, also roll their positions past the context window.
 """
 _OTHERS = """\
 Other model types are untested: they work, or stop with an error where their attention asks for what

@@ -12,9 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from h2okv.ops import triton_decode, triton_prefill
-from h2okv.ops import triton_decode as triton_compaction
 from h2okv.ops.attention import Visibility
-from h2okv.ops.decode import Slots, StepRules, Turns
+from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.rope import relative
 
 POINTERS = {
@@ -52,11 +51,11 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2):
     def column(*shape):
         return torch.zeros(*shape, dtype=torch.int64)
 
-    turns = None
+    rotations = None
     ranks = torch.zeros(batch, heads, num_slots, dtype=torch.int32)
     if width:
         to_rank = torch.zeros(num_slots, width // 2, 2)
-        turns = Turns(to_rank, relative(to_rank))
+        rotations = RotaryTables(to_rank, relative(to_rank))
     slots = Slots(
         torch.zeros(batch, heads, num_slots, size, dtype=dtype),
         torch.zeros(batch, heads, num_slots, size, dtype=dtype),
@@ -65,7 +64,7 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2):
     )  # fmt: skip
     token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
     token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
-    rules = StepRules(0.1, column(batch, 1, 1), turns=turns, full=True)
+    rules = StepRules(0.1, column(batch, 1, 1), rotary=rotations, full=True)
     triton_decode.decode_step(*token, slots, rules, num_cores=132)
 
 
@@ -73,12 +72,12 @@ def block(dtype, size, groups=2, **visibility):
     query = torch.zeros(1, 2 * groups, 64, size, dtype=dtype)
     key = torch.zeros(1, 2, 64, size, dtype=dtype)
     triton_prefill.attention_with_scores(query, key, key, Visibility(**visibility), 0.1)
-    triton_compaction.compact(key, torch.zeros(1, 2, 5, dtype=torch.int64), 8)
+    triton_decode.compact(key, torch.zeros(1, 2, 5, dtype=torch.int64), 8)
 
 
 def main():
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    for module in (triton_compaction, triton_decode, triton_prefill):
+    for module in (triton_decode, triton_prefill):
         for name in ("_compact", "_attend", "_finish", "_forward", "_sums"):
             if hasattr(module, name):
                 setattr(module, name, Compiler(getattr(module, name), target))

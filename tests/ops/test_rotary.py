@@ -1,4 +1,4 @@
-"""Turning queries and keys, against transformers' own functions and float64."""
+"""Rotating queries and keys, against transformers' own functions and float64."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from h2okv.ops import decode
 from h2okv.ops.decode import Ranks, decode_with_scores
 from h2okv.ops.reference import attention_with_scores
-from h2okv.ops.rope import inverse, pair_up, turn
+from h2okv.ops.rope import interleave_pairs, inverse, rotate
 
 
 def factors_of(length, width, scale=1.0):
@@ -17,7 +17,7 @@ def factors_of(length, width, scale=1.0):
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_a_turn_is_the_models_own(layout):
+def test_a_rotation_is_the_models_own(layout):
     query, key = torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
     factors = factors_of(9, 16)
     cos, sin = factors.unbind(-1)
@@ -28,41 +28,43 @@ def test_a_turn_is_the_models_own(layout):
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
         expected = interleaved(query, key, cos[None], sin[None])
     for states, made in zip((query, key), expected, strict=True):
-        turned = turn(pair_up(states, 16, layout), factors)
-        torch.testing.assert_close(turned, pair_up(made, 16, layout), atol=1e-6, rtol=1e-5)
+        rotated = rotate(interleave_pairs(states, 16, layout), factors)
+        torch.testing.assert_close(
+            rotated, interleave_pairs(made, 16, layout), atol=1e-6, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("width", [16, 12, 4])
-def test_only_the_first_numbers_of_a_head_are_turned(layout, width):
+def test_only_the_first_numbers_of_a_head_are_rotated(layout, width):
     states = torch.randn(1, 2, 5, 16)
-    turned = turn(pair_up(states, width, layout), factors_of(5, width))
-    assert torch.equal(turned[..., width:], states[..., width:])
-    assert not torch.allclose(turned[:, :, 1:, :width], states[:, :, 1:, :width])
+    rotated = rotate(interleave_pairs(states, width, layout), factors_of(5, width))
+    assert torch.equal(rotated[..., width:], states[..., width:])
+    assert not torch.allclose(rotated[:, :, 1:, :width], states[:, :, 1:, :width])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_inverse_undoes_scale_and_rounding(dtype):
     states = torch.randn(1, 2, 50, 16)
     factors = factors_of(50, 16, scale=1.3).to(dtype)
-    turned = turn(states, factors.float())
-    torch.testing.assert_close(turn(turned, inverse(factors)), states, atol=1e-6, rtol=1e-5)
+    rotated = rotate(states, factors.float())
+    torch.testing.assert_close(rotate(rotated, inverse(factors)), states, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [32, 24])
 @pytest.mark.parametrize("elements", [1, 3000, 1 << 20])
-def test_a_step_turns_each_key_to_its_rank(monkeypatch, dtype, width, elements):
-    monkeypatch.setattr(decode, "_TURN_ELEMENTS", elements)  # row by row, some rows, all at once
+def test_a_step_rotates_each_key_to_its_rank(monkeypatch, dtype, width, elements):
+    monkeypatch.setattr(decode, "_ROTATE_ELEMENTS", elements)  # row by row, some rows, all at once
     batch, heads, groups, slots, size = 2, 3, 2, 41, 32
     query = torch.randn(batch, heads * groups, 1, size).to(dtype)
     keys, values = torch.randn(2, batch, heads, slots, size).to(dtype)
     ranks = torch.rand(batch, heads, slots).argsort(dim=-1).to(torch.int32)
     hidden = torch.rand(batch, heads, slots) < 0.2
     factors = factors_of(slots, width)
-    turned = turn(keys, factors[ranks.long()])
+    rotated = rotate(keys, factors[ranks.long()])
     expected, expected_sums = attention_with_scores(
-        query.double(), turned.double(), values.double(), ~hidden.unsqueeze(2), 0.3
+        query.double(), rotated.double(), values.double(), ~hidden.unsqueeze(2), 0.3
     )
     output, sums = decode_with_scores(query, keys, values, hidden, 0.3, ranks=Ranks(factors, ranks))
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]

@@ -6,7 +6,7 @@ import torch
 from h2okv.cache.rope import ranks_of
 from h2okv.ops import decode as step
 from h2okv.ops import triton_decode
-from h2okv.ops.decode import Slots, StepRules, Turns
+from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.rope import relative
 
 pytestmark = pytest.mark.usefixtures("garbage")
@@ -31,10 +31,10 @@ def state(device, num_slots, held, size, value_size, dtype, rolls):
     )  # fmt: skip
 
 
-def turns_of(device, num_slots, width):
+def tables_of(device, num_slots, width):
     angles = torch.arange(num_slots).unsqueeze(1) * torch.rand(width // 2)
     to_rank = torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
-    return Turns(to_rank, relative(to_rank))
+    return RotaryTables(to_rank, relative(to_rank))
 
 
 def copy(slots):
@@ -53,7 +53,7 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
 
     how = StepRules(
         size**-0.5, column(recent), None if sink is None else column(sink),
-        turns=turns_of(device, num_slots, width) if width else None,
+        rotary=tables_of(device, num_slots, width) if width else None,
         full=held == num_slots - 1 and enabled is None, **rules,
     )  # fmt: skip
     twin = copy(slots)

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 @pytest.fixture(scope="session")
 def first_layer():
-    """Queries ``[HQ, T, D]`` and keys ``[H, T, D]`` of the first layer, turned."""
+    """Queries ``[HQ, T, D]`` and keys ``[H, T, D]`` of the first layer, rotated."""
 
     @torch.no_grad()
     def compute(model, input_ids):

@@ -14,17 +14,17 @@ from h2okv.policy.strided import power_of_two_from
 NAMES = ["strided", "strided_heavy", "fixed", "fixed_heavy"]
 
 
-def strided(newest, most):
-    """Multiples of the smallest power of two that has at most ``most`` of them."""
+def strided(newest, limit):
+    """Multiples of the smallest power of two that has at most ``limit`` of them."""
     stride = 1
-    while most and len(range(0, newest + 1, stride)) > most:
+    while limit and len(range(0, newest + 1, stride)) > limit:
         stride *= 2
-    return set(range(0, newest + 1, stride)) if most else set()
+    return set(range(0, newest + 1, stride)) if limit else set()
 
 
-def fixed(newest, most, cells=8):
-    """The last cells of every block, for the smallest block that has at most ``most`` of them."""
-    cells = min(cells, most)
+def fixed(newest, limit, cells=8):
+    """The last cells of every block, for the smallest block that has at most ``limit`` of them."""
+    cells = min(cells, limit)
     if cells == 0:
         return set()
     block = cells
@@ -32,38 +32,38 @@ def fixed(newest, most, cells=8):
         kept = {p for p in range(newest + 1) if p % block >= block - cells}
         # A block that has begun to end counts whole: its other cells are about to come.
         whole = cells * len({p // block for p in kept})
-        if whole <= most:
+        if whole <= limit:
             return kept
         block *= 2
 
 
-def pattern_of(policy, newest, most):
+def pattern_of(policy, newest, limit):
     positions = torch.arange(newest + 1, dtype=torch.int32).expand(1, 2, -1)
-    column = torch.tensor([[[newest]]]), torch.tensor([[[most]]])
-    marked = policy.in_pattern(positions, *column)
+    column = torch.tensor([[[newest]]]), torch.tensor([[[limit]]])
+    marked = policy.static_mask(positions, *column)
     assert torch.equal(marked[0, 0], marked[0, 1])
     return set(marked[0, 0].nonzero().flatten().tolist())
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(newest=st.integers(0, 3000), most=st.integers(0, 90))
-def test_the_strided_pattern(newest, most):
-    assert pattern_of(get_policy("strided"), newest, most) == strided(newest, most)
+@given(newest=st.integers(0, 3000), limit=st.integers(0, 90))
+def test_the_strided_pattern(newest, limit):
+    assert pattern_of(get_policy("strided"), newest, limit) == strided(newest, limit)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(newest=st.integers(0, 3000), most=st.integers(0, 90), cells=st.sampled_from([1, 3, 8]))
-def test_the_fixed_pattern(newest, most, cells):
-    assert pattern_of(FixedPolicy(cells), newest, most) == fixed(newest, most, cells)
+@given(newest=st.integers(0, 3000), limit=st.integers(0, 90), cells=st.sampled_from([1, 3, 8]))
+def test_the_fixed_pattern(newest, limit, cells):
+    assert pattern_of(FixedPolicy(cells), newest, limit) == fixed(newest, limit, cells)
 
 
 @pytest.mark.parametrize("policy", [get_policy("strided"), FixedPolicy(), FixedPolicy(3)])
-@pytest.mark.parametrize("most", [1, 7, 20])
-def test_what_leaves_a_pattern_stays_out_and_there_is_always_room(policy, most):
+@pytest.mark.parametrize("limit", [1, 7, 20])
+def test_what_leaves_a_pattern_stays_out_and_there_is_always_room(policy, limit):
     before = None
     for newest in range(400):
-        now = pattern_of(policy, newest, most)
-        assert len(now) <= most
+        now = pattern_of(policy, newest, limit)
+        assert len(now) <= limit
         if before is not None:
             assert now <= before | {newest}
         before = now
@@ -85,7 +85,7 @@ def test_powers_of_two():
     ],
 )
 def test_how_the_budget_is_divided(name, parts):
-    assert get_policy(name).apportion(TokenBudget(sink=2, heavy=5, recent=7)) == parts
+    assert get_policy(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == parts
 
 
 @torch.no_grad()
@@ -95,12 +95,12 @@ def read(model, cache, length, prompt):
         model(block, past_key_values=cache)
 
 
-def held_by(pattern, most, window, total, length, prompt):
+def held_by(pattern, limit, window, total, length, prompt):
     """The frame in plain Python: the oldest of what neither window nor pattern keeps goes."""
     kept: set[int] = set()
     for newest in range(prompt - 1, length):
         kept |= set(range(newest + 1)) if newest == prompt - 1 else {newest}
-        stays = pattern(newest, most) | set(range(newest - window + 1, newest + 1))
+        stays = pattern(newest, limit) | set(range(newest - window + 1, newest + 1))
         kept -= set(sorted(kept - stays)[: max(0, len(kept) - total)])
     return kept
 

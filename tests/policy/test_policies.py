@@ -61,9 +61,9 @@ def test_equals_the_simulation(make_llama, kept_sets, policy):
     assert kept_sets(cache) == kept_sets(simulation)
 
 
-def test_apportions_the_whole_budget(policy):
+def test_allocates_the_whole_budget(policy):
     budget = TokenBudget(sink=2, heavy=5, recent=7)
-    assert get_policy(policy).apportion(budget).total == budget.total
+    assert get_policy(policy).allocate_budget(budget).total == budget.total
 
 
 def test_priority_is_elementwise_over_rows(policy):

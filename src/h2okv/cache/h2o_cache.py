@@ -26,7 +26,7 @@ from h2okv.cache.validation import (
     check_policy,
     check_positions,
     check_scoring,
-    trained_window,
+    context_window,
 )
 from h2okv.config import Budget, CacheConfig, Positions
 from h2okv.ops.quant import packed_bytes
@@ -62,7 +62,7 @@ class H2OCache(Cache):
             what was received before; 0.995 by default.
         positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
             entry sits at its rank in the cache and the new tokens after them, so that a model with
-            rotary positions reads and writes past its trained window (H2O, section 5.3 and
+            rotary positions reads and writes past its context window (H2O, section 5.3 and
             arXiv 2309.17453, section 3.2). ``"clamped"``: learned positions (OPT) stop at the
             last one, inside ``with h2okv.enable(model)``.
         prefill_chunk: the most tokens of a block. A longer input is read as several blocks, with
@@ -119,7 +119,7 @@ class H2OCache(Cache):
         check_config(config)
         check_positions(config, positions, self.policy)
         check_scoring(self.policy, self.scoring)
-        self.rule = PositionRule(positions, prefill_chunk, trained_window(config))
+        self.rule = PositionRule(positions, prefill_chunk, context_window(config))
         check_policy(self.policy, self.rule, simulate)
         layer_class: Any = SimulatedLayer if simulate else SlotLayer
         if kv_bits is not None:
@@ -174,7 +174,7 @@ class H2OCache(Cache):
 
     def __repr__(self) -> str:
         parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
-        if not self.scoring.is_plain:
+        if not self.scoring.is_sum:
             parts += f", scoring={self.scoring.name!r}"
         if self.kv_bits is not None:
             parts += f", kv_bits={self.kv_bits}"
@@ -341,7 +341,7 @@ class H2OCache(Cache):
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles; layers that are turned alike share what is learned of a model again."""
+        """Unpickles; layers that are rotated alike share what is learned of a model again."""
         vars(self).update(state)
         rotations: list[Rotation] = []
         for layer in self._scored:
@@ -369,7 +369,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the budget is above ``max_tokens``.
         """
-        return self.policy.apportion(self.budget.resolve(length)).total
+        return self.policy.allocate_budget(self.budget.resolve(length)).total
 
     def slots_for(self, prompt: int, new: int) -> int:
         """Says how many slots a sequence takes in each layer.
@@ -516,7 +516,7 @@ class H2OCache(Cache):
             ValueError: if the layer has no scores or nothing was read yet.
         """
         layer = self._layer(layer_idx)
-        return torch.where(layer.positions >= 0, layer.worth(), 0.0)
+        return torch.where(layer.positions >= 0, layer.eviction_scores(), 0.0)
 
     def _layer(self, layer_idx: int) -> ScoredLayer:
         if not 0 <= layer_idx < len(self.layers):

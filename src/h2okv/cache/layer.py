@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.validation import check_match, check_whole_prompt, check_window
 from h2okv.config import Budget, TokenBudget
-from h2okv.ops.rope import pair_up, turn
+from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import Policy
 from h2okv.policy.h2o import H2OPolicy
 from h2okv.policy.scoring import Scoring
@@ -31,8 +31,8 @@ class Block:
         key: ``[B, H, T, D]``.
         value: ``[B, H, T, Dv]``.
         real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-        undo: fp32 ``[B or 1, 1, T, R / 2, 2]``, factors that turn queries and keys back; ``None``
-            where they stay as the model turned them.
+        undo: fp32 ``[B or 1, 1, T, R / 2, 2]``, factors that rotate queries and keys back; ``None``
+            where they stay as the model rotated them.
     """
 
     query: torch.Tensor
@@ -172,21 +172,21 @@ class WeighingLayer(RowLayer):
     norms: torch.Tensor | None
     recent: torch.Tensor
     total: torch.Tensor
-    chosen: torch.Tensor | None
+    num_static: torch.Tensor | None
 
     def row_tensors(self) -> tuple[str, ...]:
         """Names the attributes whose first dimension is the batch."""
-        return (*super().row_tensors(), "norms", "chosen")
+        return (*super().row_tensors(), "norms", "num_static")
 
     @property
-    def marks_pattern(self) -> bool:
+    def has_static_mask(self) -> bool:
         """Whether the policy keeps entries by a rule of its own, in every cache it is used for."""
-        return self.policy.apportion(TokenBudget(0, 2, 2)).chosen > 0
+        return self.policy.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
 
     @property
     def is_plain(self) -> bool:
         """Whether it is H2O's frame and no more: plain sums, nothing kept by a rule of its own."""
-        return self.scoring.is_plain and self.chosen is None and not self.policy.prompt_only
+        return self.scoring.is_sum and self.num_static is None and not self.policy.prompt_only
 
     @property
     def ranks_by_scores(self) -> bool:
@@ -194,12 +194,12 @@ class WeighingLayer(RowLayer):
         if self.policy.prompt_only:  # which evicts nothing then
             return True
         by_scores = type(self.policy).priority is H2OPolicy.priority
-        return by_scores and self.scoring.ranks_by_state and self.chosen is None
+        return by_scores and self.scoring.is_incremental and self.num_static is None
 
-    def worth(self) -> torch.Tensor:
+    def eviction_scores(self) -> torch.Tensor:
         """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
         newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        return self.scoring.worth(self.scores, self.positions, newest, self.norms)
+        return self.scoring.eviction_scores(self.scores, self.positions, newest, self.norms)
 
     def _query_weights(self, real: torch.Tensor | None, length: int) -> torch.Tensor | None:
         """What each query of a block counts for in the scores.
@@ -230,7 +230,7 @@ class WeighingLayer(RowLayer):
             count = torch.full((self.batch_size,), length, device=self.device)
         else:
             count = real.sum(dim=1)
-        return self.scoring.fade(scores, count)
+        return self.scoring.apply_decay(scores, count)
 
     def _ranking(
         self,
@@ -250,15 +250,15 @@ class WeighingLayer(RowLayer):
         Returns:
             fp32 ``[B, H, N]``; infinite where the policy's pattern keeps an entry.
         """
-        if not self.scoring.is_plain:
+        if not self.scoring.is_sum:
             norms = self.norms if norms is None else norms
-            scores = self.scoring.worth(scores, positions, newest, norms)
+            scores = self.scoring.eviction_scores(scores, positions, newest, norms)
         if self.policy.prompt_only:
             # Of the window itself nothing is to be decided, so it has no say in its neighbours.
             scores = scores.masked_fill(positions > newest - self.recent, 0.0)
         ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
-        if self.chosen is not None:
-            marked = self.policy.in_pattern(positions, newest, self.chosen)
+        if self.num_static is not None:
+            marked = self.policy.static_mask(positions, newest, self.num_static)
             ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
         return ranks
 
@@ -328,13 +328,13 @@ class ScoredLayer(WeighingLayer):
         self.scores: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.norms: torch.Tensor | None = None
-        self.chosen: torch.Tensor | None = None
+        self.num_static: torch.Tensor | None = None
         self.row_budgets: list[TokenBudget] = []
         self.expected_length: int | None = None
         self.num_real_tokens: torch.Tensor | None = None
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.expected_weights: str | None = None
-        # How the model turns this layer's keys; learned from the model at its first block.
+        # How the model rotates this layer's keys; learned from the model at its first block.
         self.rotation: Rotation | None = None
         self.knows_rotation = not self.rule.rolls
 
@@ -514,7 +514,9 @@ class ScoredLayer(WeighingLayer):
         if self.rotation is not None and block.undo is not None:
             width, layout = self.rotation.width, self.rotation.layout
             # Together: for a single token it is the number of operations that takes time.
-            both = turn(pair_up(torch.cat([query, key], dim=1), width, layout), block.undo)
+            both = rotate(
+                interleave_pairs(torch.cat([query, key], dim=1), width, layout), block.undo
+            )
             query, key = both.split([query.shape[1], key.shape[1]], dim=1)
             key = key.to(self.dtype)
         output = self._attend(query, key, block.value, block.real, scale, softcap)
@@ -539,7 +541,7 @@ class ScoredLayer(WeighingLayer):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """The subclass's part of `attend`; rolling layers get queries and keys not turned."""
+        """The subclass's part of `attend`; rolling layers get queries and keys un-rotated."""
 
     def rank_limit(self, length: int) -> int:
         """Entries and new tokens that a block's ranks are below."""
@@ -556,7 +558,7 @@ class ScoredLayer(WeighingLayer):
                 f"row {lengths.index(0)} of the batch is all padding; give every row a token, or "
                 "leave the row out."
             )
-        self.row_budgets = [self.policy.apportion(self.budget.resolve(n)) for n in lengths]
+        self.row_budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in lengths]
 
         def column(part: str) -> torch.Tensor:
             values = [getattr(tokens, part) for tokens in self.row_budgets]
@@ -564,10 +566,10 @@ class ScoredLayer(WeighingLayer):
 
         with torch.inference_mode(False):
             self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
-            self.chosen = None
+            self.num_static = None
             # All caches of a policy have it or none, whatever their prompts, so that rows can join.
-            if self.marks_pattern:
-                self.chosen = column("chosen")
+            if self.has_static_mask:
+                self.num_static = column("num_static")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
         """Returns the block's own size and offset; kept entries need no mask from the model."""
@@ -619,7 +621,8 @@ class ScoredLayer(WeighingLayer):
         keys, values = tensors["keys"], tensors["values"]
         self.lazy_initialization(keys, values)
         for name, tensor in tensors.items():
-            setattr(self, name, tensor)
+            # Files written before the field was renamed.
+            setattr(self, "num_static" if name == "chosen" else name, tensor)
         self.row_budgets = [TokenBudget(*parts) for parts in numbers["row_budgets"]]
         self.expected_weights = numbers["weights"]
 

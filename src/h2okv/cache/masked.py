@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from h2okv.cache.layer import ScoredLayer
-from h2okv.cache.rope import turn_to_ranks
+from h2okv.cache.rope import rotate_to_ranks
 from h2okv.cache.validation import check_finite
 from h2okv.ops.decode import protected_entries
 from h2okv.ops.reference import attention_with_scores
@@ -77,10 +77,10 @@ class SimulatedLayer(ScoredLayer):
         visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
         keys = self.keys
         if self.rotation is not None:
-            query, keys = self._turned(query, past)
+            query, keys = self._rotated(query, past)
         values, weights = self.values, self._query_weights(given, length)
         if always is not None:
-            visible = choose_by_query(query, keys, visible, always, self.chosen, scale)
+            visible = choose_by_query(query, keys, visible, always, self.num_static, scale)
             groups = query.shape[1] // self.num_kv_heads
             keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         output, sums = attention_with_scores(query, keys, values, visible, scale, softcap, weights)
@@ -94,7 +94,7 @@ class SimulatedLayer(ScoredLayer):
             self._evict()
         return output
 
-    def _turned(self, query: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotated(self, query: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's queries and all keys at the ranks of those alive."""
         alive = self.positions >= 0
         # Tokens are held in the order of the text, so those alive before count the rank.
@@ -105,8 +105,8 @@ class SimulatedLayer(ScoredLayer):
             limit = max(tokens.total for tokens in self.row_budgets) + 1
         factors = self.rotation.of_ranks(limit)
         return (
-            turn_to_ranks(query, ranks[:, :1, past:], factors),
-            turn_to_ranks(self.keys, ranks, factors),
+            rotate_to_ranks(query, ranks[:, :1, past:], factors),
+            rotate_to_ranks(self.keys, ranks, factors),
         )
 
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> int:
@@ -129,7 +129,7 @@ class SimulatedLayer(ScoredLayer):
 
     def _always_seen(self, length: int) -> torch.Tensor:
         """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
-        before = self._best(self.total - self.chosen)
+        before = self._best(self.total - self.num_static)
         return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)
 
     def _evict(self) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from h2okv.config import POSITIONS, Positions
-from h2okv.ops.rope import Layout, inverse, turn
+from h2okv.ops.rope import Layout, inverse, rotate
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position."""
 
 
 class Rotation:
-    """How a model turns the keys of a layer; shared by all layers that are turned alike."""
+    """How a model rotates the keys of a layer; shared by all layers that are rotated alike."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Rotation:
     ) -> None:
         self.layout = layout
         self.key = (rotary, layer_type, layout, dtype, device)
-        """Equal for layers of one model that are turned alike."""
+        """Equal for layers of one model that are rotated alike."""
         self._rotary = rotary
         self._layer_type = layer_type
         self._dtype = dtype
@@ -37,20 +37,20 @@ class Rotation:
         self._tables: dict[int, torch.Tensor] = {}
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self.width = 2 * self._frequencies(rotary)[0].shape[0]
-        """R, how many numbers of a head are turned."""
+        """R, how many numbers of a head are rotated."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
         """Copies of a cache share what was learned about its model."""
         return self
 
     def of_text(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Factors that undo the model's turn in this forward.
+        """Factors that undo the model's rotation in this forward.
 
         Args:
             position_ids: int ``[B, T]`` or ``[1, T]``, as the model got them.
 
         Returns:
-            fp32 ``[B or 1, 1, T, R / 2, 2]``, for `turn`.
+            fp32 ``[B or 1, 1, T, R / 2, 2]``, for `rotate`.
         """
         # All layers of a forward get the same object.
         last = self._last
@@ -64,7 +64,7 @@ class Rotation:
         self._last = None
 
     def of_ranks(self, length: int) -> torch.Tensor:
-        """Factors of the turns to the ranks of a cache.
+        """Factors of the rotations to the ranks of a cache.
 
         Returns:
             fp32 ``[length, R / 2, 2]``.
@@ -103,18 +103,20 @@ def like_new(rotary: Any, device: torch.device) -> Any:
     return type(rotary)(rotary.config).to(device)
 
 
-def turn_to_ranks(states: torch.Tensor, ranks: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Turns queries or keys to their ranks.
+def rotate_to_ranks(
+    states: torch.Tensor, ranks: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """Rotates queries or keys to their ranks.
 
     Args:
-        states: ``[B, H, N, D]``, not turned, pairs next to each other.
+        states: ``[B, H, N, D]``, un-rotated, pairs next to each other.
         ranks: int, broadcastable to ``[B, H, N]``; anything for what is no entry.
         factors: fp32 ``[n, R / 2, 2]``, from `Rotation.of_ranks`.
 
     Returns:
         fp32 ``[B, H, N, D]``.
     """
-    return turn(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
+    return rotate(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
 
 
 def ranks_of(positions: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ class RowBlock:
         self._layers = layers
         self.num_heads = sum(own.num_kv_heads for own in layers if own.window is None)
         for layer in layers:
-            layer.turns = None  # of as many ranks as the cache that this one is like
+            layer.rotary = None  # of as many ranks as the cache that this one is like
 
     def _capacity(self, layer: Any) -> int:
         return self.row_budget if layer.window is None else int(layer.window) - 1
@@ -269,8 +269,8 @@ class RowBlock:
             layer.enabled = None
             if not self._tenants[layer.window].show(layer):
                 layer.enabled = self._marks[layer.device, layer.num_kv_heads][:used]
-            if layer.rotation is not None and layer.turns is None:
-                layer.know_turns(self.row_budget + 1)
+            if layer.rotation is not None and layer.rotary is None:
+                layer.set_rotary(self.row_budget + 1)
 
 
 def _as_slots(cache: H2OCache, sequence: int) -> list[Any]:
@@ -339,7 +339,7 @@ def can_take_pieces(cache: H2OCache) -> bool:
         all(
             isinstance(layer, SlotLayer)
             and layer.is_plain
-            and not layer.marks_pattern
+            and not layer.has_static_mask
             # Which takes any block in pieces by itself.
             or is_window_layer(layer, index, cache.config)
             for index, layer in layers

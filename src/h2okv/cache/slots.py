@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from h2okv.cache.layer import ScoredLayer
-from h2okv.cache.rope import ranks_of, turn_to_ranks
+from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import (
     Priority,
+    RotaryTables,
     Slots,
     StepRules,
-    Turns,
     decode_step,
     keep_indices,
     protected_entries,
@@ -75,7 +75,7 @@ class SlotLayer(ScoredLayer):
 
     State, all on the layer's device: ``keys [B, H, S, D]``, ``values [B, H, S, Dv]``,
     ``scores [B, H, S]`` fp32, ``positions [B, H, S]`` int32 (-1 = empty), ``free [B, H, 1]`` int64.
-    When positions roll, ``keys`` are as before the model's turn (pairs
+    When positions roll, ``keys`` are as before the model's rotation (pairs
     next to each other), and ``ranks [B, H, S]`` int32 are
     the entries' places in the cache (S - 1 for an empty slot).
 
@@ -96,7 +96,7 @@ class SlotLayer(ScoredLayer):
         self.free: torch.Tensor | None = None
         self.enabled: torch.Tensor | None = None
         self.ranks: torch.Tensor | None = None
-        self.turns: Turns | None = None
+        self.rotary: RotaryTables | None = None
         self.operations: Operations | None = None
         self.is_full = False
         self.steps_to_full = 0
@@ -116,7 +116,7 @@ class SlotLayer(ScoredLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """See `ScoredLayer.__getstate__`; what tokens run through is chosen anew."""
-        return {**super().__getstate__(), "operations": None, "turns": None}
+        return {**super().__getstate__(), "operations": None, "rotary": None}
 
     def move(self, device: torch.device) -> None:
         """See `RowLayer.move`."""
@@ -189,11 +189,11 @@ class SlotLayer(ScoredLayer):
 
     def _rules(self, scale: float, softcap: float | None) -> StepRules:
         """What steps have in common until the next block."""
-        if self.rotation is not None and self.turns is None:
-            self._know_turns()
+        if self.rotation is not None and self.rotary is None:
+            self._set_rotary()
         sink = self.sink if self.has_sinks else None
         return StepRules(
-            scale, self.recent, sink, softcap, self.turns, self._priority(),
+            scale, self.recent, sink, softcap, self.rotary, self._priority(),
             self.is_full,
         )  # fmt: skip
 
@@ -201,7 +201,7 @@ class SlotLayer(ScoredLayer):
         """What a scoring other than the sum does before a step; mutates the layer."""
         if self.scoring.decay is not None:
             one = self.num_real_tokens.new_ones(self.batch_size) if real is None else real[:, 0]
-            self.scores.copy_(self.scoring.fade(self.scores, one))
+            self.scores.copy_(self.scoring.apply_decay(self.scores, one))
         if self.norms is not None:
             self.norms.scatter_(-1, self.free, self._norms_of(value))
 
@@ -213,14 +213,14 @@ class SlotLayer(ScoredLayer):
             return self._ranking
         return functools.partial(self.policy.priority, layer_idx=self.layer_idx)
 
-    def _know_turns(self) -> None:
-        """Notes the turns of a decode step, which all steps share; mutates the layer."""
-        self.know_turns(self.rank_limit(1))
+    def _set_rotary(self) -> None:
+        """Makes the tables that all decode steps share; mutates the layer."""
+        self.set_rotary(self.rank_limit(1))
 
-    def know_turns(self, limit: int) -> None:
-        """Notes the turns of steps over slots whose ranks are below a limit; mutates the layer."""
+    def set_rotary(self, limit: int) -> None:
+        """Makes the tables of steps over slots with ranks below a limit; mutates the layer."""
         to_rank = self.rotation.of_ranks(limit)
-        self.turns = Turns(to_rank, relative(to_rank))
+        self.rotary = RotaryTables(to_rank, relative(to_rank))
 
     def _block(
         self,
@@ -247,15 +247,15 @@ class SlotLayer(ScoredLayer):
             entries=None if past == 0 and real is None else positions >= 0,
             queries=real,
         )
-        turned = key
+        rotated = key
         if self.rotation is not None:
-            query, turned = self._turn_block(query, key, positions, past)
+            query, rotated = self._rotate_block(query, key, positions, past)
         self._choose(query)
         weights = self._query_weights(real, length)
         output, sums = self.operations.attend(
-            query, turned, value, visibility, scale, softcap, weights
+            query, rotated, value, visibility, scale, softcap, weights
         )
-        del turned
+        del rotated
         if self.checks_numbers:
             check_finite(self, sums)
         self.num_real_tokens += length if real is None else real.sum(dim=1)
@@ -268,10 +268,10 @@ class SlotLayer(ScoredLayer):
         self.last_growth = int(self.cumulative_length)
         return output
 
-    def _turn_block(
+    def _rotate_block(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, past: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns a block's queries, and all its keys ``[B, H, past + T, D]``, to their ranks."""
+        """Rotates a block's queries and all keys ``[B, H, past + T, D]`` to their ranks."""
         taken = positions >= 0
         held = taken[..., :past].sum(dim=-1, keepdim=True)
         ranks = held + taken[..., past:].cumsum(dim=-1) - 1
@@ -280,7 +280,7 @@ class SlotLayer(ScoredLayer):
         if past:
             ranks = torch.cat([self.ranks, ranks], dim=-1)
         factors = self.rotation.of_ranks(self.rank_limit(query.shape[2]))
-        return turn_to_ranks(query, own, factors), turn_to_ranks(key, ranks, factors)
+        return rotate_to_ranks(query, own, factors), rotate_to_ranks(key, ranks, factors)
 
     def _block_entries(
         self, length: int, real: torch.Tensor | None
@@ -372,7 +372,7 @@ class SlotLayer(ScoredLayer):
     @property
     def is_ready(self) -> bool:
         """Whether a decode step needs nothing that only a block finds out."""
-        known = self.rotation is None or self.turns is not None
+        known = self.rotation is None or self.rotary is not None
         return (
             self.positions is not None
             and self.policy.is_bounded
@@ -418,7 +418,7 @@ class SlotLayer(ScoredLayer):
         self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
         if self.rotation is not None:
             self.ranks = ranks_of(self.positions)
-            self._know_turns()
+            self._set_rotary()
 
     def _held_norms(self) -> torch.Tensor | None:
         """Norms of the values held; ``None`` if not asked for."""

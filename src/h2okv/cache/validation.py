@@ -151,8 +151,8 @@ def _uses_interface(config: PreTrainedConfig, text_config: PreTrainedConfig) -> 
     return True
 
 
-def trained_window(config: PreTrainedConfig) -> int | None:
-    """Tells how many positions a model was trained on."""
+def context_window(config: PreTrainedConfig) -> int | None:
+    """The positions that a model was trained on; ``None`` without a limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
@@ -160,7 +160,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def window_by_length(config: PreTrainedConfig) -> int | None:
-    """Tells up to which length a model turns its tokens alike, whatever the length.
+    """Tells up to which length a model rotates its tokens alike, whatever the length.
 
     Dynamic scaling and LongRoPE take other frequencies in a forward with a longer text in it, for
     all rows of the batch; so texts of different length can share a batch only below that.
@@ -171,7 +171,7 @@ def window_by_length(config: PreTrainedConfig) -> int | None:
     lengths = [
         part.get("original_max_position_embeddings")
         or getattr(text_config, "original_max_position_embeddings", None)
-        or trained_window(config)
+        or context_window(config)
         for part in kinds
         if part.get("rope_type") in _BY_LENGTH
     ]
@@ -187,14 +187,14 @@ def check_positions(config: PreTrainedConfig, positions: str, policy: Policy) ->
         raise ValueError(
             f"positions='rolling': model type {kind!r} has no rotary positions (RoPE). Learned "
             "positions are part of what a key was made from and cannot be moved afterwards; use "
-            "positions='clamped', or 'original' within the trained window."
+            "positions='clamped', or 'original' within the context window."
         )
     if positions == "rolling" and not policy.evicts:
         raise ValueError(
             f"positions='rolling': policy={policy.name!r} evicts nothing, so that ranks are the "
             "places in the text; use positions='original'."
         )
-    if positions == "clamped" and (rotary or trained_window(config) is None):
+    if positions == "clamped" and (rotary or context_window(config) is None):
         raise ValueError(
             f"positions='clamped': model type {kind!r} has no learned positions to stop at; use "
             "positions='rolling' for rotary positions, or 'original'."
@@ -225,7 +225,7 @@ def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:
     if policy.prompt_only and rule.rolls:
         raise ValueError(
             f"policy={policy.name!r} keeps all that follows the prompt, so that ranks would leave "
-            "the trained window too; use positions='original', or policy='h2o'."
+            "the context window too; use positions='original', or policy='h2o'."
         )
 
 
@@ -240,12 +240,12 @@ def check_whole_prompt(layer: ScoredLayer, length: int) -> None:
 
 def check_scoring(policy: Policy, scoring: Scoring) -> None:
     """Refuses a scoring that decides nothing."""
-    if not scoring.is_plain and policy.prompt_only:
+    if not scoring.is_sum and policy.prompt_only:
         raise ValueError(
             f"scoring={scoring.name!r}: policy={policy.name!r} counts the attention of its own "
             "window of queries; leave it out, or use policy='h2o'."
         )
-    if not scoring.is_plain and not policy.uses_scores:
+    if not scoring.is_sum and not policy.uses_scores:
         raise ValueError(
             f"scoring={scoring.name!r} has no effect with policy={policy.name!r}, which does not "
             "look at scores; leave it out, or use policy='h2o'."

@@ -33,7 +33,7 @@ class Answer:
         shown: The text that the user saw.
         text: The text of all tokens, a stop string included, special tokens left out.
         token_ids: The new tokens; the last one has not been through the cache.
-        finish_reason: `eos`, `stop` (a stop string), `length`, `context` (the trained window is
+        finish_reason: `eos`, `stop` (a stop string), `length`, `context` (the context window is
             full), or `interrupted`.
         time_to_first_token: Seconds from the user's turn on; None if no token came.
         tokens_per_second: While decoding, the first token not counted; None below two tokens.

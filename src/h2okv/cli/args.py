@@ -164,7 +164,7 @@ Policies = Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())},
 HeavyShare = Annotated[float, typer.Option(help="The heavy hitters' share of the budget.")]
 Sink = Annotated[int, typer.Option(help="First tokens to keep, beyond the budget.")]
 PositionsOption = Annotated[
-    str, typer.Option(help="original, rolling (past the trained window) or clamped (OPT).")
+    str, typer.Option(help="original, rolling (past the context window) or clamped (OPT).")
 ]
 PrefillChunk = Annotated[
     int | None, typer.Option(help="The most tokens read at once; 1 is the paper's Algorithm 1.")

@@ -94,7 +94,7 @@ def batch(
     scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
     decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
     positions: Annotated[
-        str, typer.Option(help="original, rolling (past the trained window) or clamped (OPT).")
+        str, typer.Option(help="original, rolling (past the context window) or clamped (OPT).")
     ] = "original",
     prefill_chunk: Annotated[
         int | None,

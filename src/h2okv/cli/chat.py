@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import h2okv
-from h2okv.cache.validation import trained_window
+from h2okv.cache.validation import context_window
 from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
 from h2okv.chat.session import Answer, Chat, Partner
 from h2okv.cli.args import (
@@ -106,7 +106,7 @@ def probe_positions(
 
 def _largest_chunk(config: PreTrainedConfig, choice: CacheChoice) -> int | None:
     """The most tokens that fit behind a full cache; None for any number."""
-    window = trained_window(config)
+    window = context_window(config)
     if window is None:
         return None
     budget = int(choice.sink + choice.heavy + choice.recent)

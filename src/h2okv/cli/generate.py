@@ -589,7 +589,7 @@ def generate(
     kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     positions: Annotated[
         str,
-        typer.Option(help="original, rolling (past the trained window) or clamped (OPT)."),
+        typer.Option(help="original, rolling (past the context window) or clamped (OPT)."),
     ] = "original",
     prefill_chunk: Annotated[
         int | None,
@@ -631,7 +631,7 @@ def generate(
     if choice.positions == "rolling" and prefill_chunk is None and described.context is not None:
         choice = replace(choice, prefill_chunk=max(1, min(512, described.context // 4)))
     if choice.positions != "original" and compare is None:
-        described = replace(described, context=None)  # nothing ends at the trained window
+        described = replace(described, context=None)  # nothing ends at the context window
     choice.make(described.config, seed)  # a bad budget is heard about before the weights load
     input_ids = encode_prompt(described, text)
     loaded = load_weights(described, wanted_dtype, wanted_device)

@@ -196,7 +196,7 @@ def serve(
     ] = "0.1",
     sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
     positions: Annotated[
-        str, typer.Option(help="original, rolling (past the trained window) or clamped (OPT).")
+        str, typer.Option(help="original, rolling (past the context window) or clamped (OPT).")
     ] = "original",
     kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     rows: Annotated[

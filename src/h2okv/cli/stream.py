@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from h2okv.cache.validation import trained_window
+from h2okv.cache.validation import context_window
 from h2okv.cli.args import (
     DECAY_HELP,
     DTYPES,
@@ -38,12 +38,12 @@ from h2okv.evaluation.streaming import RowFile, Setting, Step, Stream, StreamSet
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import BUNDLED
 
-# What each part of the budget gets if nothing else is said: a share of the trained window, but no
+# What each part of the budget gets if nothing else is said: a share of the context window, but no
 # more than a window of 8,192 tokens would give.
 _DEFAULT_SHARE = 8
 _MOST_BY_DEFAULT = 1024
 
-HELP = """Run a text or conversations through one cache, far past the trained window.
+HELP = """Run a text or conversations through one cache, far past the context window.
 
 A text is scored token by token. Of conversations each question is answered, and answers that the
 file gives are read. Everything goes sample after sample on one cache that is never emptied.
@@ -189,13 +189,13 @@ def _source(
 
 
 def _check_room(described: Described, choice: CacheChoice, settings: StreamSettings) -> None:
-    """Refuses ranks past the trained window now, not at the block that would reach them."""
+    """Refuses ranks past the context window now, not at the block that would reach them."""
     held = int(choice.heavy) + int(choice.recent) + choice.sink
-    window = trained_window(described.config)
+    window = context_window(described.config)
     if choice.positions == "rolling" and window is not None and held + settings.chunk > window:
         raise ValueError(
             f"a budget of {held} tokens and a --chunk of {settings.chunk} are more than the"
-            f" trained window of {window}; make --heavy, --recent or --chunk smaller"
+            f" context window of {window}; make --heavy, --recent or --chunk smaller"
         )
 
 

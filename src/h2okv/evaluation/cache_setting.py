@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.cache.validation import check_positions, trained_window
+from h2okv.cache.validation import check_positions, context_window
 from h2okv.config import POSITIONS, Budget, Positions
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint
@@ -140,7 +140,7 @@ class CacheSetting:
 
     def chunk(self, config: PreTrainedConfig) -> int | None:
         """The most tokens that are read at once."""
-        window = trained_window(config)
+        window = context_window(config)
         if self.prefill_chunk is not None or self.is_full or self.positions != "rolling":
             return self.prefill_chunk
         return _CHUNK if window is None else max(1, min(_CHUNK, window // 4))
@@ -151,7 +151,7 @@ class CacheSetting:
 
     def too_long(self, config: PreTrainedConfig, window: int | None, tokens: int) -> str | None:
         """Says why the model cannot read and write so many tokens with this cache."""
-        trained = trained_window(config)
+        trained = context_window(config)
         if not self.is_full and self.positions == "rolling":
             options = self.options(config)
             held = Budget(options["heavy"], options["recent"], self.sink).resolve(tokens).total
@@ -159,7 +159,7 @@ class CacheSetting:
             if trained is not None and tokens > trained and most > trained:
                 return (
                     f"a budget of {held} entries and blocks of {most - held} tokens are more than"
-                    f" the trained window of {trained}; give a smaller budget or a smaller"
+                    f" the context window of {trained}; give a smaller budget or a smaller"
                     " prefill chunk"
                 )
             return None

@@ -72,7 +72,7 @@ def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int
     if window is not None:
         axes.axvline(window, color=_GREY, linewidth=1, linestyle=":")
         axes.annotate(
-            f"trained window, {window:,}",
+            f"context window, {window:,}",
             (window, 1),
             xycoords=("data", "axes fraction"),
             xytext=(4, -4),

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from h2okv.cache.rope import Rotation, like_new
-from h2okv.ops.rope import Layout, pair_up, turn
+from h2okv.ops.rope import Layout, interleave_pairs, rotate
 
 _POSITIONS = (5, 11)
 _LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
@@ -35,10 +35,10 @@ class _KeyTaker(DynamicCache):
 def find_rotation(
     module: torch.nn.Module, layer_idx: int, dtype: torch.dtype, known: list[Rotation]
 ) -> Rotation | None:
-    """Learns how an attention module turns its keys, and checks it on two tokens.
+    """Learns how an attention module rotates its keys, and checks it on two tokens.
 
-    The module is run on random numbers at two positions and without a turn; the one must be the
-    other, turned. So a family that turns its keys in a way of its own is noticed.
+    The module is run on random numbers at two positions and without a rotation; the one must be the
+    other, rotated. So a family that rotates its keys in a way of its own is noticed.
     """
     rotary = _running_rotary(module)
     config: Any = module.config
@@ -59,17 +59,19 @@ def find_rotation(
         return _keys(module, hidden, embeddings), embeddings
 
     plain, _ = keys_at((0, 0))
-    turned, embeddings = keys_at(_POSITIONS)
-    if (turned - plain).norm() <= 1e-6 * turned.norm():
+    rotated, embeddings = keys_at(_POSITIONS)
+    if (rotated - plain).norm() <= 1e-6 * rotated.norm():
         return None
-    # Some families hold the turn as complex numbers, which are never rounded to the model's dtype.
+    # Some families hold complex numbers, which are never rounded to the model's dtype.
     held = torch.float32 if torch.is_tensor(embeddings) else dtype
     ids = torch.tensor([_POSITIONS], device=device)
     for layout in _LAYOUTS:
         layer_type = options.get("layer_type")
         trial = Rotation(fresh, layer_type, layout, held, device)
-        back = turn(pair_up(turned, trial.width, layout), trial.of_text(ids))
-        start = turn(pair_up(plain, trial.width, layout), trial.of_text(torch.zeros_like(ids)))
+        back = rotate(interleave_pairs(rotated, trial.width, layout), trial.of_text(ids))
+        start = rotate(
+            interleave_pairs(plain, trial.width, layout), trial.of_text(torch.zeros_like(ids))
+        )
         if (back - start).norm() <= _CLOSE * start.norm():
             rotation = Rotation(rotary, layer_type, layout, held, device)
             for other in known:
@@ -127,6 +129,6 @@ def _running_rotary(module: torch.nn.Module) -> Any:
 
 def _unknown(module: torch.nn.Module) -> ValueError:
     return ValueError(
-        f"positions='rolling': cannot find out how {type(module).__name__} turns its keys (RoPE); "
+        f"positions='rolling': cannot find out how {type(module).__name__} rotates its keys; "
         "use positions='original' for this model."
     )

@@ -663,7 +663,7 @@ def described_of(request: BatchRequest) -> Described:
     described = describe(request.model)
     request.choice.make(described.config, request.sampling.seed)
     if request.choice.positions != "original":
-        described = replace(described, context=None)  # nothing ends at the trained window
+        described = replace(described, context=None)  # nothing ends at the context window
     return described
 
 

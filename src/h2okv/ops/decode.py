@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
-from h2okv.ops.rope import Scratch, turn, turn_gathered
+from h2okv.ops.rope import Scratch, rotate, rotate_gathered
 
-_TURN_ELEMENTS = 5 << 17
-"""Numbers of keys turned at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
+_ROTATE_ELEMENTS = 5 << 17
+"""Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
 
 _FUSED_GROUPS = 8
 """Query heads of a KV head up to which its keys are better read for each of them than once."""
 
 
 class Ranks(NamedTuple):
-    """Where keys that are not turned yet belong.
+    """Where keys that are not rotated yet belong.
 
     Attributes:
-        factors: fp32 ``[n, R / 2, 2]``, the turn to each rank.
+        factors: fp32 ``[n, R / 2, 2]``, the rotation to each rank.
         ranks: int32 ``[B, H, S]``, below n, whatever it is for slots that are hidden.
     """
 
@@ -68,7 +68,7 @@ def decode_with_scores(
             with nothing to see gives zeros.
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
-        ranks: turns that the keys, but not the query, still need; ``None`` if none.
+        ranks: rotations that the keys, but not the query, still need; ``None`` if none.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``.
@@ -120,12 +120,12 @@ def _logits(scaled: torch.Tensor, keys: Entries, ranks: Ranks | None) -> torch.T
         return packed_logits(scaled, keys, ranks.factors, ranks.ranks.flatten(0, 1))
     if ranks is not None and not torch.compiler.is_compiling():
         return _logits_at_ranks(scaled, keys, ranks)
-    turned = keys.float()
+    rotated = keys.float()
     if ranks is not None:
-        turned = turn(keys, ranks.factors[ranks.ranks.reshape(keys.shape[:2])])
+        rotated = rotate(keys, ranks.factors[ranks.ranks.reshape(keys.shape[:2])])
     if _fuses(scaled.shape[1], scaled.device):
-        return (scaled.unsqueeze(2) * turned.unsqueeze(1)).sum(dim=-1)
-    return torch.bmm(scaled, turned.transpose(1, 2))
+        return (scaled.unsqueeze(2) * rotated.unsqueeze(1)).sum(dim=-1)
+    return torch.bmm(scaled, rotated.transpose(1, 2))
 
 
 def _output(weights: torch.Tensor, values: Entries, dtype: torch.dtype) -> torch.Tensor:
@@ -145,13 +145,13 @@ def _logits_at_ranks(query: torch.Tensor, keys: torch.Tensor, ranks: Ranks) -> t
     index = ranks.ranks.reshape(count, num_slots)
     step = count
     if keys.device.type == "cpu":
-        step = max(1, min(count, _TURN_ELEMENTS // (num_slots * size)))
+        step = max(1, min(count, _ROTATE_ELEMENTS // (num_slots * size)))
     logits = query.new_empty(count, query.shape[1], num_slots)
     scratch = Scratch.for_keys(keys, table, step)
     for start in range(0, count, step):
         at = slice(start, start + step)
-        turned = turn_gathered(keys[at], table, index[at], scratch)
-        torch.bmm(query[at], turned.transpose(1, 2), out=logits[at])
+        rotated = rotate_gathered(keys[at], table, index[at], scratch)
+        torch.bmm(query[at], rotated.transpose(1, 2), out=logits[at])
     return logits
 
 
@@ -255,7 +255,7 @@ class Slots(NamedTuple):
     """What a layer holds; a step mutates every tensor but `enabled`.
 
     Attributes:
-        keys: ``[B, H, S, D]``, contiguous or packed; not turned, pairs next to each other, if
+        keys: ``[B, H, S, D]``, contiguous or packed; un-rotated, pairs next to each other, if
             there are `ranks`.
         values: ``[B, H, S, Dv]``, contiguous or packed.
         scores: fp32 ``[B, H, S]``.
@@ -276,11 +276,11 @@ class Slots(NamedTuple):
     ranks: torch.Tensor | None = None
 
 
-class Turns(NamedTuple):
-    """The turns of rolling positions, which all steps share.
+class RotaryTables(NamedTuple):
+    """The rotations of rolling positions, which all steps share.
 
     Attributes:
-        to_rank: fp32 ``[S, R / 2, 2]``, the turn to each rank.
+        to_rank: fp32 ``[S, R / 2, 2]``, the rotation to each rank.
         relative: fp32 ``[S, R / 2, 2]``, the same as seen from the last rank.
     """
 
@@ -296,7 +296,7 @@ class StepRules(NamedTuple):
         recent: protected newest positions, int64 ``[B, 1, 1]``.
         sink: protected first positions, int64 ``[B, 1, 1]``; ``None`` if there are none.
         softcap: as in `reference.attention_with_scores`.
-        turns: for rolling positions; ``None`` if keys come turned.
+        rotary: for rolling positions; ``None`` if keys come rotated.
         priority: ranks what is not protected, the lowest goes first; ``None``: the scores do.
         full: True if no slot but the free one is empty, which saves looking for those.
     """
@@ -305,7 +305,7 @@ class StepRules(NamedTuple):
     recent: torch.Tensor
     sink: torch.Tensor | None = None
     softcap: float | None = None
-    turns: Turns | None = None
+    rotary: RotaryTables | None = None
     priority: Priority | None = None
     full: bool = False
 
@@ -323,7 +323,7 @@ def decode_step(
     Static shapes and no host sync.
 
     Args:
-        query: ``[B, HQ, 1, D]``; not turned if there are `Turns`.
+        query: ``[B, HQ, 1, D]``; un-rotated if there are `RotaryTables`.
         key: ``[B, H, 1, D]``, likewise.
         value: ``[B, H, 1, Dv]``.
         slots: what is held; mutated.
@@ -335,9 +335,9 @@ def decode_step(
     """
     full = rules.full and real is None
     ranks = None
-    if rules.turns is not None and slots.ranks is not None:
+    if rules.rotary is not None and slots.ranks is not None:
         query, ranks = rank_new(
-            query, slots.positions, slots.free, slots.ranks, rules.turns, full, real
+            query, slots.positions, slots.free, slots.ranks, rules.rotary, full, real
         )
     write_slot(slots.keys, slots.free, key)
     write_slot(slots.values, slots.free, value)
@@ -365,31 +365,31 @@ def rank_new(
     positions: torch.Tensor,
     free: torch.Tensor,
     ranks: torch.Tensor,
-    turns: Turns,
+    rotary: RotaryTables,
     full: bool,
     real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Ranks]:
     """Ranks the new token behind all; mutates the ranks.
 
     Args:
-        query: ``[B, HQ, 1, D]``, not turned.
+        query: ``[B, HQ, 1, D]``, un-rotated.
         positions: int32 ``[B, H, S]``, before the new entry.
         free: int64 ``[B, H, 1]``, the slot that it takes.
         ranks: int32 ``[B, H, S]``; mutated.
-        turns: of all ranks.
+        rotary: the tables.
         full: whether the entries with the new one take all ranks.
         real: bool ``[B, 1]``, False where the token is padding, which takes no rank.
     """
     if full:
-        # The free slot has the last rank already, and the keys are turned as seen from there.
-        return query, Ranks(turns.relative, ranks)
+        # The free slot has the last rank already, and the keys are rotated as seen from there.
+        return query, Ranks(rotary.relative, ranks)
     rank = (positions >= 0).sum(dim=-1, keepdim=True)
     # All heads of a row hold the same number of entries.
-    query = turn(query, turns.to_rank[rank[:, :1]])
+    query = rotate(query, rotary.to_rank[rank[:, :1]])
     if real is not None:
         rank = torch.where(real.unsqueeze(1), rank, ranks.shape[-1] - 1)
     ranks.scatter_(-1, free, rank.to(torch.int32))
-    return query, Ranks(turns.to_rank, ranks)
+    return query, Ranks(rotary.to_rank, ranks)
 
 
 def find_free(slots: Slots, rules: StepRules, full: bool) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from h2okv.ops.rope import turn
+from h2okv.ops.rope import rotate
 
 BITS = (8, 4)
 """What can be packed into."""
@@ -178,7 +178,7 @@ def packed_logits(
     Args:
         query: fp32 ``[rows, G, D]``, scaled.
         keys: ``[rows, S, D]``.
-        factors: fp32 ``[n, R / 2, 2]``, turns to ranks that the keys still need; ``None`` if none.
+        factors: fp32 ``[n, R / 2, 2]``, rotations that the keys still need; ``None`` if none.
         ranks: int ``[rows, S]``, below n; with `factors`.
 
     Returns:
@@ -187,13 +187,13 @@ def packed_logits(
     if torch.compiler.is_compiling():
         if factors is None:
             return _fused_logits(query, keys)
-        turned = turn(unpack(keys), factors[ranks])
-        return (query.unsqueeze(2) * turned.unsqueeze(1)).sum(dim=-1)
+        rotated = rotate(unpack(keys), factors[ranks])
+        return (query.unsqueeze(2) * rotated.unsqueeze(1)).sum(dim=-1)
     rows, num_slots, _ = keys.shape
     logits = query.new_empty(rows, query.shape[1], num_slots)
     for at, numbers in _pieces(keys):
         if factors is not None and ranks is not None:
-            numbers = turn(numbers, factors[ranks[at]])
+            numbers = rotate(numbers, factors[ranks[at]])
         torch.bmm(query[at], numbers.transpose(1, 2), out=logits[at])
     return logits
 

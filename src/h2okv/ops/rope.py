@@ -7,18 +7,18 @@ from typing import Literal, NamedTuple
 import torch
 
 Layout = Literal["half", "interleaved"]
-"""Which two numbers of a head are turned together: d and d + R / 2, or 2 d and 2 d + 1."""
+"""Which two numbers of a head are rotated together: d and d + R / 2, or 2 d and 2 d + 1."""
 
 
 class Scratch(NamedTuple):
-    """Memory for the turned keys of some rows.
+    """Memory for the rotated keys of some rows.
 
     Attributes:
-        turned: fp32 ``[rows * S, R / 2, 2]``.
+        rotated: fp32 ``[rows * S, R / 2, 2]``.
         converted: fp32 ``[rows, S, R / 2, 2]`` for keys of another dtype; else ``None``.
     """
 
-    turned: torch.Tensor
+    rotated: torch.Tensor
     converted: torch.Tensor | None
 
     @classmethod
@@ -28,22 +28,22 @@ class Scratch(NamedTuple):
         Args:
             keys: ``[B * H, S, D]``.
             factors: fp32 ``[n, R / 2, 2]``.
-            rows: how many rows are turned at a time.
+            rows: how many rows are rotated at a time.
         """
         num_slots, pair = keys.shape[1], factors.shape[1:]
-        turned = factors.new_empty(rows * num_slots, *pair)
+        rotated = factors.new_empty(rows * num_slots, *pair)
         fits = keys.dtype == factors.dtype
-        return cls(turned, None if fits else factors.new_empty(rows, num_slots, *pair))
+        return cls(rotated, None if fits else factors.new_empty(rows, num_slots, *pair))
 
 
-def pair_up(states: torch.Tensor, width: int, layout: Layout) -> torch.Tensor:
+def interleave_pairs(states: torch.Tensor, width: int, layout: Layout) -> torch.Tensor:
     """Brings the two numbers of each pair next to each other.
 
     Done to queries and keys alike it changes no attention.
 
     Args:
         states: ``[..., D]``.
-        width: R <= D, numbers of a head that are turned (partial rotary).
+        width: R <= D, numbers of a head that are rotated (partial rotary).
         layout: how the model lays out its pairs.
 
     Returns:
@@ -55,8 +55,8 @@ def pair_up(states: torch.Tensor, width: int, layout: Layout) -> torch.Tensor:
     return paired if width == states.shape[-1] else torch.cat([paired, states[..., width:]], -1)
 
 
-def turn(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Turns the first R numbers of each head, in pairs; the others pass.
+def rotate(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Rotates the first R numbers of each head, in pairs; the others pass.
 
     Args:
         states: ``[..., T, D]``, pairs next to each other.
@@ -67,41 +67,41 @@ def turn(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """
     width = 2 * factors.shape[-2]
     pairs = states[..., :width].float().unflatten(-1, (-1, 2))
-    turned = _multiply(pairs, factors).flatten(-2)
+    rotated = _multiply(pairs, factors).flatten(-2)
     rest = states[..., width:]
-    return turned if rest.shape[-1] == 0 else torch.cat([turned, rest.float()], dim=-1)
+    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
 
 
-def turn_gathered(
+def rotate_gathered(
     states: torch.Tensor, factors: torch.Tensor, ranks: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Turns each entry by its own rank, in memory that is used again; for eager code.
+    """Rotates each entry by its own rank, in memory that is used again; for eager code.
 
     Args:
         states: ``[rows, S, D]``, pairs next to each other.
-        factors: fp32 ``[n, R / 2, 2]``, the turn to each rank.
+        factors: fp32 ``[n, R / 2, 2]``, the rotation to each rank.
         ranks: int ``[rows, S]``.
         scratch: mutated.
 
     Returns:
-        fp32 ``[rows, S, D]``, in the scratch's memory if all of a head is turned.
+        fp32 ``[rows, S, D]``, in the scratch's memory if all of a head is rotated.
     """
     width = 2 * factors.shape[-2]
     rows, num_slots = ranks.shape
-    turned = scratch.turned[: rows * num_slots]
-    torch.index_select(factors, 0, ranks.flatten(), out=turned)
-    turned = turned.view(rows, num_slots, width // 2, 2)
+    rotated = scratch.rotated[: rows * num_slots]
+    torch.index_select(factors, 0, ranks.flatten(), out=rotated)
+    rotated = rotated.view(rows, num_slots, width // 2, 2)
     pairs = states[..., :width].unflatten(-1, (-1, 2))
     if scratch.converted is not None:
         pairs = scratch.converted[:rows].copy_(pairs)
     # A product in place takes two thirds of the time of one into new memory.
-    torch.view_as_complex(turned).mul_(torch.view_as_complex(pairs))
-    turned, rest = turned.flatten(-2), states[..., width:]
-    return turned if rest.shape[-1] == 0 else torch.cat([turned, rest.float()], dim=-1)
+    torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
+    rotated, rest = rotated.flatten(-2), states[..., width:]
+    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
 
 
 def inverse(factors: torch.Tensor) -> torch.Tensor:
-    """Factors that undo a turn, a scale in them (YaRN) and their own rounding included.
+    """Factors that undo a rotation, a scale in them (YaRN) and their own rounding included.
 
     Args:
         factors: ``[..., 2]``, in the dtype in which the model used them.
@@ -112,10 +112,10 @@ def inverse(factors: torch.Tensor) -> torch.Tensor:
 
 
 def relative(factors: torch.Tensor) -> torch.Tensor:
-    """Turns as seen from the last one, so that what sits there needs none itself.
+    """The tables as seen from the last one, so that what sits there needs none itself.
 
     Args:
-        factors: fp32 ``[n, R / 2, 2]``, the turns to n ranks.
+        factors: fp32 ``[n, R / 2, 2]``, the rotations to n ranks.
     """
     last = factors[-1] * factors.new_tensor([1.0, -1.0])
     return _multiply(factors, last)

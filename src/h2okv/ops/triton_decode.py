@@ -40,7 +40,7 @@ def _attend(
     first = part * part_size
     last = tl.minimum(first + part_size, num_slots)
     group = tl.arange(0, BLOCK_G)
-    # The numbers of a head that are not turned; all of them when positions stay (R = 0).
+    # The numbers of a head that do not rotate; all of them when positions stay (R = 0).
     plain = R + tl.arange(0, BLOCK_D)
     output = tl.arange(0, BLOCK_DV)
     some_queries = group[:, None] < GROUPS
@@ -96,9 +96,9 @@ def _attend(
             odd = tl.load(keys + entries * D + 2 * pair[None, :] + 1, mask=seen_pairs, other=0.0)
             even = tl.where(is_new[:, None], even_added[None, :], even).to(tl.float32)
             odd = tl.where(is_new[:, None], odd_added[None, :], odd).to(tl.float32)
-            turned = is_entry[:, None] & is_pair[None, :]
-            real_part = tl.load(factors + rank * R + 2 * pair[None, :], mask=turned, other=0.0)
-            imaginary = tl.load(factors + rank * R + 2 * pair[None, :] + 1, mask=turned, other=0.0)
+            rotated = is_entry[:, None] & is_pair[None, :]
+            real_part = tl.load(factors + rank * R + 2 * pair[None, :], mask=rotated, other=0.0)
+            imaginary = tl.load(factors + rank * R + 2 * pair[None, :] + 1, mask=rotated, other=0.0)
             scores += tl.dot(
                 even_query, tl.trans(even * real_part - odd * imaginary), input_precision=PRECISION
             )
@@ -257,10 +257,10 @@ def decode_step(
         ``[B, HQ, 1, Dv]`` in the values' dtype.
     """
     full = rules.full and real is None
-    factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is turned
-    if rules.turns is not None and slots.ranks is not None:
+    factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is rotated
+    if rules.rotary is not None and slots.ranks is not None:
         query, (factors, ranks) = rank_new(
-            query, slots.positions, slots.free, slots.ranks, rules.turns, full, real
+            query, slots.positions, slots.free, slots.ranks, rules.rotary, full, real
         )
         width = 2 * factors.shape[-2]
     # Whole numbers also while a graph is recorded: they decide about the shape of the launch.

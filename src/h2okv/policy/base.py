@@ -28,15 +28,15 @@ class Policy(ABC):
     """True for a policy that decides once, when the prompt has been read, by the attention of the
     prompt's last ``recent`` queries alone; whatever comes later is kept, and the cache grows."""
     per_query: ClassVar[bool] = False
-    """True for a policy that keeps everything and lets each query see ``sink + heavy + chosen``
-    entries of what was there before its block, ``chosen`` of them by its own attention."""
+    """True for a policy that keeps everything and lets each query see ``sink + heavy + num_static``
+    entries of what was there before its block, ``num_static`` of them by its own attention."""
 
     @property
     def is_bounded(self) -> bool:
         """Whether a layer never holds more than its budget."""
         return self.evicts and not self.prompt_only
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Divides the user's budget; the total must not change.
 
         Args:
@@ -71,10 +71,10 @@ class Policy(ABC):
             fp32 ``[B, H, N]``, finite.
         """
 
-    def in_pattern(
-        self, positions: torch.Tensor, newest: torch.Tensor, most: torch.Tensor
+    def static_mask(
+        self, positions: torch.Tensor, newest: torch.Tensor, limit: torch.Tensor
     ) -> torch.Tensor | None:
-        """Marks the positions that are kept for their place; only if a budget has ``chosen``.
+        """Marks the positions that are kept for their place; only if a budget has ``num_static``.
 
         What leaves the pattern as the text grows must never come back into it, since it may be
         gone by then.
@@ -82,8 +82,8 @@ class Policy(ABC):
         Args:
             positions: int32 ``[B, H, N]``; the mark means nothing where it is -1.
             newest: position of the newest token, int64 ``[B, 1, 1]``.
-            most: ``chosen`` of each sequence's budget, int64 ``[B, 1, 1]``: of the positions up to
-                the newest at most so many may be marked.
+            limit: ``num_static`` of each sequence's budget, int64 ``[B, 1, 1]``: of the positions
+                up to the newest at most so many may be marked.
 
         Returns:
             bool ``[B, H, N]``; ``None`` for a policy without a pattern.

@@ -30,16 +30,16 @@ class FixedPolicy(StridedPolicy):
             raise ValueError(f"cells={cells!r} makes no block's end; give an int of 1 or more.")
         self.cells = cells
 
-    def in_pattern(
-        self, positions: torch.Tensor, newest: torch.Tensor, most: torch.Tensor
+    def static_mask(
+        self, positions: torch.Tensor, newest: torch.Tensor, limit: torch.Tensor
     ) -> torch.Tensor:
         """Marks the last cells of every block."""
-        cells = most.clamp(min=1, max=self.cells)
+        cells = limit.clamp(min=1, max=self.cells)
         # In groups of c positions, of which the last one in every block is kept.
         groups = newest // cells + 1
-        stride = power_of_two_from(groups // (most // cells + 1) + 1)
+        stride = power_of_two_from(groups // (limit // cells + 1) + 1)
         group = positions // cells.to(positions.dtype)
-        return ((group + 1) % stride.to(positions.dtype) == 0) & (most > 0)
+        return ((group + 1) % stride.to(positions.dtype) == 0) & (limit > 0)
 
 
 class FixedHeavyPolicy(FixedPolicy, StridedHeavyPolicy):

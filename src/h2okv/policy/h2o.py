@@ -29,6 +29,6 @@ class HeavyPolicy(H2OPolicy):
 
     name = "heavy"
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Gives the recent window's share to the heavy hitters."""
         return TokenBudget(sink=budget.sink, heavy=budget.heavy + budget.recent, recent=0)

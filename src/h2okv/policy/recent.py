@@ -14,7 +14,7 @@ class RecentPolicy(Policy):
     name = "recent"
     uses_scores = False
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Gives the whole budget to the recent window."""
         return TokenBudget(sink=0, heavy=0, recent=budget.total)
 
@@ -36,7 +36,7 @@ class SinkRecentPolicy(RecentPolicy):
     default_sink = 4
     """Sinks kept when the user gives no number; the StreamingLLM paper's choice."""
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Gives what the sinks leave to the recent window, which keeps at least one token."""
         sink = min(budget.sink or self.default_sink, budget.total - 1)
         return TokenBudget(sink=sink, heavy=0, recent=budget.total - sink)

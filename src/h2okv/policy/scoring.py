@@ -40,12 +40,12 @@ class Scoring:
     decay: float | None = None
 
     @property
-    def is_plain(self) -> bool:
+    def is_sum(self) -> bool:
         """Whether scores are the sums themselves, with nothing to do before or after."""
         return self.name == "sum"
 
     @property
-    def ranks_by_state(self) -> bool:
+    def is_incremental(self) -> bool:
         """Whether the accumulated numbers are the scores, as they stand."""
         return self.name in ("sum", "decay")
 
@@ -65,7 +65,7 @@ class Scoring:
         """
         return None if self.decay is None else _power(self.decay, later)
 
-    def fade(self, scores: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
+    def apply_decay(self, scores: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
         """What scores from before are worth after further queries.
 
         Args:
@@ -79,7 +79,7 @@ class Scoring:
             return scores
         return scores * _power(self.decay, num_queries).view(-1, 1, 1)
 
-    def worth(
+    def eviction_scores(
         self,
         scores: torch.Tensor,
         positions: torch.Tensor,

@@ -32,7 +32,7 @@ class SnapKVPolicy(Policy):
             raise ValueError(f"kernel={kernel!r} has no middle; give an odd int of 1 or more.")
         self.kernel = kernel
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Makes the observation window one query at least."""
         recent = max(budget.recent, 1)
         return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)

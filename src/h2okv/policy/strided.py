@@ -24,10 +24,10 @@ class StridedPolicy(Policy):
     name = "strided"
     uses_scores = False
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Halves the heavy and the recent share together."""
         share = budget.heavy + budget.recent
-        return TokenBudget(budget.sink, heavy=0, recent=share - share // 2, chosen=share // 2)
+        return TokenBudget(budget.sink, heavy=0, recent=share - share // 2, num_static=share // 2)
 
     def priority(
         self,
@@ -39,12 +39,12 @@ class StridedPolicy(Policy):
         """Equal for all entries, so that the frame's rule decides: the older goes first."""
         return torch.zeros_like(scores)
 
-    def in_pattern(
-        self, positions: torch.Tensor, newest: torch.Tensor, most: torch.Tensor
+    def static_mask(
+        self, positions: torch.Tensor, newest: torch.Tensor, limit: torch.Tensor
     ) -> torch.Tensor:
         """Marks the multiples of the stride."""
-        stride = power_of_two_from(newest // most.clamp(min=1) + 1)
-        return (positions % stride.to(positions.dtype) == 0) & (most > 0)
+        stride = power_of_two_from(newest // limit.clamp(min=1) + 1)
+        return (positions % stride.to(positions.dtype) == 0) & (limit > 0)
 
 
 class StridedHeavyPolicy(StridedPolicy):
@@ -57,10 +57,12 @@ class StridedHeavyPolicy(StridedPolicy):
     name = "strided_heavy"
     uses_scores = True
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Halves the recent share."""
         share = budget.recent
-        return TokenBudget(budget.sink, budget.heavy, recent=share - share // 2, chosen=share // 2)
+        return TokenBudget(
+            budget.sink, budget.heavy, recent=share - share // 2, num_static=share // 2
+        )
 
     def priority(
         self,

@@ -21,9 +21,9 @@ class TopKPolicy(Policy):
     uses_scores = False
     per_query = True
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Gives heavy and recent share to the query's own choice."""
-        return TokenBudget(budget.sink, heavy=0, recent=0, chosen=budget.heavy + budget.recent)
+        return TokenBudget(budget.sink, heavy=0, recent=0, num_static=budget.heavy + budget.recent)
 
     def priority(
         self,
@@ -47,6 +47,6 @@ class TopKHeavyPolicy(TopKPolicy):
     name = "topk_heavy"
     uses_scores = True
 
-    def apportion(self, budget: TokenBudget) -> TokenBudget:
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Gives the recent share to the query's own choice."""
-        return TokenBudget(budget.sink, budget.heavy, recent=0, chosen=budget.recent)
+        return TokenBudget(budget.sink, budget.heavy, recent=0, num_static=budget.recent)

@@ -169,7 +169,7 @@ class Reading:
             tick=tick,
         )
         following = token_pieces(self.reader.tokenizer, trace.next_tokens.clip(min=0).tolist())
-        parts = get_policy(policy).apportion(budget)
+        parts = get_policy(policy).allocate_budget(budget)
         packed = pack_trace(trace, policy, parts, following, self._highest())
         return {**packed, "share": share, "full_bytes": int(trace.full_bytes[-1])}
 
