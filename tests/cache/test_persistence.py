@@ -196,6 +196,20 @@ def test_a_file_that_lacks_a_tensor_is_refused(model, tmp_path):
             h2okv.H2OCache.load(broken, model)
 
 
+def test_a_file_of_before_a_field_was_renamed(model, tmp_path):
+    cache, path = saved(model, tmp_path, policy="strided_heavy")
+    with safe_open(path, framework="pt") as file:
+        metadata = {
+            key: text.replace("num_static", "chosen") for key, text in file.metadata().items()
+        }
+    tensors = {key.replace("num_static", "chosen"): t for key, t in load_file(path).items()}
+    assert "0.chosen" in tensors
+    save_file(tensors, tmp_path / "old", metadata=metadata)
+    loaded = h2okv.H2OCache.load(tmp_path / "old", model)
+    expected = follow(model, cache, CONTINUATION)
+    assert torch.equal(follow(model, loaded, CONTINUATION), expected)
+
+
 def test_an_older_file_survives_a_failed_save(model, tmp_path, monkeypatch):
     cache, path = saved(model, tmp_path)
     before = path.read_bytes()

@@ -21,7 +21,7 @@ from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
 from h2okv.benchmarking.peak import PeakRunFailedError, dtype_name
 from h2okv.benchmarking.roofline import check_plot, plot_roofline
 from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
-from h2okv.cache.validation import trained_window
+from h2okv.cache.validation import context_window
 from h2okv.cli.args import (
     MODEL_HELP,
     parse_budgets,
@@ -106,7 +106,7 @@ def checked_request(
     """Finds out what can be known before anything is allocated."""
     config = source.config()
     h2okv.check_model(config)
-    settings.check_window(trained_window(config))
+    settings.check_window(context_window(config))
     for spec in settings.specs():
         if spec.name == "h2o" and spec.config is not None:
             h2okv.H2OCache.from_config(config, spec.config)

@@ -119,7 +119,7 @@ def _join_layer(upper: Any, lower: Any) -> None:
         setattr(upper, name, None)
         setattr(lower, name, None)
     joined["cumulative_length"] = torch.maximum(upper.cumulative_length, lower.cumulative_length)
-    upper.turns = None  # of as many ranks as there were slots
+    upper.rotary = None  # of as many ranks as there were slots
     upper.restore(joined, {"row_budgets": budgets, "weights": None})
     upper.last_growth = int(upper.cumulative_length) - grown
 
