@@ -403,7 +403,7 @@ class H2OCache(Cache):
             2 * side,
             has_ranks=self.rule.rolls,
             has_norms=self.scoring.uses_values,
-            has_pattern=self._scored[0].marks_pattern,
+            has_pattern=self._scored[0].has_static_mask,
         )
 
     @property

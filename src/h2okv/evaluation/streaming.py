@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.cache.validation import check_positions, trained_window
+from h2okv.cache.validation import check_positions, context_window
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.stream_data import Piece, StreamSource
@@ -479,7 +479,7 @@ def _last_position(model: PreTrainedModel, cache: H2OCache) -> int | None:
         check_positions(model.config, "clamped", cache.policy)
     except ValueError:
         return None
-    return trained_window(model.config)
+    return context_window(model.config)
 
 
 def run_stream(
