@@ -157,7 +157,7 @@ def test_a_row_of_padding_is_refused(model):
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1] = 0
     cache = h2okv.H2OCache(model.config)
-    with pytest.raises(ValueError, match="row 1 of the batch is all padding"), torch.no_grad():
+    with pytest.raises(ValueError, match="sequence 1 of the batch is all padding"), torch.no_grad():
         model(torch.randint(2, 97, (2, 8)), attention_mask=mask, past_key_values=cache)
 
 
@@ -198,7 +198,7 @@ def test_interrupted_forward_is_found(model):
         (lambda layer: layer.scores[0, 0].fill_(-1.0), "negative"),
         (lambda layer: layer.scores[0, 0].fill_(torch.inf), "not finite"),
         (lambda layer: layer.positions[0, 0, :1].fill_(99), "has not seen"),
-        (lambda layer: layer.ranks[0, 0, :2].fill_(0), "another place than its rank"),
+        (lambda layer: layer.state.ranks[0, 0, :2].fill_(0), "another place than its rank"),
     ],
 )
 def test_check_integrity_finds_damage(model, break_it, message):

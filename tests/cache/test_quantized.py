@@ -103,7 +103,8 @@ def test_a_prompt_is_read_in_full_precision_and_kept_rounded(make_llama, kept_se
     (packed, logits), (whole, expected) = (read(model, ids, [40], kv_bits=n) for n in (bits, None))
     assert torch.equal(logits, expected) and kept_sets(packed) == kept_sets(whole)
     for layer, other in zip(packed.layers, whole.layers, strict=True):
-        for held, full in zip(layer._entries(), (other.keys, other.values), strict=True):
+        stored = (layer.state.keys, layer.state.values)
+        for held, full in zip(stored, (other.keys, other.values), strict=True):
             assert torch.equal(unpack(held), rounded(full, bits))
 
 
@@ -111,7 +112,7 @@ def codes_by_position(cache):
     """All bytes of what is held, by layer, row, head and position."""
     found = {}
     for index, layer in enumerate(cache.layers):
-        parts = [getattr(layer, n) for n in ("keys", "values", "key_grid", "value_grid")]
+        parts = list(layer.state.entry_tensors().values())
         for row, heads in enumerate(layer.positions.tolist()):
             for head, slots in enumerate(heads):
                 for slot, position in enumerate(slots):
@@ -196,7 +197,7 @@ def test_a_file_and_a_fork_go_on_alike(make_llama, tmp_path, bits, positions, dt
 def test_a_file_without_bits_is_as_before(make_llama, tmp_path):
     cache, _ = read(make_llama(), tokens(1, 1, 40), [40])
     cache.save(tmp_path / "cache")
-    assert "kv_bits" not in read_head(tmp_path / "cache")["options"]
+    assert read_head(tmp_path / "cache")["cache_config"]["kv_bits"] is None
     assert h2okv.H2OCache.load(tmp_path / "cache").kv_bits is None
 
 

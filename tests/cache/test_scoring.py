@@ -278,9 +278,9 @@ def test_the_sum_needs_nothing_else(make_llama):
     cache = h2okv.H2OCache(model.config, 5, 5)
     run(model, cache, input_ids, torch.ones_like(input_ids), [40])
     layer = cache.layers[0]
-    assert layer.is_plain and layer.norms is None
+    assert layer.is_plain and layer.state.norms is None
     assert layer._query_weights(None, 40) is None
-    assert layer._faded(layer.scores, None, 1) is layer.scores
+    assert layer._decayed(layer.scores, None, 1) is layer.scores
 
 
 @pytest.mark.parametrize(

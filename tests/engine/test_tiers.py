@@ -84,9 +84,9 @@ def states(passing, model, batches, steps):
         for index, layer in enumerate(batch.cache.layers):
             if passing.store is not None:
                 passing.store.bring(batch.cache, index)
-            names = ("keys", "values", "scores", "positions", "key_grid", "value_grid")
-            entries = {name: getattr(layer, name, None) for name in names}
-            found.append({n: tensor.clone() for n, tensor in entries.items() if tensor is not None})
+            entries = layer.state.entry_tensors()
+            entries |= {"scores": layer.state.scores, "positions": layer.state.positions}
+            found.append({name: tensor.clone() for name, tensor in entries.items()})
             if passing.store is not None:
                 passing.store.put_back(batch.cache, index, is_new=True)
     return found

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2okv.ops.decode import free_slot, keep_indices, protected_entries
+from h2okv.ops.decode import choose_free_slot, keep_indices, protected_entries
 
 
 @st.composite
@@ -74,29 +74,30 @@ def test_keep_indices_against_a_sort(data, layer):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), layer=layers())
-def test_free_slot_against_a_sort(data, layer):
+def test_choose_free_slot_against_a_sort(data, layer):
     priority, positions, newest = layer
     batch, heads, slots = positions.shape
     sink, recent = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
-    enabled = None
+    slot_mask = None
     if data.draw(st.booleans()):
         # Slots out of the budget are always empty ones.
-        enabled = (positions >= 0).any(dim=1, keepdim=True)
-        enabled |= torch.rand(enabled.shape) < 0.5
+        slot_mask = (positions >= 0).any(dim=1, keepdim=True)
+        slot_mask |= torch.rand(slot_mask.shape) < 0.5
     protected = protected_entries(
         positions, newest, column([sink] * batch) if sink else None, column([recent] * batch)
     )
     full = bool((positions >= 0).all())
-    chosen = free_slot(priority, positions, protected, enabled, full=False)
+    chosen = choose_free_slot(priority, positions, protected, slot_mask, full=False)
     if full:
-        assert torch.equal(chosen, free_slot(priority, positions, protected, None, full=True))
+        same = choose_free_slot(priority, positions, protected, None, full=True)
+        assert torch.equal(chosen, same)
     for row in range(batch):
         for head in range(heads):
             held = positions[row, head].tolist()
             open_slots = [
                 slot
                 for slot in range(slots)
-                if held[slot] < 0 and (enabled is None or enabled[row, 0, slot])
+                if held[slot] < 0 and (slot_mask is None or slot_mask[row, 0, slot])
             ]
             slot = int(chosen[row, head, 0])
             if open_slots:
@@ -111,5 +112,5 @@ def test_free_slot_against_a_sort(data, layer):
 def test_equal_priorities_lose_the_oldest_wherever_it_lies():
     positions = torch.tensor([[[7, 3, 9, 4]]], dtype=torch.int32)
     protected = positions > 8
-    chosen = free_slot(torch.zeros(1, 1, 4), positions, protected, None, full=True)
+    chosen = choose_free_slot(torch.zeros(1, 1, 4), positions, protected, None, full=True)
     assert chosen.item() == 1

@@ -1,5 +1,7 @@
 """The fused decode step against the plain one: every tensor that it changes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,15 +40,16 @@ def tables_of(device, num_slots, width):
 
 
 def copy(slots):
-    return Slots(*(None if part is None else part.clone() for part in slots))
+    parts = vars(slots).values()
+    return Slots(*(None if part is None else part.clone() for part in parts))
 
 
 def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32, value_size=None,
-        width=0, sink=None, recent=7, cores=1, real=None, enabled=None, **rules):  # fmt: skip
+        width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None, **rules):  # fmt: skip
     held = num_slots - 1 if held is None else held
     value_size = value_size or size
     slots = state(device, num_slots, held, size, value_size, dtype, width > 0)
-    slots = slots._replace(enabled=enabled)
+    slots = replace(slots, slot_mask=slot_mask)
 
     def column(count):
         return torch.full((BATCH, 1, 1), count, device=device)
@@ -54,7 +57,7 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
     how = StepRules(
         size**-0.5, column(recent), None if sink is None else column(sink),
         rotary=tables_of(device, num_slots, width) if width else None,
-        full=held == num_slots - 1 and enabled is None, **rules,
+        full=held == num_slots - 1 and slot_mask is None, **rules,
     )  # fmt: skip
     twin = copy(slots)
     for _ in range(4):
@@ -68,7 +71,7 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
         rows = slice(None) if real is None else real[:, 0]
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output[rows], expected[rows], atol=tolerance, rtol=tolerance)
-        for name in ("positions", "free", "seen", "ranks"):
+        for name in ("positions", "free_slot", "num_real_tokens", "ranks"):
             one, other = getattr(slots, name), getattr(twin, name)
             assert one is None or torch.equal(one, other), name
         taken = slots.positions >= 0
@@ -107,9 +110,9 @@ def test_rolling_positions(device, dtype, width, held):
 
 
 def test_sequences_with_budgets_of_their_own(device):
-    enabled = torch.ones(BATCH, HEADS, 63, dtype=torch.bool, device=device)
-    enabled[1, :, 40:] = False
-    run(device, held=30, enabled=enabled)
+    slot_mask = torch.ones(BATCH, HEADS, 63, dtype=torch.bool, device=device)
+    slot_mask[1, :, 40:] = False
+    run(device, held=30, slot_mask=slot_mask)
 
 
 @pytest.mark.parametrize("width", [0, 32])

@@ -147,7 +147,7 @@ def test_saved_and_forked_caches_keep_their_pattern(make_llama, kept_sets, tmp_p
         read(model, each, 40, 1)
     for other in others:
         assert kept_sets(other) == kept_sets(cache)
-        assert other.layers[0].row_budgets == cache.layers[0].row_budgets
+        assert other.layers[0].state.budgets == cache.layers[0].state.budgets
 
 
 @pytest.mark.parametrize("cells", [0, -1, 2.0, True])

@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 
@@ -110,7 +110,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Returns the indices of the layers whose entries H2O evicts."""
     layers = H2OCache(model.config).layers
-    return tuple(i for i, layer in enumerate(layers) if isinstance(layer, ScoredLayer))
+    return tuple(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
 
 
 def check_layer(model: PreTrainedModel, layer_idx: int, head: int | None = None) -> None:

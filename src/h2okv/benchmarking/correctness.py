@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import h2okv
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.integration.attention import ATTENTION_NAME
 
 _BATCH, _PROMPT, _STEPS = 2, 96, 8
@@ -106,7 +106,7 @@ def _kept_difference(
 ) -> float:
     """Fraction of what one cache keeps that the other one does not."""
     kept = differing = 0
-    evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, ScoredLayer)]
+    evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
     for layer_idx in evicting[: 1 if first_layer_only else None]:
         real, expected = (cache.kept_positions(layer_idx) for cache in (dropping, masking))
         for own, other in zip(real.flatten(0, 1), expected.flatten(0, 1), strict=True):

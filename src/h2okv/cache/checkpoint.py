@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.validation import check_loaded
+from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import Policy, get_policy
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 CONTRACT = 1
 """Counts up when entries written by an older version would be evicted by another rule."""
+FORMAT = 2
+"""Counts up when the file is laid out differently; 1 had no number."""
 _KEY = "h2okv"
 _NOTES = "h2okv.notes"
 _VOLATILE = (
@@ -30,6 +35,8 @@ _VOLATILE = (
     "chunk_size_feed_forward",
 )  # fmt: skip
 """Parts of a config that say nothing about what the keys are."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+           "float64": torch.float64}  # fmt: skip
 
 
 def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
@@ -40,15 +47,16 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        held, rest = layer.state() if isinstance(layer, ScoredLayer) else _foreign_state(layer)
+        held, rest = _layer_state(layer) if isinstance(layer, CacheLayer) else _foreign_state(layer)
         tensors |= {f"{index}.{name}": t.detach().contiguous() for name, t in held.items()}
-        layers.append({"tensors": sorted(held), "numbers": rest})
-    policy = {"name": cache.policy.name, "settings": vars(cache.policy)}
+        layers.append({"tensors": sorted(held), "values": rest})
     head = {
+        "format": FORMAT,
         "contract": CONTRACT,
         "config": config_identity(cache.config),
-        "options": cache.options,
-        "policy": policy,
+        "cache_config": cache.cache_config.to_dict(),
+        "simulate": cache.simulate,
+        "policy": {"name": cache.policy.name, "settings": vars(cache.policy)},
         "layers": layers,
     }
     try:
@@ -76,20 +84,37 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         ) from error
 
 
+def _layer_state(layer: CacheLayer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What a file must hold of a layer to go on from there: tensors, and values for the header."""
+    tensors = layer.state.tensors() | {"cumulative_length": layer.cumulative_length}
+    return tensors, {
+        "budgets": [astuple(own) for own in layer.state.budgets],
+        "weights": layer.weights(),
+        # What packed entries do not tell.
+        "dtype": str(layer.dtype).removeprefix("torch."),
+        "sizes": [layer.key_size, layer.value_size],
+    }
+
+
 def read_head(path: str | Path) -> dict[str, Any]:
     """Reads what a file says about its cache, without the tensors."""
-    head = json.loads(_metadata(path)[_KEY])
-    if head.get("contract") != CONTRACT:
-        raise ValueError(
-            f"'{path}' was saved under version {head.get('contract')} of the eviction contract and "
-            f"this h2okv has version {CONTRACT}; read the text again with this version."
-        )
+    head = _json_of(path, _KEY)
+    for name, known, what in (
+        ("format", FORMAT, "file format"),
+        ("contract", CONTRACT, "eviction contract"),
+    ):
+        version = head.get(name, 1)
+        if version != known:
+            raise ValueError(
+                f"'{path}' was saved under version {version} of the {what} and this h2okv has "
+                f"version {known}; read the text again with this version."
+            )
     return head
 
 
 def read_notes(path: str | Path) -> dict[str, str]:
     """Reads the notes that were saved with a cache."""
-    return json.loads(_metadata(path)[_NOTES])
+    return _json_of(path, _NOTES)
 
 
 def load_cache(
@@ -100,25 +125,56 @@ def load_cache(
 ) -> H2OCache:
     """Reads what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
-    if model is None:
-        saved = dict(head["config"])
-        config = AutoConfig.for_model(saved.pop("model_type"), **saved)
-    else:
-        config = model if isinstance(model, PreTrainedConfig) else model.config
+    parts = {"config": dict, "cache_config": dict, "simulate": bool, "policy": dict, "layers": list}
+    for name, kind in parts.items():
+        if type(head.get(name)) is not kind:
+            _refuse(path, f"its header has no {name}")
+    config = _saved_config(path, head["config"]) if model is None else model
+    if isinstance(config, PreTrainedModel):
+        config = config.config
+    if model is not None:
         check_same_model(path, head["config"], config)
     if policy is None:
-        policy = get_policy(head["policy"]["name"])
-        vars(policy).update(head["policy"]["settings"])
-    cache = cache_class(config, policy=policy, **head["options"])
+        policy = _saved_policy(path, head["policy"])
+    try:
+        options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
+        cache = cache_class(config, simulate=head["simulate"], **options)
+    except (TypeError, ValueError, OverflowError) as error:
+        _refuse(path, error)
     loaded = isinstance(model, PreTrainedModel)
     _fill(cache, path, head, model.device if loaded else torch.device("cpu"))
-    dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, ScoredLayer))
+    dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, CacheLayer))
     if loaded and model.dtype != dtype:
         raise ValueError(
             f"'{path}' was saved in {dtype} and the model is in {model.dtype}; load the model "
             f"with dtype={dtype}."
         )
     return cache
+
+
+def _saved_config(path: str | Path, saved: dict[str, Any]) -> PreTrainedConfig:
+    rest = {name: value for name, value in saved.items() if name != "model_type"}
+    try:
+        return AutoConfig.for_model(saved["model_type"], **rest)
+    except Exception as error:  # whatever a config makes of values that nobody gave it
+        _refuse(path, f"{type(error).__name__} in the model's config: {error}")
+
+
+def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Policy:
+    name, settings = saved.get("name"), saved.get("settings")
+    if not isinstance(name, str) or not isinstance(settings, dict):
+        _refuse(path, "its header does not name a policy")
+    fresh = get_policy(name)
+    kinds = {key: type(value) for key, value in vars(fresh).items()}
+    if kinds != {key: type(value) for key, value in settings.items()}:
+        _refuse(path, f"policy={name!r} has no settings {settings}")
+    try:
+        return get_policy(type(fresh)(**settings), settings.get("seed", 0))
+    except TypeError:  # settings that its constructor does not take
+        vars(fresh).update(settings)
+        return fresh
+    except ValueError as error:
+        _refuse(path, error)
 
 
 def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
@@ -152,21 +208,58 @@ def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch
         # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
         with (
             torch.inference_mode(False),
+            torch.no_grad(),
             safe_open(str(path), framework="pt", device=str(device)) as file,
         ):
             for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
                 index, _, part = name.partition(".")
+                if not index.isdecimal() or int(index) >= len(held):
+                    raise ValueError(f"{name} belongs to no layer")
                 held[int(index)][part] = file.get_tensor(name)
-        for layer, tensors, told in zip(cache.layers, held, head["layers"], strict=True):
-            missing = set(told["tensors"]) - set(tensors)
-            if missing:
-                raise LookupError(f"{min(missing)} is missing")
-            if isinstance(layer, ScoredLayer):
-                layer.restore(tensors, told["numbers"])
-            else:
-                _restore_foreign(layer, tensors, told["numbers"])
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{_damaged(path)} ({error}).") from error
+            for layer, tensors, told in zip(cache.layers, held, head["layers"], strict=True):
+                odd = set(told["tensors"]) ^ tensors.keys()
+                if odd:
+                    raise ValueError(f"{min(odd)} is missing, or too much")
+                if isinstance(layer, CacheLayer):
+                    _fill_layer(layer, tensors, told["values"])
+                else:
+                    _fill_foreign(layer, tensors, told["values"])
+            cache.check_integrity()
+    except (
+        SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError,
+        OverflowError,
+    ) as error:  # fmt: skip
+        _refuse(path, error)
+
+
+def _fill_layer(
+    layer: CacheLayer, tensors: dict[str, torch.Tensor], values: dict[str, Any]
+) -> None:
+    """Fills a layer of slots or of masked tokens with what has been checked."""
+    dtype, (key_size, value_size) = _DTYPES[values["dtype"]], values["sizes"]
+    budgets = [TokenBudget(*parts) for parts in values["budgets"]]
+    seen = tensors.pop("cumulative_length")
+    batch, heads, num_slots = tensors["positions"].shape
+    like = torch.empty(batch, heads, 1, key_size, dtype=dtype, device="meta")
+    like_value = torch.empty(batch, heads, 1, value_size, dtype=dtype, device="meta")
+    expected = layer.empty_state(like, like_value).like(batch, num_slots)
+    optional = {
+        "slot_mask": torch.bool, "ranks": torch.int32, "norms": torch.float32,
+        "num_static": torch.int64,
+    }  # fmt: skip
+    for name in optional.keys() & tensors.keys():
+        per_slot = expected.sink if name == "num_static" else expected.positions
+        expected.set_tensors({name: torch.empty_like(per_slot, dtype=optional[name])})
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
+    if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
+        raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
+    expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
+    expected.budgets = budgets
+    check_loaded(layer, expected, seen)
+    weights = values["weights"]
+    if weights is not None and not isinstance(weights, str):
+        raise ValueError(f"layer {layer.layer_idx} has no fingerprint of weights")
+    layer.load_state(expected, seen, dtype, (key_size, value_size), weights)
 
 
 def _metadata(path: str | Path) -> dict[str, str]:
@@ -178,7 +271,7 @@ def _metadata(path: str | Path) -> dict[str, str]:
             error
         )
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{_damaged(path)} ({error}).") from error
+        _refuse(path, error)
     if _KEY not in metadata:
         raise ValueError(
             f"'{path}' holds tensors but no H2OCache; give a file that a cache was saved to."
@@ -186,29 +279,63 @@ def _metadata(path: str | Path) -> dict[str, str]:
     return metadata
 
 
-def _damaged(path: str | Path) -> str:
-    return f"'{path}' is no whole saved cache, or damaged; save it again or give another file"
+def _json_of(path: str | Path, key: str) -> dict[str, Any]:
+    """An entry of the header, which is an object of JSON."""
+    try:
+        values = json.loads(_metadata(path).get(key, ""))
+    except (json.JSONDecodeError, RecursionError) as error:
+        _refuse(path, f"its header is no JSON: {error}")
+    if not isinstance(values, dict):
+        _refuse(path, "its header is no JSON object")
+    return values
+
+
+def _refuse(path: str | Path, reason: object) -> NoReturn:
+    cause = reason if isinstance(reason, Exception) else None
+    raise ValueError(
+        f"'{path}' is no whole saved cache, or damaged; save it again or give another file "
+        f"({reason})."
+    ) from cause
 
 
 def _foreign_state(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """State of a layer of transformers' own: its tensors, and its numbers."""
+    """State of a layer of transformers' own: its tensors, and its values.
+
+    Linear attention has dicts of them by a number; a part of one is called ``name.number``.
+    """
     tensors, rest = {}, {}
+    parts: dict[str, Any] = {}
     for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            parts |= {f"{name}.{index}": part for index, part in value.items()}
+        else:
+            parts[name] = value
+    for name, value in parts.items():
         if isinstance(value, torch.Tensor):
             tensors[name] = value
         elif value is None or isinstance(value, bool | int | float | str):
             rest[name] = value
         elif not isinstance(value, torch.dtype | torch.device):
             raise ValueError(
-                f"a {type(layer).__name__} with {name}={value!r} cannot be saved; this model's "
-                "cache can only be kept in memory."
+                f"a {type(layer).__name__} with {name} of type {type(value).__name__} cannot be "
+                "saved; this model's cache can only be kept in memory."
             )
     return tensors, rest
 
 
-def _restore_foreign(layer: Any, tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> None:
-    vars(layer).update(rest)
-    vars(layer).update(tensors)
-    for name, held in (("dtype", tensors.get("keys")), ("device", tensors.get("keys"))):
-        if held is not None:
-            setattr(layer, name, getattr(held, name))
+def _fill_foreign(layer: Any, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    """Takes what `_foreign_state` gave, of attributes that a fresh layer has."""
+    fresh = vars(layer)
+    for name, value in {**values, **tensors}.items():
+        whole, _, index = name.partition(".")
+        if index:
+            if not isinstance(fresh.get(whole), dict) or int(index) not in fresh[whole]:
+                raise ValueError(f"a {type(layer).__name__} has no {name}")
+            fresh[whole][int(index)] = value
+        elif whole not in fresh or isinstance(fresh[whole], dict):
+            raise ValueError(f"a {type(layer).__name__} has no {name}")
+        else:
+            fresh[whole] = value
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            layer.dtype, layer.device = tensor.dtype, tensor.device

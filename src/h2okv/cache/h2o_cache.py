@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +10,19 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from h2okv.cache.checkpoint import load_cache, save_cache
-from h2okv.cache.layer import ScoredLayer
-from h2okv.cache.masked import SimulatedLayer
-from h2okv.cache.quantized import QuantizedSimulatedLayer, QuantizedSlotLayer
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
-from h2okv.cache.slots import GROWTH, SlotBytes, SlotLayer
+from h2okv.cache.slot_state import KVStorage, SlotBytes, slots_for
+from h2okv.cache.slots import SlotLayer
 from h2okv.cache.validation import (
     check_config,
     check_integrity,
@@ -29,7 +33,6 @@ from h2okv.cache.validation import (
     context_window,
 )
 from h2okv.config import Budget, CacheConfig, Positions
-from h2okv.ops.quant import packed_bytes
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -101,41 +104,38 @@ class H2OCache(Cache):
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
         self.config = config
-        self.options = {
-            "heavy": heavy,
-            "recent": recent,
-            "sink": sink,
-            "scoring": scoring,
-            "decay": self.scoring.decay,
-            "positions": positions,
-            "prefill_chunk": prefill_chunk,
-            "simulate": simulate,
-            "max_tokens": max_tokens,
-        }
         check_kv_bits(kv_bits)
-        self._kv_bits = kv_bits
-        if kv_bits is not None:  # not else, so that older versions can read the file
-            self.options["kv_bits"] = kv_bits
+        self.cache_config = CacheConfig(
+            policy=self.policy.name,
+            heavy=heavy,
+            recent=recent,
+            sink=sink,
+            scoring=scoring,
+            decay=self.scoring.decay,
+            positions=positions,
+            prefill_chunk=prefill_chunk,
+            kv_bits=kv_bits,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
+        self.simulate = simulate
         check_config(config)
         check_positions(config, positions, self.policy)
         check_scoring(self.policy, self.scoring)
         self.rule = PositionRule(positions, prefill_chunk, context_window(config))
         check_policy(self.policy, self.rule, simulate)
-        layer_class: Any = SimulatedLayer if simulate else SlotLayer
-        if kv_bits is not None:
-            quantized = QuantizedSimulatedLayer if simulate else QuantizedSlotLayer
-            layer_class = functools.partial(quantized, bits=kv_bits)
+        layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         kinds = sorted({type(layer).__name__ for layer in layers})
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 layers[index] = layer_class(
-                    index, self.budget, self.policy, self.rule, self.scoring
+                    index, self.budget, self.policy, self.rule, self.scoring, kv_bits
                 )
-        self._last_updated: ScoredLayer | None = None
+        self._last_updated: CacheLayer | None = None
         self._expects_turn = False
-        self._scored = [layer for layer in layers if isinstance(layer, ScoredLayer)]
+        self._scored = [layer for layer in layers if isinstance(layer, CacheLayer)]
         rotations: list[Rotation] = []
         for layer in self._scored:
             layer.known_rotations = rotations
@@ -215,7 +215,7 @@ class H2OCache(Cache):
                 self._check_first_block(key_states.shape[2])
             for rotation in layer.known_rotations:
                 rotation.begin_forward()
-        self._last_updated = layer if isinstance(layer, ScoredLayer) else None
+        self._last_updated = layer if isinstance(layer, CacheLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_uninterrupted(self) -> None:
@@ -258,13 +258,14 @@ class H2OCache(Cache):
 
         Returns:
             ``input_ids`` and an ``attention_mask`` ``[B, tokens seen + T]`` by which ``generate``
-            knows what was there before: zeros for each row's padding, which is taken to be on the
-            left of the first turn, and ones.
+            knows what was there before: zeros for each sequence's padding, which is taken to be on
+            the left of the first turn, and ones.
         """
-        seen, real = self.num_seen_tokens, self._scored[0].num_real_tokens
+        seen = self.num_seen_tokens
         mask = input_ids.new_ones(input_ids.shape[0], seen + input_ids.shape[1])
         self._expects_turn = seen > 0
-        if seen and real.shape[0] == mask.shape[0]:
+        if seen and self._scored[0].batch_size == mask.shape[0]:
+            real = self._scored[0].state.num_real_tokens
             padding = (seen - real).unsqueeze(1).to(mask.device)
             mask.masked_fill_(torch.arange(mask.shape[1], device=mask.device) < padding, 0)
         return {"input_ids": input_ids, "attention_mask": mask}
@@ -309,10 +310,10 @@ class H2OCache(Cache):
         return load_cache(cls, path, model, policy)
 
     def fork(self, copies: int) -> H2OCache:
-        """Makes an independent cache in which every row is there several times.
+        """Makes an independent cache in which every sequence is there several times.
 
         Args:
-            copies: of each row, next to each other; the rows of a prompt batch that shares what
+            copies: of each sequence, next to each other; for a batch of prompts that shares what
                 was read.
 
         Returns:
@@ -325,7 +326,10 @@ class H2OCache(Cache):
             raise ValueError(f"copies={copies!r} makes no batch; give an int of 1 or more.")
         twin = copy.deepcopy(self)
         if copies > 1 and self.num_seen_tokens:
-            twin.batch_repeat_interleave(copies)
+            indices: Any = torch.arange(self._scored[0].batch_size).repeat_interleave(copies)
+            for layer in twin.layers:
+                # Unlike batch_repeat_interleave, every kind of layer has it.
+                layer.reorder_cache(indices.to(self._scored[0].device))
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
@@ -355,7 +359,7 @@ class H2OCache(Cache):
     @property
     def kv_bits(self) -> int | None:
         """Bits of a number of keys and values, as given."""
-        return self._kv_bits
+        return self.cache_config.kv_bits
 
     def entries_for(self, length: int) -> int:
         """Says how many entries a prompt is evicted down to, K.
@@ -379,11 +383,12 @@ class H2OCache(Cache):
             new: the most tokens after it.
 
         Returns:
-            The budget and the free slot; where nothing is evicted, an upper bound.
+            The budget and the free slot, though a shorter text may take fewer; where nothing is
+            evicted, an upper bound.
         """
         if self.policy.is_bounded:
             return self.entries_for(prompt) + 1
-        return prompt + -(-new // GROWTH) * GROWTH + GROWTH
+        return slots_for(prompt + new)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Says what slots take, before anything is allocated.
@@ -396,21 +401,22 @@ class H2OCache(Cache):
         Returns:
             The bytes of a slot and of a sequence.
         """
-        bits = self.kv_bits
-        side = head_size * dtype.itemsize if bits is None else packed_bytes(head_size, bits)
         return SlotBytes(
             num_heads,
-            2 * side,
+            2 * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
             has_ranks=self.rule.rolls,
             has_norms=self.scoring.uses_values,
-            has_pattern=self._scored[0].has_static_mask,
+            has_static_mask=self._scored[0].has_static_mask,
         )
 
     @property
     def windows(self) -> list[int | None]:
         """Sliding windows of the layers that have no H2O entries; ``None`` for other kinds."""
-        others = [layer for layer in self.layers if not isinstance(layer, ScoredLayer)]
-        return [getattr(layer, "sliding_window", None) for layer in others]
+        return [
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            for layer in self.layers
+            if not isinstance(layer, CacheLayer)
+        ]
 
     @property
     def needs_enabling(self) -> bool:
@@ -438,7 +444,7 @@ class H2OCache(Cache):
                 takes back what was said, if nothing was read yet.
         """
         for layer in self._scored:
-            if not layer.row_budgets and (layer.expected_length is None or length is None):
+            if not layer.holds_budgets and (layer.expected_length is None or length is None):
                 layer.expected_length = length
 
     def prepare_step(self) -> bool:
@@ -452,6 +458,7 @@ class H2OCache(Cache):
         if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
             return False
         for layer in layers:
+            layer.make_static()
             layer.count_down()
         return True
 
@@ -462,11 +469,11 @@ class H2OCache(Cache):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Entries held for one KV head, of the row that holds most. Waits for the device."""
+        """Entries held for one KV head, of the sequence that holds most. Waits for the device."""
         counts = [
-            int((layer.positions >= 0).sum(dim=-1).max())
+            int((layer.state.positions >= 0).sum(dim=-1).max())
             for layer in self._scored
-            if layer.positions is not None
+            if layer.holds_entries
         ]
         return max(counts, default=0)
 
@@ -483,8 +490,8 @@ class H2OCache(Cache):
     def _other_nbytes(self) -> int:
         total = 0
         for layer in self.layers:
-            if not isinstance(layer, ScoredLayer):
-                held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+            if not isinstance(layer, CacheLayer):
+                held = (vars(layer).get("keys"), vars(layer).get("values"))
                 total += sum(tensor.nbytes for tensor in held if tensor is not None)
         return total
 
@@ -501,7 +508,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the layer has no scores or nothing was read yet.
         """
-        return self._layer(layer_idx).positions.clone()
+        return self._layer(layer_idx).state.positions.clone()
 
     def scores(self, layer_idx: int) -> torch.Tensor:
         """Returns the scores of what a layer holds: the attention received, as `scoring` counts it.
@@ -516,21 +523,21 @@ class H2OCache(Cache):
             ValueError: if the layer has no scores or nothing was read yet.
         """
         layer = self._layer(layer_idx)
-        return torch.where(layer.positions >= 0, layer.eviction_scores(), 0.0)
+        return torch.where(layer.state.positions >= 0, layer.eviction_scores(), 0.0)
 
-    def _layer(self, layer_idx: int) -> ScoredLayer:
+    def _layer(self, layer_idx: int) -> CacheLayer:
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"layer_idx={layer_idx} is out of range; the model has layers 0 to "
                 f"{len(self.layers) - 1}."
             )
         layer = self.layers[layer_idx]
-        if not isinstance(layer, ScoredLayer):
+        if not isinstance(layer, CacheLayer):
             raise ValueError(
                 f"layer_idx={layer_idx} is not a full-attention layer and has no H2O entries; "
                 f"choose one of {[layer.layer_idx for layer in self._scored]}."
             )
-        if layer.positions is None:
+        if not layer.holds_entries:
             raise ValueError("the cache is empty; run the model with it first.")
         return layer
 
@@ -547,5 +554,5 @@ class H2OCache(Cache):
                 "interrupted; call cache.reset() and read the prompt again."
             )
         for layer in self._scored:
-            if layer.positions is not None:
+            if layer.holds_entries:
                 check_integrity(layer)

@@ -6,13 +6,14 @@ import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.cache.rope import PositionRule, Rotation
+from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
 from h2okv.cache.validation import check_match, check_whole_prompt, check_window
 from h2okv.config import Budget, TokenBudget
 from h2okv.ops.rope import interleave_pairs, rotate
@@ -43,13 +44,13 @@ class Block:
 
 
 def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]]:
-    """Cuts a long block; every row by its own real tokens, whatever its padding.
+    """Cuts a long block; every sequence by its own real tokens, whatever its padding.
 
-    A row is then cut at the same tokens as alone. Rows with fewer real tokens than others get
-    padding in the last pieces.
+    A sequence is then cut at the same tokens as alone. Those with fewer real tokens than others
+    get padding in the last blocks.
 
     Yields:
-        ``(columns, piece)``: int64 ``[B, c]``, the columns of the block that the piece holds.
+        ``(columns, part)``: int64 ``[B, c]``, the columns of the block that the part holds.
     """
     batch, _, length, _ = block.query.shape
     columns = torch.arange(length, device=block.query.device).expand(batch, length)
@@ -66,213 +67,26 @@ def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]
 
 
 def _columns(block: Block, at: slice) -> Block:
-    """A view of the same columns of every row."""
+    """A view of the same columns of every sequence."""
     query, key, value = (part[:, :, at] for part in (block.query, block.key, block.value))
     undo = None if block.undo is None else block.undo[:, :, at]
     return Block(query, key, value, None, undo)
 
 
 def _gathered(block: Block, columns: torch.Tensor) -> Block:
-    """A copy of each row's own columns, int64 ``[B, c]``."""
+    """A copy of each sequence's own columns, int64 ``[B, c]``."""
     assert block.real is not None
-    rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(1)
+    sequences = torch.arange(columns.shape[0], device=columns.device).unsqueeze(1)
 
     def take(states: torch.Tensor) -> torch.Tensor:
-        """Each row's columns, of ``[B, H, T, ...]``."""
-        own_rows = rows if states.shape[0] > 1 else torch.zeros_like(rows)
-        return states.transpose(1, 2)[own_rows, columns].transpose(1, 2)
+        """Each sequence's columns, of ``[B, H, T, ...]``."""
+        own = sequences if states.shape[0] > 1 else torch.zeros_like(sequences)
+        return states.transpose(1, 2)[own, columns].transpose(1, 2)
 
     query, key, value = (take(part) for part in (block.query, block.key, block.value))
     real = block.real.gather(1, columns)
     undo = None if block.undo is None else take(block.undo)
     return Block(query, key, value, None if bool(real.all()) else real, undo)
-
-
-_EMPTY: dict[str, int] = {"positions": -1, "enabled": False}
-
-
-def empty_value(name: str, num_slots: int) -> int:
-    """Says what stands in a slot that holds nothing."""
-    # The rank of an empty slot is the last one.
-    return num_slots - 1 if name == "ranks" else _EMPTY.get(name, 0)
-
-
-class RowLayer(CacheLayerMixin):
-    """What a layer holds for each sequence, whatever is done with it.
-
-    Subclasses name the tensors in `row_tensors`; an attribute that is ``None`` or missing is not
-    there yet.
-    """
-
-    row_budgets: list[TokenBudget]
-    batch_size: int
-
-    def row_tensors(self) -> tuple[str, ...]:
-        """Names the attributes whose first dimension is the batch."""
-        return (
-            "keys", "values", "scores", "positions", "num_real_tokens", "sink", "recent", "total",
-        )  # fmt: skip
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Takes each row from another one, scores included (beam search).
-
-        Args:
-            beam_idx: int64 ``[B]``, source row of each row.
-        """
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row."""
-        rows = torch.arange(self.batch_size, device=self.device)
-        self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the named rows, in this order.
-
-        Args:
-            indices: int64 ``[B']``, rows to keep; may repeat. Or bool ``[B]``, True to keep.
-        """
-        if not self.is_initialized:
-            return
-        indices = indices.to(self.device)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        for name in self.row_tensors():
-            held = getattr(self, name, None)
-            if held is not None:
-                with torch.inference_mode(False):
-                    chosen = held.new_empty((len(indices), *held.shape[1:]))
-                torch.index_select(held, 0, indices, out=chosen)
-                setattr(self, name, chosen)
-        if self.row_budgets:
-            self.row_budgets = [self.row_budgets[row] for row in indices.tolist()]
-        self.batch_size = len(indices)
-
-    def move(self, device: torch.device) -> None:
-        """Brings all entries to another device; mutates the layer."""
-        for name in (*self.row_tensors(), "cumulative_length"):
-            held = getattr(self, name, None)
-            if held is not None:
-                setattr(self, name, held.to(device))
-        self.device = device
-
-
-class WeighingLayer(RowLayer):
-    """The part of a layer that knows its policy and its scoring.
-
-    `ScoredLayer` is made of it; nothing here is done for H2O's own sums (`is_plain`).
-    """
-
-    layer_idx: int
-    policy: Policy
-    scoring: Scoring
-    scores: torch.Tensor | None
-    positions: torch.Tensor | None
-    num_real_tokens: torch.Tensor | None
-    norms: torch.Tensor | None
-    recent: torch.Tensor
-    total: torch.Tensor
-    num_static: torch.Tensor | None
-
-    def row_tensors(self) -> tuple[str, ...]:
-        """Names the attributes whose first dimension is the batch."""
-        return (*super().row_tensors(), "norms", "num_static")
-
-    @property
-    def has_static_mask(self) -> bool:
-        """Whether the policy keeps entries by a rule of its own, in every cache it is used for."""
-        return self.policy.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is H2O's frame and no more: plain sums, nothing kept by a rule of its own."""
-        return self.scoring.is_sum and self.num_static is None and not self.policy.prompt_only
-
-    @property
-    def ranks_by_scores(self) -> bool:
-        """Whether a decode step may evict by the accumulated scores as they stand."""
-        if self.policy.prompt_only:  # which evicts nothing then
-            return True
-        by_scores = type(self.policy).priority is H2OPolicy.priority
-        return by_scores and self.scoring.is_incremental and self.num_static is None
-
-    def eviction_scores(self) -> torch.Tensor:
-        """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
-        newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        return self.scoring.eviction_scores(self.scores, self.positions, newest, self.norms)
-
-    def _query_weights(self, real: torch.Tensor | None, length: int) -> torch.Tensor | None:
-        """What each query of a block counts for in the scores.
-
-        Args:
-            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-            length: T.
-
-        Returns:
-            fp32 ``[B, T]``; ``None`` if each counts for one.
-        """
-        if self.is_plain:
-            return None
-        if real is None:
-            later = torch.arange(length - 1, -1, -1, device=self.device)
-            later = later.expand(self.batch_size, length)
-        else:
-            later = real.sum(dim=1, keepdim=True) - real.cumsum(dim=1)
-        if self.policy.prompt_only:
-            return (later < self.recent.flatten(1)).to(torch.float32)
-        return self.scoring.query_weights(later)
-
-    def _faded(self, scores: torch.Tensor, real: torch.Tensor | None, length: int) -> torch.Tensor:
-        """What scores from before a block are worth after it, ``[B, H, N]``."""
-        if self.scoring.decay is None:
-            return scores
-        if real is None:
-            count = torch.full((self.batch_size,), length, device=self.device)
-        else:
-            count = real.sum(dim=1)
-        return self.scoring.apply_decay(scores, count)
-
-    def _ranking(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        norms: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Ranks entries as `Policy.priority` does, by the scores that the scoring makes.
-
-        Args:
-            scores: accumulated, fp32 ``[B, H, N]``.
-            positions: int32 ``[B, H, N]``.
-            newest: int64 ``[B, 1, 1]``.
-            norms: of the values, fp32 ``[B, H, N]``; ``None`` for those of the layer.
-
-        Returns:
-            fp32 ``[B, H, N]``; infinite where the policy's pattern keeps an entry.
-        """
-        if not self.scoring.is_sum:
-            norms = self.norms if norms is None else norms
-            scores = self.scoring.eviction_scores(scores, positions, newest, norms)
-        if self.policy.prompt_only:
-            # Of the window itself nothing is to be decided, so it has no say in its neighbours.
-            scores = scores.masked_fill(positions > newest - self.recent, 0.0)
-        ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
-        if self.num_static is not None:
-            marked = self.policy.static_mask(positions, newest, self.num_static)
-            ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
-        return ranks
-
-    def _admit(self, real: torch.Tensor | None, length: int) -> None:
-        """Makes room in the budget for tokens that stay whatever comes; mutates the layer."""
-        count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
-        self.recent += count
-        self.total += count
-
-    def _norms_of(self, values: torch.Tensor) -> torch.Tensor | None:
-        """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
-        if not self.scoring.uses_values:
-            return None
-        return torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
 
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
@@ -284,18 +98,24 @@ _NO_WAY_BACK = (
 )
 
 
-class ScoredLayer(WeighingLayer):
+class CacheLayer(CacheLayerMixin):
     """One attention layer's cache with scores; subclasses hold the entries.
 
     The model calls `update` and then the attention function, which calls `attend` on the layer
     that it finds on the key tensor. All the work happens in `attend`.
+
+    Attributes:
+        state: what is held of each sequence; no slots before the first block.
     """
 
     is_sliding = False
     is_croppable = False
+    drops = True
+    """Whether what is evicted is dropped and the rest stored as `storage` says; else masked."""
     window: int | None = None
     """The sliding window that the entries stand for; ``None`` for full attention."""
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
+    state: SlotState
 
     def __init__(
         self,
@@ -304,13 +124,18 @@ class ScoredLayer(WeighingLayer):
         policy: Policy,
         rule: PositionRule,
         scoring: Scoring = Scoring(),  # noqa: B008  # immutable
+        kv_bits: int | None = None,
     ) -> None:
-        super().__init__()
+        # Not that of the base, whose keys and values are the state's here.
         self.layer_idx = layer_idx
         self.budget = budget
         self.policy = policy
         self.rule = rule
         self.scoring = scoring
+        self.storage = KVStorage(kv_bits)
+        # Whether the policy keeps entries by a rule of its own: in all its caches or in none,
+        # whatever the prompts, so that caches can be joined.
+        self.has_static_mask = policy.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
         # One list for all layers of a cache, so that they share what is the same.
         self.known_rotations: list[Rotation] = []
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
@@ -320,21 +145,18 @@ class ScoredLayer(WeighingLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops all entries; the subclass drops its own state too."""
+        """Drops all entries; the subclass drops its own too."""
+        vars(self).pop("state", None)
         self.is_initialized = False
         self.is_cast = False
         self.num_forwards = 0
-        self.keys = self.values = None
-        self.scores: torch.Tensor | None = None
-        self.positions: torch.Tensor | None = None
-        self.norms: torch.Tensor | None = None
-        self.num_static: torch.Tensor | None = None
-        self.row_budgets: list[TokenBudget] = []
         self.expected_length: int | None = None
-        self.num_real_tokens: torch.Tensor | None = None
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.expected_weights: str | None = None
-        # How the model rotates this layer's keys; learned from the model at its first block.
+        self._forget_rotation()
+
+    def _forget_rotation(self) -> None:
+        """Has the model asked anew, at its next forward, how it rotates this layer's keys."""
         self.rotation: Rotation | None = None
         self.knows_rotation = not self.rule.rolls
 
@@ -343,7 +165,7 @@ class ScoredLayer(WeighingLayer):
         return {
             **vars(self),
             "owner": None,
-            "expected_weights": self._weights(),
+            "expected_weights": self.weights(),
             "rotation": None,
             "knows_rotation": not self.rule.rolls,
             "known_rotations": [],
@@ -351,35 +173,73 @@ class ScoredLayer(WeighingLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles; ordinary tensors even under inference_mode, so that a step may write."""
-        with torch.inference_mode(False), torch.no_grad():
-            for name, held in state.items():
-                is_fixed = torch.is_tensor(held) and held.is_inference()
-                setattr(self, name, held.clone() if is_fixed else held)
+        vars(self).update(state)
+        with ordinary_tensors():
+            self.cumulative_length = self.cumulative_length.clone()
+            if self.is_initialized:
+                self.state = self.state.map(torch.Tensor.clone)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScoredLayer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
         """A copy goes on with the same model."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(held, memo) for name, held in vars(self).items()})
         return twin
 
-    def _weights(self) -> str | None:
-        """Fingerprint of the module that wrote the entries."""
-        owner = None if self.owner is None else self.owner()
-        return self.expected_weights if owner is None else fingerprint(owner)
+    @property
+    def holds_entries(self) -> bool:
+        """Whether a block has been read."""
+        return self.is_initialized and self.state.num_slots > 0
+
+    @property
+    def holds_budgets(self) -> bool:
+        """Whether the prompt's length is known, and with it what each sequence keeps."""
+        return self.is_initialized and bool(self.state.budgets)
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """``[B, H, S, D]`` in the order of the slots, or their codes; ``None`` before a block."""
+        return self.state.stored("keys") if self.holds_entries else None
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """``[B, H, S, Dv]``, likewise."""
+        return self.state.stored("values") if self.holds_entries else None
+
+    @property
+    def scores(self) -> torch.Tensor | None:
+        """Accumulated attention, fp32 ``[B, H, S]``; ``None`` before a block."""
+        return self.state.scores if self.holds_entries else None
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """int32 ``[B, H, S]``, -1 for an empty slot; ``None`` before a block."""
+        return self.state.positions if self.holds_entries else None
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.state.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries are."""
+        return self.state.device
+
+    # --- transformers' side: batches, lengths, going back -----------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size, self.num_kv_heads = key_states.shape[:2]
+        self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
         self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
-        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
+        self.state = self.empty_state(key_states, value_states)
         with torch.inference_mode(False):
-            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
-            self.num_real_tokens = torch.zeros(
-                self.batch_size, dtype=torch.int64, device=self.device
-            )
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=key_states.device)
         self.is_initialized = True
+
+    def empty_state(self, key: torch.Tensor, value: torch.Tensor) -> SlotState:
+        """A state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
+        return SlotState.empty(key, value, self.storage if self.drops else KVStorage())
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -407,6 +267,70 @@ class ScoredLayer(WeighingLayer):
         self.awaits_attention = True
         return key_states, value_states
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Takes each sequence from another one, scores included (beam search); int64 ``[B]``."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each sequence."""
+        indices = torch.arange(self.batch_size, device=self.device)
+        self.batch_select_indices(indices.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the named sequences, in this order.
+
+        Args:
+            indices: int64 ``[B']``; may repeat. Or bool ``[B]``, True to keep.
+        """
+        if not self.is_initialized:
+            return
+        indices = indices.to(self.device)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.state = self.state.index_select(indices)
+
+    def move(self, device: torch.device) -> None:
+        """Brings all entries to another device; mutates the layer."""
+        with ordinary_tensors():
+            self.state = self.state.to(device)
+            self.cumulative_length = self.cumulative_length.to(device)
+        # Its tables are on the device of before.
+        self._forget_rotation()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
+        """Returns the block's own size and offset; kept entries need no mask from the model."""
+        return query_length, self.cumulative_length
+
+    def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
+        """Returns the tokens seen, padding included (not the tokens held): an int.
+
+        Under ``torch.compile`` a tensor, as a number that changes would be compiled anew.
+        """
+        if not self.is_initialized:
+            return 0
+        if torch.compiler.is_compiling():
+            return self.cumulative_length.clone()
+        return int(self.cumulative_length)
+
+    def get_max_length(self) -> int:
+        """Returns -1: any number of tokens may pass."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything; the next forward is a prompt."""
+        self._forget()
+        self.awaits_attention = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuses: evicted entries cannot come back."""
+        raise ValueError(_NO_WAY_BACK)
+
+    def activate_past_recording(self) -> None:
+        """Refuses what transformers asks for before it generates tokens that it may take back."""
+        raise ValueError(_NO_WAY_BACK)
+
+    # --- the attention function's side ------------------------------------------------------------
+
     def require_attention(self) -> None:
         """Raises if keys were handed out and no H2O attention came back for them."""
         if self.awaits_attention:
@@ -432,6 +356,11 @@ class ScoredLayer(WeighingLayer):
                 f"H2OCache: the entries of layer {self.layer_idx} were written by another model; "
                 "call cache.reset() or make a new H2OCache."
             )
+
+    def weights(self) -> str | None:
+        """Fingerprint of the module that wrote the entries."""
+        owner = None if self.owner is None else self.owner()
+        return self.expected_weights if owner is None else fingerprint(owner)
 
     @torch.no_grad()
     def attend(
@@ -467,7 +396,7 @@ class ScoredLayer(WeighingLayer):
         self.awaits_attention = False
         length, dtype = query.shape[2], value.dtype
         query, key, value = (states.to(self.dtype) for states in (query, key, value))
-        is_first = not self.row_budgets
+        is_first = not self.state.budgets
         if is_first:
             counts = [self.expected_length or length] * self.batch_size
             if real is not None and self.expected_length is None:
@@ -509,8 +438,8 @@ class ScoredLayer(WeighingLayer):
     def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
         query, key = block.query, block.key
-        if self.policy.prompt_only and self.positions is not None:
-            self._admit(block.real, query.shape[2])
+        if self.policy.prompt_only and self.holds_entries:
+            self._extend_budget(block.real, query.shape[2])
         if self.rotation is not None and block.undo is not None:
             width, layout = self.rotation.width, self.rotation.layout
             # Together: for a single token it is the number of operations that takes time.
@@ -527,7 +456,7 @@ class ScoredLayer(WeighingLayer):
         if real is not None and not bool(real.all()):
             raise ValueError(
                 "positions='rolling': this model does not tell its attention the position_ids, "
-                "which a padded batch needs; run each row alone."
+                "which a padded batch needs; run each sequence alone."
             )
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
@@ -543,88 +472,116 @@ class ScoredLayer(WeighingLayer):
     ) -> torch.Tensor:
         """The subclass's part of `attend`; rolling layers get queries and keys un-rotated."""
 
-    def rank_limit(self, length: int) -> int:
-        """Entries and new tokens that a block's ranks are below."""
-        if self.positions is None:
-            return length
-        if length == 1:  # not by the budgets: a larger one's row may have been taken out
-            return self.positions.shape[2]
-        return int((self.positions >= 0).sum(dim=-1).max()) + length
-
     def _resolve_budget(self, lengths: list[int]) -> None:
         """Fixes the budget of each sequence from its prompt's real tokens; mutates the layer."""
         if 0 in lengths:
             raise ValueError(
-                f"row {lengths.index(0)} of the batch is all padding; give every row a token, or "
-                "leave the row out."
+                f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
+                "token, or leave it out."
             )
-        self.row_budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in lengths]
+        budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in lengths]
+        self.state.set_budgets(budgets, self.has_static_mask)
 
-        def column(part: str) -> torch.Tensor:
-            values = [getattr(tokens, part) for tokens in self.row_budgets]
-            return torch.tensor(values, dtype=torch.int64, device=self.device).view(-1, 1, 1)
+    # --- policy and scoring; H2O's own sums (`is_plain`) need none of it -----------------------
 
-        with torch.inference_mode(False):
-            self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
-            self.num_static = None
-            # All caches of a policy have it or none, whatever their prompts, so that rows can join.
-            if self.has_static_mask:
-                self.num_static = column("num_static")
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is H2O's frame and no more: plain sums, nothing kept by a rule of its own."""
+        return self.scoring.is_sum and not self.has_static_mask and not self.policy.prompt_only
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
-        """Returns the block's own size and offset; kept entries need no mask from the model."""
-        return query_length, self.cumulative_length
+    @property
+    def ranks_by_scores(self) -> bool:
+        """Whether a decode step may evict by the accumulated scores as they stand."""
+        if self.policy.prompt_only:  # which evicts nothing then
+            return True
+        by_scores = type(self.policy).priority is H2OPolicy.priority
+        return by_scores and self.scoring.is_incremental and not self.has_static_mask
 
-    def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
-        """Returns the tokens seen, padding included (not the tokens held): an int.
+    def newest(self) -> torch.Tensor:
+        """Position of each sequence's newest token, int64 ``[B, 1, 1]``."""
+        return self.state.num_real_tokens.view(-1, 1, 1) - 1
 
-        Under ``torch.compile`` a tensor, as a number that changes would be compiled anew.
+    def eviction_scores(self) -> torch.Tensor:
+        """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
+        held = self.state
+        return self.scoring.eviction_scores(held.scores, held.positions, self.newest(), held.norms)
+
+    def _query_weights(self, real: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """What each query of a block counts for in the scores.
+
+        Args:
+            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
+            length: T.
+
+        Returns:
+            fp32 ``[B, T]``; ``None`` if each counts for one.
         """
-        if not self.is_initialized:
-            return 0
-        if torch.compiler.is_compiling():
-            return self.cumulative_length.clone()
-        return int(self.cumulative_length)
+        if self.is_plain:
+            return None
+        if real is None:
+            later = torch.arange(length - 1, -1, -1, device=self.device)
+            later = later.expand(self.batch_size, length)
+        else:
+            later = real.sum(dim=1, keepdim=True) - real.cumsum(dim=1)
+        if self.policy.prompt_only:
+            return (later < self.state.recent.flatten(1)).to(torch.float32)
+        return self.scoring.query_weights(later)
 
-    def get_max_length(self) -> int:
-        """Returns -1: any number of tokens may pass."""
-        return -1
+    def _decayed(
+        self, scores: torch.Tensor, real: torch.Tensor | None, length: int
+    ) -> torch.Tensor:
+        """What scores from before a block are worth after it, ``[B, H, N]``."""
+        if self.scoring.decay is None:
+            return scores
+        if real is None:
+            count = torch.full((self.batch_size,), length, device=self.device)
+        else:
+            count = real.sum(dim=1)
+        return self.scoring.apply_decay(scores, count)
 
-    def reset(self) -> None:
-        """Forgets everything; the next forward is a prompt."""
-        self._forget()
-        self.awaits_attention = False
+    def _ranking(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        norms: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ranks entries as `Policy.priority` does, by the scores that the scoring makes.
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuses: evicted entries cannot come back."""
-        raise ValueError(_NO_WAY_BACK)
+        Args:
+            scores: accumulated, fp32 ``[B, H, N]``.
+            positions: int32 ``[B, H, N]``.
+            newest: int64 ``[B, 1, 1]``.
+            norms: of the values, fp32 ``[B, H, N]``; ``None`` for those of the layer.
 
-    def activate_past_recording(self) -> None:
-        """Refuses what transformers asks for before it generates tokens that it may take back."""
-        raise ValueError(_NO_WAY_BACK)
+        Returns:
+            fp32 ``[B, H, N]``; infinite where the policy's pattern keeps an entry.
+        """
+        if not self.scoring.is_sum:
+            norms = self.state.norms if norms is None else norms
+            scores = self.scoring.eviction_scores(scores, positions, newest, norms)
+        if self.policy.prompt_only:
+            # Of the window itself nothing is to be decided, so it has no say in its neighbours.
+            scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
+        ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
+        if self.state.num_static is not None:
+            marked = self.policy.static_mask(positions, newest, self.state.num_static)
+            ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
+        return ranks
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What a file must hold to go on from here."""
-        tensors = {name: getattr(self, name, None) for name in self.row_tensors()}
-        tensors["cumulative_length"] = self.cumulative_length
-        budgets = [list(astuple(tokens)) for tokens in self.row_budgets]
-        return (
-            {name: tensor for name, tensor in tensors.items() if tensor is not None},
-            {
-                "row_budgets": budgets,
-                "weights": self._weights(),
-            },
-        )
+    def _extend_budget(self, real: torch.Tensor | None, length: int) -> None:
+        """Widens the budget for tokens that stay whatever comes; mutates the layer."""
+        count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
+        self.state.recent += count
+        self.state.total += count
 
-    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-        """Takes what `state` gave; mutates the layer."""
-        keys, values = tensors["keys"], tensors["values"]
-        self.lazy_initialization(keys, values)
-        for name, tensor in tensors.items():
-            # Files written before the field was renamed.
-            setattr(self, "num_static" if name == "chosen" else name, tensor)
-        self.row_budgets = [TokenBudget(*parts) for parts in numbers["row_budgets"]]
-        self.expected_weights = numbers["weights"]
+    def _norms_of(self, values: torch.Tensor) -> torch.Tensor | None:
+        """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
+        if not self.scoring.uses_values:
+            return None
+        return torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
+
+    # --- sizes ------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -636,5 +593,19 @@ class ScoredLayer(WeighingLayer):
         """Bytes of the keys and values that a full cache would hold for the tokens seen."""
         if not self.is_initialized:
             return 0
-        entry = (self.key_size + self.value_size) * torch.empty((), dtype=self.dtype).element_size()
+        entry = (self.key_size + self.value_size) * self.dtype.itemsize
         return self.batch_size * self.num_kv_heads * int(self.cumulative_length) * entry
+
+    def load_state(
+        self,
+        state: SlotState,
+        seen: torch.Tensor,
+        dtype: torch.dtype,
+        sizes: tuple[int, int],
+        weights: str | None = None,
+    ) -> None:
+        """Takes what was saved; mutates the layer."""
+        self.state, self.cumulative_length, self.expected_weights = state, seen, weights
+        self.dtype, self.num_kv_heads = dtype, state.positions.shape[1]
+        self.key_size, self.value_size = sizes
+        self.is_initialized = True

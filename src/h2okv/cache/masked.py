@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
 from h2okv.cache.validation import check_finite
 from h2okv.ops.decode import protected_entries
@@ -49,12 +49,14 @@ def choose_by_query(
     return (seen & kept) | (open_to_choice & best)
 
 
-class SimulatedLayer(ScoredLayer):
+class MaskedLayer(CacheLayer):
     """Keeps every token and marks which are still alive; slow, large, and easy to check.
 
-    State: ``keys [B, H, N, D]``, ``values [B, H, N, Dv]``, ``scores [B, H, N]`` fp32,
-    ``positions [B, H, N]`` int32 (-1 = padding or evicted); N is the tokens seen with padding.
+    The state's slots are the N tokens seen, padding too, in their order; a position of -1 is
+    padding or evicted. With ``kv_bits`` numbers are rounded as they would be stored.
     """
+
+    drops = False
 
     def _attend(
         self,
@@ -65,87 +67,89 @@ class SimulatedLayer(ScoredLayer):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `ScoredLayer.attend`."""
-        length, given = key.shape[2], real
+        """See `CacheLayer.attend`."""
+        held, length, given = self.state, key.shape[2], real
+        past = held.num_slots
         if real is None:
             real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
-        always = None
-        if self.policy.per_query and self.positions is not None:
-            always = self._always_seen(length)
-        past = self._append(key, value, real)
+        always = self._always_seen(length) if self.policy.per_query and past else None
+        is_step = past > 0 and length == 1
+        if is_step:
+            key, value = self.storage.round(key), self.storage.round(value)
+        self._append(key, value, real)
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
-        visible = causal & (self.positions >= 0).unsqueeze(2) & real[:, None, :, None]
-        keys = self.keys
+        visible = causal & (held.positions >= 0).unsqueeze(2) & real[:, None, :, None]
+        keys, values = self._tensors()
         if self.rotation is not None:
             query, keys = self._rotated(query, past)
-        values, weights = self.values, self._query_weights(given, length)
+        weights = self._query_weights(given, length)
         if always is not None:
-            visible = choose_by_query(query, keys, visible, always, self.num_static, scale)
+            visible = choose_by_query(query, keys, visible, always, held.num_static, scale)
             groups = query.shape[1] // self.num_kv_heads
             keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         output, sums = attention_with_scores(query, keys, values, visible, scale, softcap, weights)
         sums = sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
         check_finite(self, sums)
-        self.scores = self._faded(self.scores, given, length) + sums.to(torch.float32)
-        self.norms = self._norms_of(self.values)
-        self.num_real_tokens += real.sum(dim=1)
+        held.scores = self._decayed(held.scores, given, length) + sums.to(torch.float32)
+        if self.storage.bits is not None and not is_step:  # a block's tokens have become entries
+            held.keys, held.values = (
+                torch.cat([states[:, :, :past], self.storage.round(states[:, :, past:])], dim=2)
+                for states in self._tensors()
+            )
+        held.norms = self._norms_of(self._tensors()[1])
+        held.num_real_tokens += real.sum(dim=1)
         self.cumulative_length += length
         if self.policy.evicts:
-            self._evict()
+            held.positions = torch.where(self._best(held.total), held.positions, -1)
         return output
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, never packed."""
+        return self.state.stored("keys"), self.state.stored("values")
 
     def _rotated(self, query: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's queries and all keys at the ranks of those alive."""
-        alive = self.positions >= 0
+        assert self.rotation is not None
+        alive = self.state.positions >= 0
         # Tokens are held in the order of the text, so those alive before count the rank.
         ranks = alive.cumsum(dim=-1) - 1
         length = query.shape[2]
         limit = int(alive.sum(dim=-1).max())
         if length == 1 and past:
-            limit = max(tokens.total for tokens in self.row_budgets) + 1
+            limit = max(own.total for own in self.state.budgets) + 1
         factors = self.rotation.of_ranks(limit)
         return (
             rotate_to_ranks(query, ranks[:, :1, past:], factors),
-            rotate_to_ranks(self.keys, ranks, factors),
+            rotate_to_ranks(self._tensors()[0], ranks, factors),
         )
 
-    def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> int:
-        """Adds the block's entries; returns how many there were. Mutates the layer."""
-        shape = key.shape[:3]
-        positions = self.num_real_tokens.unsqueeze(1) + real.cumsum(dim=1) - 1
+    def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> None:
+        """Adds the block's entries; mutates the layer."""
+        held, shape = self.state, key.shape[:3]
+        positions = held.num_real_tokens.unsqueeze(1) + real.cumsum(dim=1) - 1
         positions = torch.where(real, positions, -1).to(torch.int32).unsqueeze(1).expand(shape)
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if self.positions is None:
-            # Detached: the key tensor given is marked with this layer, which would be a cycle.
-            self.keys, self.values = key.detach(), value.detach()
-            self.scores, self.positions = scores, positions
-            return 0
-        past = self.positions.shape[2]
-        self.keys = torch.cat([self.keys, key], dim=2)
-        self.values = torch.cat([self.values, value], dim=2)
-        self.scores = torch.cat([self.scores, scores], dim=2)
-        self.positions = torch.cat([self.positions, positions], dim=2)
-        return past
+        keys, values = self._tensors()
+        held.keys, held.values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        held.scores = torch.cat([held.scores, scores], dim=2)
+        held.positions = torch.cat([held.positions, positions], dim=2)
 
     def _always_seen(self, length: int) -> torch.Tensor:
         """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
-        before = self._best(self.total - self.num_static)
+        assert self.state.num_static is not None
+        before = self._best(self.state.total - self.state.num_static)
         return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)
-
-    def _evict(self) -> None:
-        """Marks what goes; mutates the layer."""
-        self.positions = torch.where(self._best(self.total), self.positions, -1)
 
     def _best(self, total: torch.Tensor) -> torch.Tensor:
         """Marks so many entries (``[B, 1, 1]``), by a plain sort of everything alive."""
-        newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        priority = self._ranking(self.scores, self.positions, newest)
-        protected = protected_entries(self.positions, newest, self.sink, self.recent)
-        alive = (self.positions >= 0).cpu().numpy()
+        held, newest = self.state, self.newest()
+        priority = self._ranking(held.scores, held.positions, newest)
+        protected = protected_entries(held.positions, newest, held.sink, held.recent)
+        alive = (held.positions >= 0).cpu().numpy()
         # Last key first: the dead, then the unprotected, then by priority, then by age.
         order = np.lexsort(
             (
-                self.positions.cpu().numpy(),
+                held.positions.cpu().numpy(),
                 priority.cpu().numpy(),
                 protected.cpu().numpy(),
                 alive,
@@ -160,8 +164,8 @@ class SimulatedLayer(ScoredLayer):
     @property
     def nbytes(self) -> int:
         """Bytes that dropping would hold for the entries alive (the mask itself saves none)."""
-        if self.positions is None:
+        if not self.holds_entries:
             return 0
-        size = self.keys.element_size()
-        entry = (self.key_size + self.value_size) * size + 4 + self.positions.element_size()
-        return int((self.positions >= 0).sum()) * entry
+        sizes = (self.key_size, self.value_size)
+        entry = sum(self.storage.head_bytes(size, self.dtype) for size in sizes) + 4 + 4
+        return int((self.state.positions >= 0).sum()) * entry

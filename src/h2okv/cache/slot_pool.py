@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.layer import empty_value
 from h2okv.cache.rope import PositionRule
+from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.cache.slots import SlotLayer
 from h2okv.config import Budget, TokenBudget
 from h2okv.policy import get_policy
@@ -39,29 +39,32 @@ def window_slots(
     rule = PositionRule("original", None, None)
     made = SlotLayer(layer_idx, budget, get_policy("recent"), rule)
     made.window = window
-    held = min(seen, layer.keys.shape[2])
-    with torch.inference_mode(False), torch.no_grad():
+    made.capacity = window
+    num_held = min(seen, layer.keys.shape[2])
+    with ordinary_tensors():
         keys, values = (
             torch.nn.functional.pad(
-                part[sequence : sequence + 1, :, part.shape[2] - held :], (0, 0, 0, window - held)
+                part[sequence : sequence + 1, :, part.shape[2] - num_held :],
+                (0, 0, 0, window - num_held),
             )
             for part in (layer.keys, layer.values)
         )
         made.lazy_initialization(keys, values)
-        made._resolve_budget([seen])
+        held = made.state
+        held.set_budgets([made.policy.allocate_budget(budget.resolve(seen))], False)
         slots = torch.arange(window, device=keys.device)
-        positions = torch.where(slots < held, seen - held + slots, -1).to(torch.int32)
+        positions = torch.where(slots < num_held, seen - num_held + slots, -1).to(torch.int32)
         shape = (1, keys.shape[1], window)
-        made.keys, made.values = keys.contiguous(), values.contiguous()
-        made.positions = positions.expand(shape).contiguous()
-        made.scores = torch.zeros(shape, dtype=torch.float32, device=keys.device)
-        made.free = torch.full((*shape[:2], 1), min(held, window - 1), device=keys.device)
-        made.num_real_tokens += seen
+        held.keys, held.values = keys.contiguous(), values.contiguous()
+        held.positions = positions.expand(shape).contiguous()
+        held.scores = torch.zeros(shape, dtype=torch.float32, device=keys.device)
+        held.free_slot.fill_(min(num_held, window - 1))
+        held.num_real_tokens += seen
         made.cumulative_length += seen
     return made
 
 
-class _Tenants:
+class SlotBookkeeping:
     """The budgets in use of layers that are alike, and how far they are filled."""
 
     def __init__(self, capacity: int) -> None:
@@ -69,131 +72,122 @@ class _Tenants:
         self.budgets: list[TokenBudget] = []
         self._room: list[int] = []
 
-    def add(self, budget: TokenBudget, held: int) -> None:
+    def admit(self, budget: TokenBudget, num_held: int) -> None:
+        """Takes note of one more sequence."""
         self.budgets.append(budget)
-        self._room.append(budget.total - held)
+        self._room.append(budget.total - num_held)
 
-    def leave(self, row: int) -> None:
+    def release(self, place: int) -> None:
         """The last one takes the place."""
         for numbers in (self.budgets, self._room):
             own: list[Any] = numbers
-            own[row] = own[-1]
+            own[place] = own[-1]
             own.pop()
 
     def count_step(self) -> int:
-        """Takes note of a step; returns how many rows were full before."""
+        """Notes a step; returns how many sequences were full before."""
         full = sum(room == 0 for room in self._room)
         self._room = [max(room - 1, 0) for room in self._room]
         return full
 
     @property
-    def held(self) -> int:
-        """Entries of all rows in use, of one KV head."""
+    def num_held(self) -> int:
+        """Entries of all sequences in use, of one KV head."""
         return sum(own.total for own in self.budgets) - sum(self._room)
 
-    def show(self, layer: Any) -> bool:
-        """Tells a layer what it needs to know of the rows in use; returns whether all are whole."""
-        # All rows with all slots need no mask of slots, and none at all once they are full.
-        whole = all(own.total == self.capacity for own in self.budgets)
+    @property
+    def fills_all_slots(self) -> bool:
+        """Whether each sequence's budget is the pool's, so that no slot mask is needed."""
+        return all(own.total == self.capacity for own in self.budgets)
+
+    def set_flags(self, layer: SlotLayer) -> None:
+        """Tells a layer what its steps may leave out; mutates it."""
         left = max(self._room)
-        layer.batch_size = len(self.budgets)
-        layer.row_budgets = list(self.budgets)
-        layer.is_full = whole and left == 0
-        layer.steps_to_full = left if whole else 0
+        layer.is_full = self.fills_all_slots and left == 0
+        layer.steps_left = left if self.fills_all_slots and left else -1
         layer.has_sinks = any(budget.sink for budget in self.budgets)
-        return whole
 
 
-class RowBlock:
-    """One static block of rows for each layer, ``[rows, H, S, ...]``.
+class SlotPool:
+    """The same number of slots for each of so many sequences, in each layer.
 
-    Rows in use are the first ones, without gaps: a decode step runs on a view of these, and when
-    one is given back the last one takes its place. Shapes, dtype and devices are read off a cache
-    that the model has written to, so that each rank of a model in parts holds its own heads.
+    Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
+    when one is released the last one takes its place. Shapes, dtype and devices are read off a
+    cache that the model has written to, so that each rank of a model in parts holds its own heads.
     Layers with a sliding window hold its tokens in slots of their own.
 
     Attributes:
-        cache: What the model gets for a decode step of the rows in use; mutated by the model.
-        num_rows: As given.
-        row_budget: As given.
+        cache: what the model gets for a decode step of the sequences in use; mutated by the model.
+        max_num_seqs: as given.
+        budget: as given, K of the largest sequence.
         num_heads: KV heads of all layers that evict by H2O.
     """
 
-    def __init__(self, like: H2OCache, num_rows: int, row_budget: int) -> None:
-        check_fits_rows(like)
+    def __init__(self, like: H2OCache, max_num_seqs: int, budget: int) -> None:
+        check_poolable(like)
         self.cache = like.fork(1)
-        self.num_rows = num_rows
-        self.row_budget = row_budget
+        self.max_num_seqs = max_num_seqs
+        self.budget = budget
         layers: list[Any] = self.cache.layers
         layers[:] = _as_slots(self.cache, 0)
+        self._layers: list[SlotLayer] = layers
         # By the window; None for the layers of H2O.
-        self._tenants = {own.window: _Tenants(self._capacity(own)) for own in layers}
-        self._seen: list[int] = []
-        self._storage = [self._allocate(layer) for layer in layers]
-        self._marks = self._marks_of(layers)
-        self._layers = layers
+        self._books = {own.window: SlotBookkeeping(self._capacity(own)) for own in layers}
+        self._num_seen: list[int] = []
+        self._states = [own.state.like(max_num_seqs, self._capacity(own) + 1) for own in layers]
+        self._masks = self._make_masks()
         self.num_heads = sum(own.num_kv_heads for own in layers if own.window is None)
         for layer in layers:
+            layer.capacity = self._capacity(layer) + 1
             layer.rotary = None  # of as many ranks as the cache that this one is like
 
-    def _capacity(self, layer: Any) -> int:
-        return self.row_budget if layer.window is None else int(layer.window) - 1
+    def _capacity(self, layer: SlotLayer) -> int:
+        return self.budget if layer.window is None else layer.window - 1
 
-    def _allocate(self, layer: Any) -> dict[str, torch.Tensor]:
-        slots, num_slots = layer.positions.shape[2], self._capacity(layer) + 1
-        storage: dict[str, torch.Tensor] = {}
-        with torch.inference_mode(False):
-            for name in layer.row_tensors():
-                held = getattr(layer, name, None)
-                if held is None or name == "enabled":
-                    continue
-                shape = [self.num_rows, *held.shape[1:]]
-                if held.dim() > 2 and held.shape[2] == slots:
-                    shape[2] = num_slots
-                storage[name] = held.new_full(shape, empty_value(name, num_slots))
-        return storage
-
-    def _marks_of(self, layers: list[Any]) -> dict[tuple[torch.device, int], torch.Tensor]:
-        """Slots within each row's budget, bool ``[rows, H, S]``: the first ones, in all layers."""
-        shape = self.num_rows, self.row_budget + 1
-        with torch.inference_mode(False):
+    def _make_masks(self) -> dict[tuple[torch.device, int], torch.Tensor]:
+        """Slots within each sequence's budget, bool ``[B, H, S]``, for all layers alike."""
+        with ordinary_tensors():
             return {
                 (own.device, own.num_kv_heads): torch.zeros(
-                    shape[0], own.num_kv_heads, shape[1], dtype=torch.bool, device=own.device
+                    self.max_num_seqs,
+                    own.num_kv_heads,
+                    self.budget + 1,
+                    dtype=torch.bool,
+                    device=own.device,
                 )
-                for own in layers
+                for own in self._layers
                 if own.window is None
             }
 
     @property
     def num_used(self) -> int:
-        """Rows in use, the first ones."""
-        return len(self._seen)
+        """Sequences in use, the first ones."""
+        return len(self._num_seen)
 
     @property
     def num_held(self) -> int:
-        """Entries in the rows in use, of one KV head of a layer that evicts by H2O."""
-        return self._tenants[None].held
+        """Entries of the sequences in use, of one KV head of a layer that evicts by H2O."""
+        return self._books[None].num_held
 
     @property
     def num_seen(self) -> int:
         """Tokens that the sequences in use have seen."""
-        return sum(self._seen)
+        return sum(self._num_seen)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the slots that hold an entry."""
         total = 0.0
-        for layer, storage in zip(self._layers, self._storage, strict=True):
-            tenants = self._tenants[layer.window]
-            slots = self.num_rows * (tenants.capacity + 1)
-            total += tenants.held / slots * sum(tensor.nbytes for tensor in storage.values())
+        for layer, state in zip(self._layers, self._states, strict=True):
+            books = self._books[layer.window]
+            slots = self.max_num_seqs * (books.capacity + 1)
+            total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
         return int(total)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the keys and values that a full cache would hold for the same tokens."""
-        return sum(self.full_bytes_of(seen) for seen in list(self._seen))
+        return sum(self.full_bytes_of(seen) for seen in list(self._num_seen))
 
     def full_bytes_of(self, length: int) -> int:
         """Bytes that a full cache would hold for a sequence."""
@@ -205,78 +199,76 @@ class RowBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, in use or not."""
-        tensors = [tensor for own in self._storage for tensor in own.values()]
-        return sum(tensor.nbytes for tensor in (*tensors, *self._marks.values()))
+        """Bytes of all slots, in use or not."""
+        tensors = [tensor for own in self._states for tensor in own.tensors().values()]
+        return sum(tensor.nbytes for tensor in (*tensors, *self._masks.values()))
 
-    def add(self, source: H2OCache, sequence: int = 0) -> int:
-        """Copies a sequence into a free row."""
+    def admit(self, source: H2OCache, sequence: int = 0) -> int:
+        """Copies a sequence of a cache into free slots; returns its place."""
         layers = _as_slots(source, sequence)
         kinds = {own.window: own for own in layers}
-        budget = kinds[None].row_budgets[_place(kinds[None], sequence)]
-        if budget.total > self.row_budget:
+        budget = kinds[None].state.budgets[_place(kinds[None], sequence)]
+        if budget.total > self.budget:
             raise ValueError(
-                f"a budget of {budget.total} entries does not fit a row of {self.row_budget}; "
-                "lower it, or make the rows larger."
+                f"a budget of {budget.total} entries does not fit a pool of {self.budget} for each "
+                "sequence; lower it, or make the pool larger."
             )
-        if self.num_used == self.num_rows:
-            raise ValueError(f"all {self.num_rows} rows are in use; give one back first.")
-        row = self.num_used
-        for own, layer, storage in zip(self._layers, layers, self._storage, strict=True):
-            _copy_row(layer, _place(layer, sequence), storage, row)
+        if self.num_used == self.max_num_seqs:
+            raise ValueError(f"all {self.max_num_seqs} sequences are in use; release one first.")
+        place = self.num_used
+        for own, layer, state in zip(self._layers, layers, self._states, strict=True):
+            state.copy_sequence(place, layer.state, _place(layer, sequence))
             own.owner = layer.owner
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
-        for marks in self._marks.values():
-            marks[row] = torch.arange(marks.shape[2], device=marks.device) <= budget.total
+        for mask in self._masks.values():
+            mask[place] = torch.arange(mask.shape[2], device=mask.device) <= budget.total
         for window, layer in kinds.items():
-            place = _place(layer, sequence)
-            held = int((layer.positions[place, 0] >= 0).sum())
-            self._tenants[window].add(layer.row_budgets[place], held)
-        self._seen.append(int(kinds[None].num_real_tokens[sequence]))
+            theirs, index = layer.state, _place(layer, sequence)
+            num_held = int((theirs.positions[index, 0] >= 0).sum())
+            self._books[window].admit(theirs.budgets[index], num_held)
+        self._num_seen.append(int(kinds[None].state.num_real_tokens[sequence]))
         self._show()
-        return row
+        return place
 
-    def give_back(self, row: int) -> int | None:
-        """Frees a row; the last row in use takes its place."""
+    def release(self, place: int) -> int | None:
+        """Frees a sequence's slots; the last one in use takes its place, which is returned."""
         last = self.num_used - 1
-        if row != last:
-            for storage in self._storage:
-                for tensor in storage.values():
-                    tensor[row].copy_(tensor[last])
-            for marks in self._marks.values():
-                marks[row].copy_(marks[last])
-        for tenants in self._tenants.values():
-            tenants.leave(row)
-        self._seen[row] = self._seen[last]
-        self._seen.pop()
+        if place != last:
+            tensors = [tensor for own in self._states for tensor in own.tensors().values()]
+            for tensor in (*tensors, *self._masks.values()):
+                tensor[place].copy_(tensor[last])
+        for books in self._books.values():
+            books.release(place)
+        self._num_seen[place] = self._num_seen[last]
+        self._num_seen.pop()
         self._show()
-        return None if row == last else last
+        return None if place == last else last
 
     def count_step(self) -> int:
-        """Notes that a decode step has run; mutates what is known of the rows."""
-        full = {window: tenants.count_step() for window, tenants in self._tenants.items()}
-        self._seen = [seen + 1 for seen in self._seen]
+        """Notes that a decode step has run; returns the entries that it evicted."""
+        full = {window: books.count_step() for window, books in self._books.items()}
+        self._num_seen = [seen + 1 for seen in self._num_seen]
         return full[None] * self.num_heads
 
     def _show(self) -> None:
-        """Lets the cache's layers see the rows in use; mutates them."""
+        """Lets the cache's layers see the sequences in use; mutates them."""
         used = self.num_used
         if used == 0:
             return
-        for layer, storage in zip(self._layers, self._storage, strict=True):
-            for name, tensor in storage.items():
-                setattr(layer, name, tensor[:used])
-            layer.enabled = None
-            if not self._tenants[layer.window].show(layer):
-                layer.enabled = self._marks[layer.device, layer.num_kv_heads][:used]
+        for layer, state in zip(self._layers, self._states, strict=True):
+            books = self._books[layer.window]
+            layer.state = state.first(used, list(books.budgets))
+            books.set_flags(layer)
+            if not books.fills_all_slots:
+                layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads][:used]
             if layer.rotation is not None and layer.rotary is None:
-                layer.set_rotary(self.row_budget + 1)
+                layer.make_rotary()
 
 
 def _as_slots(cache: H2OCache, sequence: int) -> list[Any]:
     """A cache's layers; those with a sliding window as slots of the one sequence."""
     layers: list[Any] = cache.layers
-    lengths = next(own for own in layers if isinstance(own, SlotLayer)).num_real_tokens
+    lengths = next(own for own in layers if isinstance(own, SlotLayer)).state.num_real_tokens
     return [
         window_slots(layer, index, sequence, int(lengths[sequence]))
         if isinstance(layer, DynamicSlidingWindowLayer)
@@ -285,20 +277,20 @@ def _as_slots(cache: H2OCache, sequence: int) -> list[Any]:
     ]
 
 
-def _place(layer: Any, sequence: int) -> int:
+def _place(layer: SlotLayer, sequence: int) -> int:
     """Where a layer of `_as_slots` has the sequence."""
     return sequence if layer.window is None else 0
 
 
-def held_by_row(cache: H2OCache) -> list[int]:
-    """Counts what a cache's sequences hold; waits for the device."""
-    layer: Any = next(own for own in cache.layers if isinstance(own, SlotLayer))
-    counts: list[int] = (layer.positions[:, 0] >= 0).sum(dim=-1).tolist()
+def num_cached_by_sequence(cache: H2OCache) -> list[int]:
+    """Entries that each of a cache's sequences holds; waits for the device."""
+    layer = next(own for own in cache.layers if isinstance(own, SlotLayer))
+    counts: list[int] = (layer.state.positions[:, 0] >= 0).sum(dim=-1).tolist()
     return counts
 
 
-def check_fits_rows(cache: H2OCache) -> None:
-    """Refuses caches whose sequences cannot come and go in rows of slots."""
+def check_poolable(cache: H2OCache) -> None:
+    """Refuses caches whose sequences cannot come and go."""
     others = {
         type(layer).__name__
         for index, layer in enumerate(cache.layers)
@@ -307,55 +299,36 @@ def check_fits_rows(cache: H2OCache) -> None:
     if others:
         raise ValueError(
             f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
-            "whose entries are not held in rows of slots; use h2okv batch or generate for it."
+            "whose entries are not held in slots; use h2okv batch or generate for it."
         )
     if not cache.policy.is_bounded:
         raise ValueError(
-            f"policy={cache.policy.name!r} evicts nothing, so a row of fixed size cannot hold it; "
-            "use policy='h2o' with a budget as large as the longest text for a full cache."
+            f"policy={cache.policy.name!r} evicts nothing, so slots of a fixed number cannot hold "
+            "it; use policy='h2o' with a budget as large as the longest text for a full cache."
         )
 
 
-def _copy_row(layer: Any, place: int, storage: dict[str, torch.Tensor], row: int) -> None:
-    """Copies one of a layer's sequences into a row, and empties the row's other slots."""
-    slots, num_slots = layer.positions.shape[2], storage["positions"].shape[2]
-    for name, whole in storage.items():
-        target = whole[row]
-        held = getattr(layer, name)
-        if held.dim() > 2 and held.shape[2] == slots:
-            target[:, :slots] = held[place]
-            # What a request before has left there may not even be a number.
-            target[:, slots:] = empty_value(name, num_slots)
-            if name == "ranks":  # of an empty slot the last one
-                target[:, :slots].masked_fill_(layer.positions[place] < 0, num_slots - 1)
-        else:
-            target.copy_(held[place])
-
-
-def can_take_pieces(cache: H2OCache) -> bool:
+def can_split_blocks(cache: H2OCache) -> bool:
     """Tells whether a block may come in several forwards without being another block."""
-    layers = enumerate(cache.layers)
     return (
         all(
-            isinstance(layer, SlotLayer)
-            and layer.is_plain
-            and not layer.has_static_mask
-            # Which takes any block in pieces by itself.
-            or is_window_layer(layer, index, cache.config)
-            for index, layer in layers
+            # A sliding window takes any block in parts by itself.
+            is_window_layer(layer, index, cache.config)
+            or (isinstance(layer, SlotLayer) and layer.is_plain)
+            for index, layer in enumerate(cache.layers)
         )
         and cache.kv_bits is None
         and not cache.rule.rolls
     )
 
 
-def expect_piece(cache: H2OCache, goes_on: bool) -> None:
-    """Says what the next forward brings.
+def expect_partial_block(cache: H2OCache, is_partial: bool) -> None:
+    """Says whether the next forward brings a part of a block that a later one ends.
 
-    Every query of a piece attends to what was kept before the block and to the block up to
+    Every query of a part attends to what was kept before the block and to the block up to
     itself, and nothing is evicted, so that outputs, scores and what is kept in the end are those
     of the block in one forward. Meanwhile the block is held whole.
     """
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
-            layer.goes_on = goes_on
+            layer.is_partial_block = is_partial

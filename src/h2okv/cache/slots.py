@@ -3,123 +3,78 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
+from h2okv.cache.slot_state import SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import (
     Priority,
     RotaryTables,
-    Slots,
     StepRules,
     decode_step,
     keep_indices,
     protected_entries,
 )
 from h2okv.ops.dispatch import Operations, operations
-from h2okv.ops.quant import Entries
 from h2okv.ops.rope import relative
 
 pad = torch.nn.functional.pad
 
-GROWTH = 256
-"""Slots added at a time when nothing is evicted (policy ``full``)."""
 
-
-@dataclass(frozen=True)
-class SlotBytes:
-    """What one sequence takes in one layer of slots.
-
-    Attributes:
-        num_heads: KV heads.
-        entry: bytes of a slot's key and value, for one head.
-        has_ranks: whether slots have ranks, for positions that roll.
-        has_norms: whether slots have the norm of their value.
-        has_pattern: whether the policy marks entries by a rule of its own.
-    """
-
-    num_heads: int
-    entry: int
-    has_ranks: bool = False
-    has_norms: bool = False
-    has_pattern: bool = False
-
-    def total(self, slots: float) -> float:
-        """Bytes of so many slots, with what there is once for each sequence."""
-        # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
-        metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms
-        # The free slot of each head; tokens seen and the parts of the budget, all int64.
-        once = 8 * self.num_heads + 8 * (4 + self.has_pattern)
-        return slots * self.num_heads * (self.entry + metadata) + once
-
-
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """New tensors are ordinary even under inference_mode, so that a later step may write."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-class SlotLayer(ScoredLayer):
-    """Keys, values, scores and positions in ``S = K + 1`` slots, of which one is always free.
+class SlotLayer(CacheLayer):
+    """Keys, values, scores and positions in slots, of which one is always free.
 
     The order of the slots means nothing. A decode step writes into the free slot, attends over
     all slots, adds to the scores and finds the slot to free next; nothing is moved or sorted.
 
-    State, all on the layer's device: ``keys [B, H, S, D]``, ``values [B, H, S, Dv]``,
-    ``scores [B, H, S]`` fp32, ``positions [B, H, S]`` int32 (-1 = empty), ``free [B, H, 1]`` int64.
-    When positions roll, ``keys`` are as before the model's rotation (pairs
-    next to each other), and ``ranks [B, H, S]`` int32 are
-    the entries' places in the cache (S - 1 for an empty slot).
+    There are ``S = K + 1`` slots once the cache is full. On a CPU a text shorter than the budget
+    has as many as it needs and some to grow into; on a GPU, and for compiled steps, whose shapes
+    must not change, all are there from the first block or the first such step on. When positions
+    roll, keys are un-rotated, pairs next to each other.
 
     Attributes:
-        goes_on: Whether the next forward brings a part of a block that a later one ends; see
-            `h2okv.cache.slot_pool`.
-        is_open: Whether the last one did.
-        checks_numbers: Whether a block whose attention is not finite is refused. Of several ranks
+        capacity: K + 1 of the largest budget; ``None`` where the policy does not bound it.
+        steps_left: decode steps until slots may run out or all sequences may be full; -1: never.
+        is_full: whether no slot but the free one is empty, in any sequence.
+        is_partial_block: whether the next forward brings a part of a block that a later one ends;
+            see `h2okv.cache.slot_pool`.
+        had_partial_block: whether the last one did.
+        checks_numbers: whether a block whose attention is not finite is refused. Of several ranks
             that hold parts of a model one alone must not stop in the middle.
-        is_packed: Whether `keys` and `values` are codes.
     """
 
     checks_numbers = True
-    is_packed = False
 
     def _forget(self) -> None:
         super()._forget()
-        self.free: torch.Tensor | None = None
-        self.enabled: torch.Tensor | None = None
-        self.ranks: torch.Tensor | None = None
-        self.rotary: RotaryTables | None = None
         self.operations: Operations | None = None
+        self.capacity: int | None = None
+        self.steps_left = -1
         self.is_full = False
-        self.steps_to_full = 0
         self.has_sinks = True
-        self.last_growth = 0
-        self.goes_on = False
-        self.is_open = False
+        self.is_partial_block = False
+        self.had_partial_block = False
+
+    def _forget_rotation(self) -> None:
+        super()._forget_rotation()
+        self.rotary: RotaryTables | None = None
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
         return self.policy.is_bounded and not self.rule.rewrites
 
-    def row_tensors(self) -> tuple[str, ...]:
-        """Names the attributes whose first dimension is the batch."""
-        return (*super().row_tensors(), "free", "enabled", "ranks")
-
     def __getstate__(self) -> dict[str, Any]:
-        """See `ScoredLayer.__getstate__`; what tokens run through is chosen anew."""
+        """See `CacheLayer.__getstate__`; what tokens run through is chosen anew."""
         return {**super().__getstate__(), "operations": None, "rotary": None}
 
     def move(self, device: torch.device) -> None:
-        """See `RowLayer.move`."""
+        """See `CacheLayer.move`."""
         super().move(device)
         self.operations = None
 
@@ -132,11 +87,13 @@ class SlotLayer(ScoredLayer):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `ScoredLayer.attend`."""
-        in_pieces = self.is_open or self.goes_on
-        if query.shape[2] == 1 and self.positions is not None and not in_pieces:
+        """See `CacheLayer.attend`."""
+        in_parts = self.had_partial_block or self.is_partial_block
+        if query.shape[2] == 1 and self.holds_entries and not in_parts:
             return self._decode(query, key, value, real, scale, softcap)
-        return self._block(query, key, value, real, scale, softcap)
+        return self._append_block(query, key, value, real, scale, softcap)
+
+    # --- a single token ---------------------------------------------------------------------------
 
     def _decode(
         self,
@@ -148,10 +105,10 @@ class SlotLayer(ScoredLayer):
         softcap: float | None,
     ) -> torch.Tensor:
         """A block of one token: tensor code without a host sync."""
-        if not self.policy.is_bounded:
-            self._grow()
         # In a compiled step a count that changes would compile it anew each time.
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.make_static()
+        else:
             self.count_down()
         if not self.is_plain:
             self._prepare_step(value, real)
@@ -159,51 +116,40 @@ class SlotLayer(ScoredLayer):
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
         if query.is_cuda or not torch.compiler.is_compiling():
             if self.operations is None:
-                self._choose(query)
+                self._choose_operations(query)
             run = self.operations.step
-        output = run(query, key, value, self._slots(), self._rules(scale, softcap), real)
+        output = run(query, key, value, self.state, self._rules(scale, softcap), real)
         self.cumulative_length += 1
         return output
 
-    def _choose(self, query: torch.Tensor) -> None:
+    def _choose_operations(self, query: torch.Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""
-        groups = query.shape[1] // self.num_kv_heads
         self.operations = operations(
-            query.device, self.dtype, self.key_size, self.value_size, groups, self.is_packed
+            query.device,
+            self.dtype,
+            self.key_size,
+            self.value_size,
+            query.shape[1] // self.num_kv_heads,
+            is_packed=self.storage.bits is not None,
         )
-
-    def _slots(self) -> Slots:
-        """The layer's state as a step takes it."""
-        return Slots(
-            *self._entries(), self.scores, self.positions, self.free, self.num_real_tokens,
-            self.enabled, self.ranks,
-        )  # fmt: skip
-
-    def _entries(self) -> tuple[Entries, Entries]:
-        """Keys and values as a step takes them."""
-        return self.keys, self.values
-
-    def _readable(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as a block attends to them."""
-        return self.keys, self.values
 
     def _rules(self, scale: float, softcap: float | None) -> StepRules:
         """What steps have in common until the next block."""
         if self.rotation is not None and self.rotary is None:
-            self._set_rotary()
-        sink = self.sink if self.has_sinks else None
+            self.make_rotary()
+        sink = self.state.sink if self.has_sinks else None
         return StepRules(
-            scale, self.recent, sink, softcap, self.rotary, self._priority(),
-            self.is_full,
-        )  # fmt: skip
+            scale, self.state.recent, sink, softcap, self.rotary, self._priority(), self.is_full
+        )
 
     def _prepare_step(self, value: torch.Tensor, real: torch.Tensor | None) -> None:
         """What a scoring other than the sum does before a step; mutates the layer."""
+        held = self.state
         if self.scoring.decay is not None:
-            one = self.num_real_tokens.new_ones(self.batch_size) if real is None else real[:, 0]
-            self.scores.copy_(self.scoring.apply_decay(self.scores, one))
-        if self.norms is not None:
-            self.norms.scatter_(-1, self.free, self._norms_of(value))
+            one = held.num_real_tokens.new_ones(self.batch_size) if real is None else real[:, 0]
+            held.scores.copy_(self.scoring.apply_decay(held.scores, one))
+        if held.norms is not None:
+            held.norms.scatter_(-1, held.free_slot, self._norms_of(self.storage.round(value)))
 
     def _priority(self) -> Priority | None:
         """How the policy ranks entries; ``None`` if by their scores, which a kernel can do."""
@@ -213,16 +159,24 @@ class SlotLayer(ScoredLayer):
             return self._ranking
         return functools.partial(self.policy.priority, layer_idx=self.layer_idx)
 
-    def _set_rotary(self) -> None:
+    def make_rotary(self) -> None:
         """Makes the tables that all decode steps share; mutates the layer."""
-        self.set_rotary(self.rank_limit(1))
-
-    def set_rotary(self, limit: int) -> None:
-        """Makes the tables of steps over slots with ranks below a limit; mutates the layer."""
-        to_rank = self.rotation.of_ranks(limit)
+        assert self.rotation is not None
+        to_rank = self.rotation.of_ranks(self._rank_limit(1))
         self.rotary = RotaryTables(to_rank, relative(to_rank))
 
-    def _block(
+    def _rank_limit(self, length: int) -> int:
+        """Entries and new tokens that a block's ranks are below."""
+        if not self.holds_entries:
+            return length
+        if length == 1:
+            # Not by the budgets: a larger one's sequence may have been taken out.
+            return max(self.capacity or 0, self.state.num_slots)
+        return int(self._counts().max()) + length
+
+    # --- a prompt, or a later turn ----------------------------------------------------------------
+
+    def _append_block(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -231,17 +185,15 @@ class SlotLayer(ScoredLayer):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """A prompt, or a later turn: attends, scores, and evicts down to the budget once."""
-        length = key.shape[2]
+        """Attends, scores, and evicts down to the budget once."""
+        held, length = self.state, key.shape[2]
         scores, positions = self._block_entries(length, real)
-        past = 0
-        if self.positions is not None:
-            past = self.positions.shape[2]
-            held_keys, held_values = self._readable()
-            key = torch.cat([held_keys, key], dim=2)
-            value = torch.cat([held_values, value], dim=2)
-            scores = torch.cat([self.scores, scores], dim=2)
-            positions = torch.cat([self.positions, positions], dim=2)
+        past = held.num_slots
+        if past:
+            key = torch.cat([self.storage.read(held.keys, self.dtype), key], dim=2)
+            value = torch.cat([self.storage.read(held.values, self.dtype), value], dim=2)
+            scores = torch.cat([held.scores, scores], dim=2)
+            positions = torch.cat([held.positions, positions], dim=2)
         visibility = Visibility(
             past=past,
             entries=None if past == 0 and real is None else positions >= 0,
@@ -250,7 +202,7 @@ class SlotLayer(ScoredLayer):
         rotated = key
         if self.rotation is not None:
             query, rotated = self._rotate_block(query, key, positions, past)
-        self._choose(query)
+        self._choose_operations(query)
         weights = self._query_weights(real, length)
         output, sums = self.operations.attend(
             query, rotated, value, visibility, scale, softcap, weights
@@ -258,14 +210,13 @@ class SlotLayer(ScoredLayer):
         del rotated
         if self.checks_numbers:
             check_finite(self, sums)
-        self.num_real_tokens += length if real is None else real.sum(dim=1)
+        held.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
-        self.is_open = self.goes_on
-        if self.goes_on:
+        self.had_partial_block = self.is_partial_block
+        if self.is_partial_block:
             self._keep_all(key, value, scores + sums, positions)
-            return output
-        self._compact(key, value, self._faded(scores, real, length) + sums, positions)
-        self.last_growth = int(self.cumulative_length)
+        else:
+            self._compact(key, value, self._decayed(scores, real, length) + sums, positions)
         return output
 
     def _rotate_block(
@@ -275,11 +226,11 @@ class SlotLayer(ScoredLayer):
         taken = positions >= 0
         held = taken[..., :past].sum(dim=-1, keepdim=True)
         ranks = held + taken[..., past:].cumsum(dim=-1) - 1
-        # All heads of a row hold the same number of entries.
+        # All heads of a sequence hold the same number of entries.
         own = ranks[:, :1]
         if past:
-            ranks = torch.cat([self.ranks, ranks], dim=-1)
-        factors = self.rotation.of_ranks(self.rank_limit(query.shape[2]))
+            ranks = torch.cat([self.state.ranks, ranks], dim=-1)
+        factors = self.rotation.of_ranks(self._rank_limit(query.shape[2]))
         return rotate_to_ranks(query, own, factors), rotate_to_ranks(key, ranks, factors)
 
     def _block_entries(
@@ -287,7 +238,7 @@ class SlotLayer(ScoredLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores (zero) and positions of the block's tokens, ``[B, H, T]``."""
         shape = (self.batch_size, self.num_kv_heads, length)
-        start = self.num_real_tokens.unsqueeze(1)
+        start = self.state.num_real_tokens.unsqueeze(1)
         if real is None:
             positions = start + torch.arange(length, device=self.device)
         else:
@@ -303,9 +254,10 @@ class SlotLayer(ScoredLayer):
         positions: torch.Tensor,
     ) -> None:
         """Holds a block of which more is to come, without slots for steps; mutates the layer."""
-        with _ordinary_tensors():
-            self.keys, self.values = key.clone(), value.clone()
-            self.scores, self.positions = scores.clone(), positions.clone()
+        with ordinary_tensors():
+            held = self.state
+            held.keys, held.values = key.clone(), value.clone()
+            held.scores, held.positions = scores.clone(), positions.clone()
 
     def _compact(
         self,
@@ -315,8 +267,9 @@ class SlotLayer(ScoredLayer):
         positions: torch.Tensor,
     ) -> None:
         """Moves what stays into slots; mutates the layer."""
-        newest = self.num_real_tokens.view(-1, 1, 1) - 1
-        total, limit = self.total, max(tokens.total for tokens in self.row_budgets)
+        newest, held = self.newest(), self.state
+        total, limit = held.total, max(own.total for own in held.budgets)
+        self.capacity = limit + 1 if self.policy.is_bounded else None
         if not self.policy.is_bounded:
             if not self.policy.evicts:
                 total = (positions >= 0).sum(dim=-1, keepdim=True)
@@ -324,122 +277,140 @@ class SlotLayer(ScoredLayer):
         indices, kept = keep_indices(
             self._ranking(scores, positions, newest, self._norms_of(value)),
             positions,
-            protected_entries(positions, newest, self.sink, self.recent),
+            protected_entries(positions, newest, held.sink, held.recent),
             total,
             limit,
         )
-        num_slots = limit + (1 if self.policy.is_bounded else GROWTH)
-        with _ordinary_tensors():
-            self._take(key, value, indices, num_slots)
-            self._hold(
+        with ordinary_tensors():
+            self._gather_kept(key, value, indices)
+            self._fill_slots(
                 scores.gather(2, indices), torch.where(kept, positions.gather(2, indices), -1)
             )
         if self.policy.is_bounded:
-            self.enabled = self._slots_within_budget()
-            self._look_ahead()
-            self._stay_in_place()
+            held.slot_mask = self._slots_within_budget()
+        self._refresh_static_flags()
+        self._stay_in_place()
 
-    def _take(
-        self, key: torch.Tensor, value: torch.Tensor, indices: torch.Tensor, num_slots: int
-    ) -> None:
-        """Makes slots of what was held and what is new; mutates the layer.
+    def _gather_kept(self, key: torch.Tensor, value: torch.Tensor, indices: torch.Tensor) -> None:
+        """Makes slots of keys and values ``[B, H, N, D]``, held and new; mutates the layer."""
+        held, compact = self.state, self.operations.compact
+        num_slots = slots_for(indices.shape[2], self.capacity)
+        if self.capacity is not None and self._is_static:
+            num_slots = self.capacity
+        held.keys = self.storage.compact(key, held.keys, indices, num_slots, compact)
+        held.values = self.storage.compact(value, held.values, indices, num_slots, compact)
 
-        Args:
-            key: ``[B, H, N, D]``, what was held before the block first.
-            value: ``[B, H, N, Dv]``, likewise.
-            indices: int64 ``[B, H, K]``, what stays.
-            num_slots: S.
-        """
-        compact = self.operations.compact
-        self.keys = compact(key, indices, num_slots)
-        self.values = compact(value, indices, num_slots)
+    def _fill_slots(self, scores: torch.Tensor, positions: torch.Tensor) -> None:
+        """Fills the first slots with scores and positions; mutates the layer."""
+        held = self.state
+        empty = (0, held.keys.shape[2] - positions.shape[2])
+        held.scores, held.positions = pad(scores, empty), pad(positions, empty, value=-1)
+        if self.scoring.uses_values:
+            held.norms = self._norms_of(self.storage.read(held.values, self.dtype))
+        held.free_slot = (held.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+        if self.rotation is not None:
+            held.ranks = ranks_of(held.positions)
+            self.make_rotary()
+
+    # --- how many slots there are, and which of them are open -------------------------------------
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether shapes must not change from step to step."""
+        return self.device.type == "cuda" or torch.compiler.is_compiling()
 
     def _stay_in_place(self) -> None:
         """Tells CUDA graphs that steps write where they read; mutates marks on the tensors."""
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
-            for name in (*self.row_tensors(), "cumulative_length"):
-                held = getattr(self, name, None)
-                if held is not None:
-                    torch._dynamo.mark_static_address(held)
+            for held in (*self.state.tensors().values(), self.cumulative_length):
+                torch._dynamo.mark_static_address(held)
+
+    def make_static(self) -> None:
+        """Makes all slots that the budget allows, for compiled steps; mutates the layer."""
+        if self.capacity is not None and self.state.num_slots < self.capacity:
+            self._add_slots(self.capacity)
+            if not torch.compiler.is_compiling():
+                self._refresh_static_flags()
 
     def count_down(self) -> None:
-        """Looks again when enough steps have passed to fill the cache; mutates the layer."""
-        if self.steps_to_full > 1:
-            self.steps_to_full -= 1
-        elif self.steps_to_full == 1:
-            self._look_ahead()
+        """Counts a step, and looks after the slots where it is due; mutates the layer."""
+        if self.steps_left == 0:
+            self._refresh_static_flags()
+        if self.steps_left > 0:
+            self.steps_left -= 1
+
+    def _refresh_static_flags(self) -> None:
+        """Notes what decode steps may leave out, and makes slots where none is left for them.
+
+        Waits for the device, so it is asked for once a block and then as seldom as can be.
+        """
+        held, counts = self.state, self._counts()
+        self.has_sinks = any(own.sink for own in held.budgets)
+        # Sequences with budgets of their own are never full all together.
+        is_even = self.policy.is_bounded and held.slot_mask is None
+        steps = [int((held.total - counts).max())] if is_even else []
+        self.is_full = steps == [0]
+        if self.capacity is None or held.num_slots < self.capacity:
+            most = int(counts.max())
+            if held.num_slots == most + 1:
+                self._add_slots(slots_for(most, self.capacity))
+            if held.num_slots != self.capacity:
+                steps.append(held.num_slots - most - 1)
+        self.steps_left = -1 if self.is_full else min(steps, default=-1)
+
+    def _add_slots(self, num_slots: int) -> None:
+        """Makes room for more entries; mutates the layer."""
+        self.state.resize(num_slots)
+        if self.policy.is_bounded:
+            self.state.slot_mask = self._slots_within_budget()
+
+    def _counts(self) -> torch.Tensor:
+        """Entries held, int64 ``[B, H, 1]``."""
+        return (self.state.positions >= 0).sum(dim=-1, keepdim=True)
+
+    def _slots_within_budget(self) -> torch.Tensor | None:
+        """Marks at most ``K + 1`` slots of each sequence; ``None`` if all have one budget."""
+        held = self.state
+        if all(own.total + 1 == self.capacity for own in held.budgets):
+            return None
+        taken = (held.positions >= 0).scatter(-1, held.free_slot, True)
+        # Of the empty slots, as many stay open as the sequence's own budget leaves.
+        rank = (~taken).cumsum(dim=-1)
+        return taken | (rank <= held.total + 1 - taken.sum(dim=-1, keepdim=True))
 
     @property
     def is_ready(self) -> bool:
         """Whether a decode step needs nothing that only a block finds out."""
         known = self.rotation is None or self.rotary is not None
         return (
-            self.positions is not None
+            self.holds_entries
             and self.policy.is_bounded
             and self.owner is not None
             and self.operations is not None
             and known
         )
 
-    def _look_ahead(self) -> None:
-        """Notes what a decode step may leave out, as Python bools known once for each block."""
-        left = int((self.total - self._counts()).max())
-        self.is_full = self.enabled is None and left == 0
-        # Rows with budgets of their own are never full all together.
-        self.steps_to_full = left if self.enabled is None else 0
-        self.has_sinks = any(tokens.sink for tokens in self.row_budgets)
+    def join(self, other: SlotLayer) -> None:
+        """Puts another layer's sequences behind these; mutates this layer, uses up the other."""
+        held, theirs = self.state, other.state
+        held.slot_mask = theirs.slot_mask = None
+        held.cat(theirs)
+        self.cumulative_length = torch.maximum(self.cumulative_length, other.cumulative_length)
+        if self.capacity is not None and other.capacity is not None:
+            self.capacity = max(self.capacity, other.capacity, held.num_slots)
+            held.slot_mask = self._slots_within_budget()
+        self.rotary = None  # of as many ranks as there were slots
+        self._refresh_static_flags()
+        other.reset()
 
-    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-        """See `ScoredLayer.restore`."""
-        super().restore(tensors, numbers)
+    def load_state(self, state: SlotState, *args: Any, **options: Any) -> None:
+        """See `CacheLayer.load_state`."""
+        super().load_state(state, *args, **options)
         if self.policy.is_bounded:
-            self._look_ahead()
-        self.last_growth = int(self.cumulative_length)
-
-    def _counts(self) -> torch.Tensor:
-        """Entries held, int64 ``[B, H, 1]``."""
-        return (self.positions >= 0).sum(dim=-1, keepdim=True)
-
-    def _slots_within_budget(self) -> torch.Tensor | None:
-        """Marks ``K + 1`` slots for each sequence; ``None`` if all sequences have one budget."""
-        num_slots = self.positions.shape[2]
-        if all(tokens.total + 1 == num_slots for tokens in self.row_budgets):
-            return None
-        taken = self.positions >= 0
-        # Of the empty slots, as many stay open as the sequence's own budget leaves.
-        rank = (~taken).cumsum(dim=-1)
-        return taken | (rank <= self.total + 1 - taken.sum(dim=-1, keepdim=True))
-
-    def _hold(self, scores: torch.Tensor, positions: torch.Tensor) -> None:
-        """Fills the first slots with scores and positions; mutates the layer."""
-        empty = (0, self.keys.shape[2] - positions.shape[2])
-        self.scores, self.positions = pad(scores, empty), pad(positions, empty, value=-1)
-        self.norms = self._held_norms()
-        self.free = (self.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
-        if self.rotation is not None:
-            self.ranks = ranks_of(self.positions)
-            self._set_rotary()
-
-    def _held_norms(self) -> torch.Tensor | None:
-        """Norms of the values held; ``None`` if not asked for."""
-        return self._norms_of(self.values)
-
-    def _grow(self) -> None:
-        """Makes room for one more entry when nothing is evicted; mutates the layer."""
-        # An upper bound of the entries held: padding counts too.
-        if int(self.cumulative_length) - self.last_growth >= GROWTH - 1:
-            with _ordinary_tensors():
-                self._add_slots(GROWTH)
-                self._hold(self.scores, self.positions)
-            self.last_growth = int(self.cumulative_length)
-
-    def _add_slots(self, count: int) -> None:
-        """Adds empty slots to keys and values; mutates the layer."""
-        room = (0, 0, 0, count)
-        self.keys, self.values = pad(self.keys, room), pad(self.values, room)
+            self.capacity = max(*(own.total + 1 for own in state.budgets), state.num_slots)
+        self._refresh_static_flags()
 
     @property
     def nbytes(self) -> int:
         """Bytes held: keys, values, scores, positions, ranks and norms."""
-        held = (self.keys, self.values, self.scores, self.positions, self.ranks, self.norms)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return self.state.nbytes if self.holds_entries else 0

@@ -15,8 +15,9 @@ from h2okv.ops.quant import BITS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from h2okv.cache.layer import ScoredLayer
+    from h2okv.cache.layer import CacheLayer
     from h2okv.cache.rope import PositionRule
+    from h2okv.cache.slot_state import SlotState
     from h2okv.policy import Policy
     from h2okv.policy.scoring import Scoring
 
@@ -229,7 +230,7 @@ def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:
         )
 
 
-def check_whole_prompt(layer: ScoredLayer, length: int) -> None:
+def check_whole_prompt(layer: CacheLayer, length: int) -> None:
     """Refuses the first part of a prompt where a policy must see all of it."""
     if layer.policy.prompt_only and (layer.expected_length or length) > length:
         raise ValueError(
@@ -252,7 +253,7 @@ def check_scoring(policy: Policy, scoring: Scoring) -> None:
         )
 
 
-def check_match(layer: ScoredLayer, key_states: torch.Tensor) -> None:
+def check_match(layer: CacheLayer, key_states: torch.Tensor) -> None:
     """Refuses keys of another batch or another model than the entries held.
 
     Args:
@@ -275,7 +276,7 @@ def check_match(layer: ScoredLayer, key_states: torch.Tensor) -> None:
 
 
 def check_follows(
-    layer: ScoredLayer,
+    layer: CacheLayer,
     position_ids: torch.Tensor | None,
     real: torch.Tensor | None,
     length: int,
@@ -291,25 +292,26 @@ def check_follows(
         real: bool ``[B, T]``, False for padding; ``None`` if there is none.
         length: T.
     """
-    if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.row_budgets:
+    if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.holds_budgets:
         return
     last = position_ids.to(layer.device).amax(dim=1)
-    new = torch.full_like(layer.num_real_tokens, length) if real is None else real.sum(dim=1)
+    new = torch.full_like(layer.state.num_real_tokens, length) if real is None else real.sum(dim=1)
     # Positions count the real tokens (generate) or all of them (a bare forward).
-    follows = (last == layer.num_real_tokens + new - 1) | (new == 0)
+    follows = (last == layer.state.num_real_tokens + new - 1) | (new == 0)
     follows |= last == layer.cumulative_length + length - 1
     if not bool(follows.all()):
         row = int((~follows).nonzero()[0])
+        seen = int(layer.state.num_real_tokens[row])
         raise ValueError(
-            f"H2OCache has seen {int(layer.num_real_tokens[row])} tokens of row {row} and got "
-            f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
-            "does not go on from there; for a further turn call "
+            f"H2OCache has seen {seen} tokens of sequence {row} and got {int(new[row])} "
+            f"more that end at position {int(last.expand_as(new)[row])}, which does not "
+            "go on from there; for a further turn call "
             "generate(**cache.next_turn(input_ids)) or give it the whole text, leave out "
             "use_cache=False, or call cache.reset() to read a new text."
         )
 
 
-def check_placed(layer: ScoredLayer) -> None:
+def check_placed(layer: CacheLayer) -> None:
     """Refuses a forward whose positions nobody has set as the cache needs them."""
     if not layer.is_placed:
         raise ValueError(
@@ -319,12 +321,12 @@ def check_placed(layer: ScoredLayer) -> None:
     layer.is_placed = False
 
 
-def check_window(layer: ScoredLayer, length: int) -> None:
+def check_window(layer: CacheLayer, length: int) -> None:
     """Refuses a block whose ranks would go past the positions that the model was trained on."""
     window, chunk = layer.rule.window, layer.rule.prefill_chunk
     if window is None:
         return
-    budget = max(tokens.total for tokens in layer.row_budgets)
+    budget = max(tokens.total for tokens in layer.state.budgets)
     if budget >= window:
         raise ValueError(
             f"positions='rolling' with a budget of {budget} tokens leaves no room for a new one in "
@@ -333,7 +335,7 @@ def check_window(layer: ScoredLayer, length: int) -> None:
     if length == 1:  # always finds room, and must not wait for the device
         return
     block = length if chunk is None else min(length, chunk)
-    held = 0 if layer.positions is None else int((layer.positions >= 0).sum(dim=-1).max())
+    held = int((layer.state.positions >= 0).sum(dim=-1).max()) if layer.holds_entries else 0
     # What is there when the last block comes.
     held = min(budget, held + length - block)
     if held + block > window:
@@ -344,7 +346,7 @@ def check_window(layer: ScoredLayer, length: int) -> None:
         )
 
 
-def check_finite(layer: ScoredLayer, sums: torch.Tensor) -> None:
+def check_finite(layer: CacheLayer, sums: torch.Tensor) -> None:
     """Refuses attention that is not a number; for blocks, where a host sync is affordable.
 
     Args:
@@ -358,24 +360,23 @@ def check_finite(layer: ScoredLayer, sums: torch.Tensor) -> None:
         )
 
 
-def check_integrity(layer: ScoredLayer) -> None:
+def check_integrity(layer: CacheLayer) -> None:
     """Checks a layer that holds entries against the contract."""
     layer.require_attention()
-    positions, scores = layer.positions, layer.scores
+    held, newest = layer.state, layer.newest()
+    positions, scores = held.positions, held.scores
     taken = positions >= 0
-    newest = layer.num_real_tokens.view(-1, 1, 1) - 1
     counts = taken.sum(dim=-1, keepdim=True)
     expected = newest + 1
     if layer.policy.evicts:
-        expected = torch.minimum(expected, layer.total)
+        expected = torch.minimum(expected, held.total)
     ordered = positions.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    protected = protected_entries(positions, newest, layer.sink, layer.recent) & taken
-    due = torch.minimum(newest + 1, layer.sink + layer.recent)
-    ranks = getattr(layer, "ranks", None)
+    protected = protected_entries(positions, newest, held.sink, held.recent) & taken
+    due = torch.minimum(newest + 1, held.sink + held.recent)
     misplaced = torch.zeros_like(taken)
-    if ranks is not None:
-        misplaced = taken & (ranks != ranks_of(positions))
+    if held.ranks is not None:
+        misplaced = taken & (held.ranks != ranks_of(positions))
     problems = {
         "holds another number of entries than the budget": counts != expected,
         "holds a token twice": twice,
@@ -387,3 +388,84 @@ def check_integrity(layer: ScoredLayer) -> None:
     for problem, found in problems.items():
         if bool(found.any()):
             raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")
+
+
+def check_loaded(layer: CacheLayer, state: SlotState, seen: torch.Tensor) -> None:
+    """Refuses numbers from a file with which a step would read or write what is not there.
+
+    Args:
+        layer: the layer that shall go on from the state; still empty.
+        state: tensors whose shapes and dtypes fit each other.
+        seen: what shall be the layer's `cumulative_length`.
+    """
+    name = f"layer {layer.layer_idx}"
+    if seen.shape != () or seen.dtype != torch.int64:
+        raise ValueError(f"{name} does not tell how many tokens it has seen")
+    if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
+        raise ValueError(f"{name} holds {state.batch_size} sequences, which are not those it tells")
+    wanted = {
+        "norms": layer.scoring.uses_values,
+        "num_static": layer.has_static_mask,
+        # A layer may have no rotary positions though the model has.
+        "ranks": state.ranks is not None and layer.rule.rolls and layer.drops,
+        "slot_mask": state.slot_mask is not None and layer.drops and layer.policy.is_bounded,
+    }
+    optional = (state.norms, state.num_static, state.ranks, state.slot_mask)
+    for (part, is_wanted), tensor in zip(wanted.items(), optional, strict=True):
+        if is_wanted != (tensor is not None):
+            raise ValueError(f"{name} has {part}, or has none, against its options")
+    _check_budgets(layer, state)
+    taken = state.positions >= 0
+    real, free = state.num_real_tokens, state.free_slot
+    numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]
+    numbers += [state.scores, *([] if state.norms is None else [state.norms])]
+    problems = {
+        "has seen another number of tokens": (real < 1) | (real > seen) | (seen >= 1 << 30),
+        "has positions that are none": state.positions < -1,
+        "holds numbers that are not finite": torch.stack([~n.isfinite().all() for n in numbers]),
+    }
+    if layer.drops:
+        inside = (free >= 0) & (free < state.num_slots)
+        problems["has a free slot that is none"] = ~inside | taken.gather(
+            -1, free.clamp(0, state.num_slots - 1)
+        )
+        problems["has slots beyond its budget"] = _beyond_budget(layer, state, taken)
+    else:
+        problems["holds another number of tokens than it has seen"] = seen != state.num_slots
+    if state.ranks is not None:
+        problems["has ranks beyond its slots"] = (state.ranks < 0) | (
+            state.ranks >= state.num_slots
+        )
+    for problem, found in problems.items():
+        if bool(found.any()):
+            raise ValueError(f"{name} {problem}")
+
+
+def _check_budgets(layer: CacheLayer, state: SlotState) -> None:
+    """Refuses budgets that do not follow from the cache's options."""
+    for index, own in enumerate(state.budgets):
+        parts = (own.sink, own.heavy, own.recent, own.num_static)
+        if any(type(part) is not int or not 0 <= part < 1 << 60 for part in parts) or not own.total:
+            raise ValueError(f"layer {layer.layer_idx} has the budget {parts}, which is none")
+        if not layer.budget.is_relative and own != layer.policy.allocate_budget(
+            layer.budget.resolve(1)
+        ):
+            raise ValueError(f"layer {layer.layer_idx} has the budget {parts}, not its options'")
+        # Where whatever follows the prompt is kept, the budget has grown with it.
+        grown = int(state.total[index]) - own.total if layer.policy.prompt_only else 0
+        expected = (own.sink, own.recent + grown, own.total + grown)
+        told = tuple(int(part[index]) for part in (state.sink, state.recent, state.total))
+        static = own.num_static if state.num_static is None else int(state.num_static[index])
+        if grown < 0 or told != expected or static != own.num_static:
+            raise ValueError(f"layer {layer.layer_idx} contradicts its budgets")
+
+
+def _beyond_budget(layer: CacheLayer, state: SlotState, taken: torch.Tensor) -> torch.Tensor:
+    """Where a step could fill slots that the budget has not."""
+    if not layer.policy.is_bounded:
+        return torch.zeros(())
+    mask = state.slot_mask
+    if mask is None:
+        return state.num_slots > state.total + 1
+    open_slots = mask.sum(dim=-1, keepdim=True)
+    return (taken & ~mask) | ~mask.gather(-1, state.free_slot) | (open_slots > state.total + 1)

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
 
 # Tokens before a piece that the decoder sees, so that it keeps the space between both.
 _LEAD = 4
@@ -68,7 +68,7 @@ def kept_shares(
     cache: h2okv.H2OCache, layer: int | None = None, head: int | None = None
 ) -> list[float]:
     """Tells for each token that was read how many layers and heads still hold it."""
-    scored = [index for index, held in enumerate(cache.layers) if isinstance(held, ScoredLayer)]
+    scored = [index for index, held in enumerate(cache.layers) if isinstance(held, CacheLayer)]
     counts = torch.zeros(cache.num_seen_tokens, dtype=torch.int64)
     num_heads = 0
     for index in scored if layer is None else [layer]:

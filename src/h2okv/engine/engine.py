@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
-from h2okv.cache.slot_pool import RowBlock, check_fits_rows
+from h2okv.cache.slot_pool import SlotPool, check_poolable
 from h2okv.cache.validation import window_by_length
 from h2okv.config import Budget
 from h2okv.engine.memory import (
@@ -63,7 +63,7 @@ class Core:
         scheduler: Scheduler,
         execute: Callable[[Plan], Done],
         recover: Callable[[], None],
-        block: Callable[[], RowBlock],
+        block: Callable[[], SlotPool],
     ) -> None:
         self.scheduler = scheduler
         self._model = model
@@ -310,7 +310,7 @@ class Engine:
         # All that can be refused is, before the weights are loaded.
         self._config, context = described.config, described.context
         probe = self._make_cache(None)
-        check_fits_rows(probe)
+        check_poolable(probe)
         shared = window_by_length(self._config)
         if shared is not None:
             context = min(context or shared, shared)

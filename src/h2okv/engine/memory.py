@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
-from h2okv.cache.slots import SlotBytes
+from h2okv.cache.slot_state import SlotBytes
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
 _LARGE = 128 << 10

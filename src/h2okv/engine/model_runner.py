@@ -11,7 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.slot_pool import RowBlock, can_take_pieces, expect_piece, held_by_row
+from h2okv.cache.slot_pool import (
+    SlotPool,
+    can_split_blocks,
+    expect_partial_block,
+    num_cached_by_sequence,
+)
 from h2okv.config import Budget
 from h2okv.engine.request import Plan, PromptPiece, PromptStart, Wanted
 
@@ -64,11 +69,11 @@ class Worker:
         self._size = (num_rows, row_budget)
         self.block = self._make_block()
 
-    def _make_block(self) -> RowBlock:
+    def _make_block(self) -> SlotPool:
         probe = self._make_cache(Budget(heavy=1, recent=1))
         start = self._model.generation_config.bos_token_id or 0
         self._forward([[start if isinstance(start, int) else start[0]]], [[0]], None, probe, 1)
-        return RowBlock(probe, *self._size)
+        return SlotPool(probe, *self._size)
 
     def save_prefix(self, tokens: Sequence[int], piece: int) -> None:
         """Reads a text that later prompts begin with, and keeps its compressed cache."""
@@ -87,16 +92,16 @@ class Worker:
         cache = self._make_cache(None)
         if cache.prefill_chunk is not None:
             return max(wished // cache.prefill_chunk, 1) * cache.prefill_chunk
-        return wished if can_take_pieces(cache) else 1 << 60
+        return wished if can_split_blocks(cache) else 1 << 60
 
     def execute(self, plan: Plan) -> Done:
         """Does what a plan says; mutates rows and the prompt under way."""
         done = Done()
         for row in plan.leave:
-            self.block.give_back(row)
+            self.block.release(row)
         for prompt in plan.join:
             assert self._reading is not None
-            self.block.add(self._reading, prompt)
+            self.block.admit(self._reading, prompt)
         if plan.forget:
             self._reading = None
         begun = time.perf_counter()
@@ -144,8 +149,8 @@ class Worker:
         cache = self._reading
         assert cache is not None
         before = cache.num_cached_tokens
-        if cache.prefill_chunk is None and can_take_pieces(cache):
-            expect_piece(cache, piece.goes_on)
+        if cache.prefill_chunk is None and can_split_blocks(cache):
+            expect_partial_block(cache, piece.goes_on)
         positions = [list(range(piece.position, piece.position + len(piece.tokens)))]
         keep = 0 if piece.wanted is Wanted.ALL else 1
         logits = self._forward(tokens, positions, None, cache, keep)[0]
@@ -154,7 +159,7 @@ class Worker:
 
     def _lost(self, tokens: list[list[int]], cache: H2OCache, before: int) -> int:
         """Entries that reading has cost, of all layers and KV heads that evict by H2O."""
-        held = sum(held_by_row(cache))
+        held = sum(num_cached_by_sequence(cache))
         return (before + sum(map(len, tokens)) - held) * self.block.num_heads
 
     def _begin(self, start: PromptStart) -> H2OCache:

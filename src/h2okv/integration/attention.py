@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from h2okv.cache.layer import LAYER_ATTRIBUTE, ScoredLayer
+from h2okv.cache.layer import LAYER_ATTRIBUTE, CacheLayer
 from h2okv.cache.validation import check_follows, check_placed
 from h2okv.integration.rope_probe import find_rotation
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores, windowed_attention
@@ -236,7 +236,7 @@ def h2o_attention(
         softcap: soft cap of the logits (Gemma 2).
         **options: what else the model gives its attention.
     """
-    layer: ScoredLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
+    layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
         _check_modelled(module, options, _IGNORED_BY_SDPA)
         return plain_attention(

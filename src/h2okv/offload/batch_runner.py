@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.layer import empty_value
 from h2okv.cache.slots import SlotLayer
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample
 from h2okv.engine.sampling_params import SamplingParams
@@ -79,68 +78,14 @@ def join(first: H2OCache, second: H2OCache, store: CacheStore | None = None) -> 
     for index, (upper, lower) in enumerate(layers):
         if store is not None:
             store.bring(first, index)
-            _own(upper)
+            # The next layer needs the workspace that it lies in.
+            entries = upper.state.entry_tensors().items()
+            upper.state.set_tensors({name: tensor.clone() for name, tensor in entries})
             store.bring(second, index)
-        _join_layer(upper, lower)
-        lower.reset()
+        upper.join(lower)
         if store is not None:
             store.put_back(first, index, is_new=True)
     return first
-
-
-def _own(layer: Any) -> None:
-    """Copies what lies in a workspace that the next layer needs."""
-    for name in layer.row_tensors():
-        tensor = getattr(layer, name, None)
-        if tensor is not None and tensor.dim() == 4:
-            setattr(layer, name, tensor.clone())
-
-
-def _join_layer(upper: Any, lower: Any) -> None:
-    # Both are a SlotLayer that holds something, so that no tensor of it is None.
-    widths = [layer.positions.shape[2] for layer in (upper, lower)]
-    budgets = [list(astuple(own)) for own in upper.row_budgets + lower.row_budgets]
-    grown = max(int(layer.cumulative_length) - layer.last_growth for layer in (upper, lower))
-    # Rows whose slots are not all theirs to fill say which are; where nothing is evicted, all are.
-    own_slots = upper.enabled is not None or lower.enabled is not None or widths[0] != widths[1]
-    if own_slots and upper.policy.is_bounded:
-        for layer in (upper, lower):
-            layer.enabled = _enabled(layer)
-    joined: dict[str, torch.Tensor] = {}
-    for name in upper.row_tensors():
-        parts: list[Any] = [getattr(layer, name, None) for layer in (upper, lower)]
-        if parts[0] is None:
-            continue
-        if parts[0].dim() > 2 and parts[0].shape[2] == widths[0]:
-            joined[name] = _stack(parts, max(widths), empty_value(name, max(widths)))
-        else:
-            joined[name] = torch.cat(parts)
-        # One tensor of both caches is there twice, not the whole layer.
-        setattr(upper, name, None)
-        setattr(lower, name, None)
-    joined["cumulative_length"] = torch.maximum(upper.cumulative_length, lower.cumulative_length)
-    upper.rotary = None  # of as many ranks as there were slots
-    upper.restore(joined, {"row_budgets": budgets, "weights": None})
-    upper.last_growth = int(upper.cumulative_length) - grown
-
-
-def _enabled(layer: Any) -> torch.Tensor:
-    if layer.enabled is not None:
-        own: torch.Tensor = layer.enabled
-        return own
-    return torch.ones_like(layer.positions, dtype=torch.bool)
-
-
-def _stack(parts: list[torch.Tensor], slots: int, filling: Any) -> torch.Tensor:
-    """Rows of ``[B, H, S, ...]`` in ``slots`` slots each."""
-    rows = sum(len(part) for part in parts)
-    shape = (rows, parts[0].shape[1], slots, *parts[0].shape[3:])
-    made = parts[0].new_full(shape, filling)
-    start = 0
-    for part in parts:
-        made[start : start + len(part), :, : part.shape[2]] = part
-        start += len(part)
-    return made
 
 
 _MASK_STEPS = 64

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from h2okv.cache import H2OCache
+from h2okv.cache.slots import SlotLayer
 from h2okv.offload.checkpoint import bytes_of
 
 
@@ -151,8 +152,8 @@ class TieredStore:
             turn = self._next_workspace(held)
             self._fill(held, turn)
         layer: Any = cache.layers[layer_idx]
-        for name, part in self._parts(held, turn):
-            setattr(layer, name, part.to(self._device))
+        parts = self._parts(held, turn)
+        layer.state.set_tensors({name: part.to(self._device) for name, part in parts})
 
     def expect(self, cache: H2OCache, layer_idx: int) -> None:
         """See `CacheStore.expect`."""
@@ -168,9 +169,9 @@ class TieredStore:
         key = (id(cache), layer_idx)
         layer: Any = cache.layers[layer_idx]
         place = self._places[layer_idx]
-        if place == "device" or getattr(layer, "positions", None) is None:
+        if place == "device" or not isinstance(layer, SlotLayer) or not layer.holds_entries:
             return
-        tensors = {name: getattr(layer, name) for name in _large(layer)}
+        tensors = layer.state.entry_tensors()
         held = self._held.get(key)
         seen = int(layer.cumulative_length)
         same = held is not None and held.shapes == {n: t.shape for n, t in tensors.items()}
@@ -180,9 +181,8 @@ class TieredStore:
             if held is not None:
                 self._give_back(held)
             held = self._held[key] = self._write_all(place, tensors)
-        held.free, held.seen = layer.free.cpu().clone(), seen
-        for name in tensors:
-            setattr(layer, name, None)
+        held.free, held.seen = layer.state.free_slot.cpu().clone(), seen
+        layer.state.set_tensors({name: part.new_empty(0) for name, part in tensors.items()})
 
     def forget(self, cache: H2OCache) -> None:
         """See `CacheStore.forget`."""
@@ -272,16 +272,6 @@ class TieredStore:
         for name, start in held.starts.items():
             assert self._file is not None
             self._file.give_back(start, held.size(name))
-
-
-def _large(layer: Any) -> list[str]:
-    """The tensors that have numbers of every entry: keys and values, whatever they are kept as."""
-    names = []
-    for name in layer.row_tensors():
-        tensor = getattr(layer, name, None)
-        if tensor is not None and tensor.dim() == 4:
-            names.append(name)
-    return names
 
 
 def _aligned(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -215,11 +216,11 @@ def keep_indices(
     return indices.clamp(max=num_entries - 1), indices < num_entries
 
 
-def free_slot(
+def choose_free_slot(
     priority: torch.Tensor,
     positions: torch.Tensor,
     protected: torch.Tensor,
-    enabled: torch.Tensor | None,
+    slot_mask: torch.Tensor | None,
     full: bool = False,
 ) -> torch.Tensor:
     """Finds the slot that the next token takes: an empty one, else the first to be evicted.
@@ -230,7 +231,7 @@ def free_slot(
         priority: fp32 ``[B, H, S]``.
         positions: int32 ``[B, H, S]``; -1 marks an empty slot.
         protected: bool ``[B, H, S]``.
-        enabled: bool ``[B, 1, S]``, slots within the sequence's budget + 1; ``None`` if all are.
+        slot_mask: bool ``[B, 1, S]``, slots within the sequence's budget + 1; ``None`` if all are.
         full: True if no slot is empty or out of a budget, which saves looking for those.
 
     Returns:
@@ -239,8 +240,8 @@ def free_slot(
     rank = priority.masked_fill(protected, torch.inf)
     if not full:
         rank = rank.masked_fill(positions < 0, -torch.inf)
-        if enabled is not None:
-            rank = rank.masked_fill(~enabled, torch.inf)
+        if slot_mask is not None:
+            rank = rank.masked_fill(~slot_mask, torch.inf)
     lowest = rank.amin(dim=-1, keepdim=True)
     # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
     age = torch.add(positions, rank > lowest, alpha=_BEHIND_ALL)
@@ -251,8 +252,12 @@ Priority = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(scores, positions, newest)`` to fp32 ``[B, H, S]``; see `h2okv.policy.Policy.priority`."""
 
 
-class Slots(NamedTuple):
-    """What a layer holds; a step mutates every tensor but `enabled`.
+@dataclass
+class Slots:
+    """What a decode step reads and writes; it mutates every tensor but `slot_mask`.
+
+    Defined here because a step takes a layer's state as it is, and operations know no cache:
+    `h2okv.cache.slot_state.SlotState` adds what only the layer needs.
 
     Attributes:
         keys: ``[B, H, S, D]``, contiguous or packed; un-rotated, pairs next to each other, if
@@ -260,9 +265,9 @@ class Slots(NamedTuple):
         values: ``[B, H, S, Dv]``, contiguous or packed.
         scores: fp32 ``[B, H, S]``.
         positions: int32 ``[B, H, S]``; -1 for an empty slot.
-        free: int64 ``[B, H, 1]``, the slot that the new token takes; empty.
-        seen: int64 ``[B]``, real tokens that went through.
-        enabled: bool ``[B, H, S]``, slots within each sequence's budget + 1; ``None`` if all are.
+        free_slot: int64 ``[B, H, 1]``, the slot that the new token takes; empty.
+        num_real_tokens: int64 ``[B]``, those that went through, padding not counted.
+        slot_mask: bool ``[B, H, S]``, slots within each sequence's budget + 1; ``None`` if all are.
         ranks: int32 ``[B, H, S]``, places in the cache when positions roll; S - 1 for a free slot.
     """
 
@@ -270,9 +275,9 @@ class Slots(NamedTuple):
     values: Entries
     scores: torch.Tensor
     positions: torch.Tensor
-    free: torch.Tensor
-    seen: torch.Tensor
-    enabled: torch.Tensor | None = None
+    free_slot: torch.Tensor
+    num_real_tokens: torch.Tensor
+    slot_mask: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
 
 
@@ -337,26 +342,26 @@ def decode_step(
     ranks = None
     if rules.rotary is not None and slots.ranks is not None:
         query, ranks = rank_new(
-            query, slots.positions, slots.free, slots.ranks, rules.rotary, full, real
+            query, slots.positions, slots.free_slot, slots.ranks, rules.rotary, full, real
         )
-    write_slot(slots.keys, slots.free, key)
-    write_slot(slots.values, slots.free, value)
-    position = slots.seen.to(torch.int32).view(-1, 1, 1)
+    write_slot(slots.keys, slots.free_slot, key)
+    write_slot(slots.values, slots.free_slot, value)
+    position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
     if real is not None:
         position = torch.where(real.unsqueeze(1), position, -1)
-    slots.positions.scatter_(-1, slots.free, position.expand_as(slots.free))
-    slots.scores.scatter_(-1, slots.free, 0.0)
+    slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
+    slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks
     )
     if real is None:
-        slots.seen.add_(1)
+        slots.num_real_tokens.add_(1)
     else:
         sums = sums * real.unsqueeze(1)
-        slots.seen.add_(real[:, 0])
+        slots.num_real_tokens.add_(real[:, 0])
     slots.scores.add_(sums)
-    find_free(slots, rules, full)
+    evict_one(slots, rules, full)
     return output
 
 
@@ -392,24 +397,24 @@ def rank_new(
     return query, Ranks(rotary.to_rank, ranks)
 
 
-def find_free(slots: Slots, rules: StepRules, full: bool) -> None:
+def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
     """Finds the slot that the next token takes, and evicts what it holds."""
-    newest = slots.seen.view(-1, 1, 1) - 1
+    newest = slots.num_real_tokens.view(-1, 1, 1) - 1
     priority = slots.scores
     if rules.priority is not None:
         priority = rules.priority(slots.scores, slots.positions, newest)
     protected = protected_entries(slots.positions, newest, rules.sink, rules.recent)
-    chosen = free_slot(priority, slots.positions, protected, slots.enabled, full)
+    chosen = choose_free_slot(priority, slots.positions, protected, slots.slot_mask, full)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
-    slots.free.copy_(chosen)
-    slots.positions.scatter_(-1, slots.free, -1)
+    slots.free_slot.copy_(chosen)
+    slots.positions.scatter_(-1, slots.free_slot, -1)
     if slots.ranks is not None:
-        _close_gap(slots.ranks, slots.free)
+        _close_gap(slots.ranks, slots.free_slot)
 
 
 def _close_gap(ranks: torch.Tensor, free: torch.Tensor) -> None:
     """Moves the entries behind the freed slot's one rank down; mutates the ranks."""
-    # Slots that stay closed (`enabled`) move too, but never below a rank that is freed.
+    # Slots that stay closed (`slot_mask`) move too, but never below a rank that is freed.
     behind = ranks > ranks.gather(-1, free)
     ranks.add_(behind, alpha=-1)
     ranks.scatter_(-1, free, ranks.shape[-1] - 1)

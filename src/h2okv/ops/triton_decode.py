@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h2okv.ops.decode import Slots, StepRules, find_free, rank_new
+from h2okv.ops.decode import Slots, StepRules, evict_one, rank_new
 
 _BLOCK_BYTES = 32 << 10
 """What a program of the first kernel reads at a time, in the dtype that it computes with."""
@@ -138,10 +138,10 @@ def _attend(
 
 @triton.jit
 def _finish(
-    output, scores, positions, free, seen, real, enabled, ranks, sinks, recents,
+    output, scores, positions, free, seen, real, slot_mask, ranks, sinks, recents,
     logits, tops, totals, mixed, num_slots, parts,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_ENABLED: tl.constexpr, ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -205,9 +205,9 @@ def _finish(
                 stays = stays | (place < sink)
             rank = tl.where(stays, float("inf"), score)
             rank = tl.where(place < 0, -float("inf"), rank)
-            if HAS_ENABLED:
-                is_open = tl.load(enabled + where, mask=inside, other=0) != 0
-                rank = tl.where(is_open, rank, float("inf"))
+            if HAS_MASK:
+                is_within = tl.load(slot_mask + where, mask=inside, other=0) != 0
+                rank = tl.where(is_within, rank, float("inf"))
             # Slots beyond the last one lose against whatever there is.
             rank = tl.where(inside, rank, float("inf"))
             place = tl.where(inside, place, 2147483647)
@@ -260,7 +260,7 @@ def decode_step(
     factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is rotated
     if rules.rotary is not None and slots.ranks is not None:
         query, (factors, ranks) = rank_new(
-            query, slots.positions, slots.free, slots.ranks, rules.rotary, full, real
+            query, slots.positions, slots.free_slot, slots.ranks, rules.rotary, full, real
         )
         width = 2 * factors.shape[-2]
     # Whole numbers also while a graph is recorded: they decide about the shape of the launch.
@@ -278,11 +278,11 @@ def decode_step(
     tops = query.new_empty((2, rows, groups, parts), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, parts, value_size), dtype=torch.float32)
     output = value.new_empty((batch, num_heads, 1, value_size))
-    none = slots.free  # stands for pointers that are not read
+    none = slots.free_slot  # stands for pointers that are not read
     mask = none if real is None else real.to(torch.uint8)
     _attend[(rows, parts)](
-        query, key, value, slots.keys, slots.values, slots.positions, slots.free, slots.seen,
-        mask, factors, ranks, logits, tops[0], tops[1], mixed,
+        query, key, value, slots.keys, slots.values, slots.positions, slots.free_slot,
+        slots.num_real_tokens, mask, factors, ranks, logits, tops[0], tops[1], mixed,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), num_slots, _part_size(num_slots, parts, block),
         rules.scale, 1.0 if rules.softcap is None else rules.softcap,
@@ -294,19 +294,19 @@ def decode_step(
     )  # fmt: skip
     chooses = rules.priority is None
     _finish[(rows,)](
-        output, slots.scores, slots.positions, slots.free, slots.seen, mask,
-        none if slots.enabled is None else slots.enabled.to(torch.uint8), ranks,
+        output, slots.scores, slots.positions, slots.free_slot, slots.num_real_tokens, mask,
+        none if slots.slot_mask is None else slots.slot_mask.to(torch.uint8), ranks,
         none if rules.sink is None else rules.sink, rules.recent,
         logits, tops[0], tops[1], mixed, num_slots, parts,
         HEADS=num_kv_heads, GROUPS=groups, DV=value_size, HAS_REAL=real is not None,
-        HAS_SINKS=rules.sink is not None, HAS_ENABLED=slots.enabled is not None,
+        HAS_SINKS=rules.sink is not None, HAS_MASK=slots.slot_mask is not None,
         ROLLS=width > 0, CHOOSES=chooses,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(parts),
         BLOCK_DV=_block(value_size), BLOCK_S=_FINISH_SLOTS,
     )  # fmt: skip
-    slots.seen.add_(1 if real is None else real[:, 0])
+    slots.num_real_tokens.add_(1 if real is None else real[:, 0])
     if not chooses:
-        find_free(slots, rules, full)
+        evict_one(slots, rules, full)
     return output
 
 

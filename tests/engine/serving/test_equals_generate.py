@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import h2okv
-from h2okv.cache.slot_pool import RowBlock
+from h2okv.cache.slot_pool import SlotPool
 
 LENGTHS = [40, 3, 25, 1, 61, 8, 30, 17]
 NEWS = [12, 30, 1, 20, 7, 25, 18, 9]
@@ -116,14 +116,14 @@ def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
         return cache
 
     with torch.no_grad():
-        block = RowBlock(read(ids[:1, :4], 1), 2, 12)
+        block = SlotPool(read(ids[:1, :4], 1), 2, 12)
         broken = read(ids[:1], 10)
         for layer in broken.layers:
             layer.values.fill_(torch.nan)
-        assert block.add(broken) == 0
-        assert block.give_back(0) is None
+        assert block.admit(broken) == 0
+        assert block.release(0) is None
         fine = read(ids[1:, :30], 3)
-        assert block.add(fine) == 0
+        assert block.admit(fine) == 0
         for step in range(6):
             position = torch.tensor([[30 + step]])
             token = ids[1:, 30 + step : 31 + step]
@@ -139,7 +139,7 @@ def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
 def test_what_does_not_fit_rows_is_refused(make_llama, make_llm):
     with pytest.raises(ValueError, match="evicts nothing"):
         make_llm(make_llama(), cache={"policy": "full"})
-    with pytest.raises(ValueError, match="rows of slots; use h2okv batch"):
+    with pytest.raises(ValueError, match="not held in slots; use h2okv batch"):
         make_llm(chunked_model())
 
 
@@ -149,7 +149,7 @@ def test_sliding_layers_hold_their_window_in_slots(make_llm, make_prompts, alone
     llm = make_llm(model, piece_tokens=11, heavy=5, recent=4)
     made = token_ids(llm.generate(prompts, greedy(20)))
     reserved = llm.stats().reserved_bytes
-    assert reserved == 3 * llm.engine.sizes.row
+    assert reserved == 3 * llm.engine.sizes.sequence
     llm.close()
     assert made == [alone(model, own, 20, heavy=5, recent=4) for own in prompts]
 

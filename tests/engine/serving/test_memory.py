@@ -1,13 +1,12 @@
 """The memory model says what is allocated, to the byte."""
 
-from dataclasses import fields, is_dataclass
 from itertools import product
 
 import pytest
 import torch
 
 import h2okv
-from h2okv.cache.slot_pool import RowBlock
+from h2okv.cache.slot_pool import SlotPool
 from h2okv.engine.memory import MemoryModel
 
 OPTIONS = [
@@ -19,13 +18,8 @@ OPTIONS = [
 BATCH, LENGTH = 3, 40
 
 
-def tensors_of(held, batch):
-    """All tensors of a layer, wherever in it, that hold something for each sequence."""
-    for own in held.values():
-        if isinstance(own, torch.Tensor) and own.dim() > 0 and len(own) == batch:
-            yield own
-        elif is_dataclass(own) and not isinstance(own, type):
-            yield from tensors_of({f.name: getattr(own, f.name) for f in fields(own)}, batch)
+def held_bytes(layer):
+    return sum(own.nbytes for own in layer.state.tensors().values())
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
@@ -36,7 +30,7 @@ def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
     sizes = MemoryModel.of(model.config, cache, dtype).serving(37, 100, 50)
     with torch.no_grad():
         model(torch.tensor([[5]]), past_key_values=cache)
-    assert RowBlock(cache, 5, 37).nbytes == 5 * sizes.sequence
+    assert SlotPool(cache, 5, 37).nbytes == 5 * sizes.sequence
 
 
 @pytest.mark.parametrize("budget", [(0.2, 0.3), (5, 9)], ids=str)
@@ -50,7 +44,7 @@ def test_a_cache_takes_what_was_counted(make_llama, options, budget):
     with torch.no_grad(), h2okv.enable(model):
         model(ids, past_key_values=cache)
     for layer in cache.layers:
-        held = sum(own.nbytes for own in tensors_of(vars(layer), BATCH))
+        held = held_bytes(layer)
         assert held == BATCH * memory.slots.total(slots)
         # Budgets of a batch may differ, which takes a mark for each slot.
         marks = slots * memory.num_kv_heads
@@ -74,7 +68,7 @@ def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
             )  # fmt: skip
         counted = BATCH * memory.layer_bytes(memory.slots_for(LENGTH, 300))
         for layer in cache.layers:
-            held = sum(own.nbytes for own in tensors_of(vars(layer), BATCH))
+            held = held_bytes(layer)
             assert 0.4 * counted < held <= counted
 
 

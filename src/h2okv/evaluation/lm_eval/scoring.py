@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.layer import ScoredLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import PositionRule
 from h2okv.config import Budget
 from h2okv.integration.attention import ATTENTION_NAME
@@ -144,7 +144,7 @@ class Scorer:
         self.dtype = dtype
         layers = settings.make(model.config).layers
         # Recurrent and sliding layers are transformers' own, and not all of them see padding.
-        self.takes_padding = all(isinstance(layer, ScoredLayer) for layer in layers)
+        self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
 
     def after_prompt(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]], rows: int = 64

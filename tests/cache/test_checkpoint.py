@@ -152,13 +152,22 @@ def test_what_generation_is_told_makes_no_other_model(model, tmp_path):
     assert torch.equal(follow(twin, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
 
 
-def test_another_contract_is_refused(model, tmp_path):
-    _, path = saved(model, tmp_path)
+def with_head(path, change):
+    """Writes the file anew with a header that a function has changed."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    head = json.loads(metadata["h2okv"]) | {"contract": 999}
+    head = json.loads(metadata["h2okv"])
+    change(head)
     save_file(load_file(path), path, metadata=metadata | {"h2okv": json.dumps(head)})
+
+
+def test_another_contract_or_format_is_refused(model, tmp_path):
+    _, path = saved(model, tmp_path)
+    with_head(path, lambda head: head.update(contract=999))
     with pytest.raises(ValueError, match="version 999 of the eviction contract"):
+        h2okv.H2OCache.load(path, model)
+    with_head(path, lambda head: head.pop("format"))
+    with pytest.raises(ValueError, match="version 1 of the file format and this h2okv has"):
         h2okv.H2OCache.load(path, model)
 
 
@@ -188,26 +197,12 @@ def test_a_file_that_lacks_a_tensor_is_refused(model, tmp_path):
     _, path = saved(model, tmp_path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    for name in ("1.scores", "1.keys", "0.free"):
+    for name in ("1.scores", "1.keys", "0.free_slot"):
         tensors = {key: tensor for key, tensor in load_file(path).items() if key != name}
         broken = tmp_path / "broken"
         save_file(tensors, broken, metadata=metadata)
         with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
             h2okv.H2OCache.load(broken, model)
-
-
-def test_a_file_of_before_a_field_was_renamed(model, tmp_path):
-    cache, path = saved(model, tmp_path, policy="strided_heavy")
-    with safe_open(path, framework="pt") as file:
-        metadata = {
-            key: text.replace("num_static", "chosen") for key, text in file.metadata().items()
-        }
-    tensors = {key.replace("num_static", "chosen"): t for key, t in load_file(path).items()}
-    assert "0.chosen" in tensors
-    save_file(tensors, tmp_path / "old", metadata=metadata)
-    loaded = h2okv.H2OCache.load(tmp_path / "old", model)
-    expected = follow(model, cache, CONTINUATION)
-    assert torch.equal(follow(model, loaded, CONTINUATION), expected)
 
 
 def test_an_older_file_survives_a_failed_save(model, tmp_path, monkeypatch):

@@ -1,0 +1,328 @@
+"""What a layer holds of each sequence, and how keys and values are stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from h2okv.config import TokenBudget
+from h2okv.ops.decode import Slots
+from h2okv.ops.decode import compact as compact_entries
+from h2okv.ops.quant import Entries, Packed, pack, packed_bytes, rounded, unpack
+
+PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms")
+"""Fields ``[B, H, S, ...]``."""
+MIN_GROWN_SLOTS = 64
+"""A budget of fewer slots is never worth growing into."""
+
+Compact = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """New tensors are ordinary even under inference_mode, so that a later step may write."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def slots_for(entries: int, capacity: int | None = None) -> int:
+    """Slots that a layer makes for entries; the last is free, and some are there to grow into.
+
+    A sixteenth more each time copies 16 entries a step; a cache that concatenates copies all.
+
+    Args:
+        entries: those of the sequence that holds most.
+        capacity: the largest budget and one; ``None`` where nothing is evicted.
+    """
+    slots = entries + 1 + max(4, entries // 16)
+    if capacity is None:
+        return slots
+    return capacity if capacity <= MIN_GROWN_SLOTS else min(capacity, slots)
+
+
+@dataclass(frozen=True)
+class KVStorage:
+    """Keys and values as they are held: in the model's dtype, or packed into 8 or 4 bits.
+
+    A number is rounded once, when its token becomes an entry. A block attends to itself in full
+    precision, and to what is held as it unpacks; a single token is an entry from its own step on.
+    """
+
+    bits: int | None = None
+
+    def store(self, states: torch.Tensor) -> Entries:
+        """Makes entries of states ``[B, H, N, D]``."""
+        return states if self.bits is None else pack(states, self.bits)
+
+    def read(self, entries: Entries, dtype: torch.dtype) -> torch.Tensor:
+        """Entries as a block attends to them."""
+        return unpack(entries).to(dtype) if isinstance(entries, Packed) else entries
+
+    def round(self, states: torch.Tensor) -> torch.Tensor:
+        """What is left of states once they are entries."""
+        return states if self.bits is None else rounded(states, self.bits)
+
+    def compact(
+        self,
+        states: torch.Tensor,
+        held: Entries,
+        indices: torch.Tensor,
+        num_slots: int,
+        compact: Compact = compact_entries,
+    ) -> Entries:
+        """Fills new slots with what stays; what was held keeps its codes.
+
+        Args:
+            states: ``[B, H, N, D]``, what was held before the block first.
+            held: ``[B, H, P, D]``, the same as it was held.
+            indices: int64 ``[B, H, K]``, what stays.
+            num_slots: S.
+            compact: as `h2okv.ops.decode.compact`.
+        """
+        # Only what stays is packed.
+        made = self.store(compact(states, indices, num_slots))
+        past, count = held.shape[2], indices.shape[2]
+        if isinstance(made, Packed) and isinstance(held, Packed) and past:
+            old = (indices < past).unsqueeze(-1)
+            places = indices.clamp(max=past - 1)
+            for new, before in ((made.codes, held.codes), (made.grid, held.grid)):
+                own = new[:, :, :count]
+                own.copy_(torch.where(old, compact_entries(before, places, count), own))
+        return made
+
+    def head_bytes(self, size: int, dtype: torch.dtype) -> int:
+        """Bytes of one head's key, or value, of an entry."""
+        return size * dtype.itemsize if self.bits is None else packed_bytes(size, self.bits)
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """What one sequence takes in one layer of slots.
+
+    Attributes:
+        num_heads: KV heads.
+        entry: bytes of a slot's key and value, for one head.
+        has_ranks: whether slots have ranks, for positions that roll.
+        has_norms: whether slots have the norm of their value.
+        has_static_mask: whether the policy keeps entries by a rule of its own.
+    """
+
+    num_heads: int
+    entry: int
+    has_ranks: bool = False
+    has_norms: bool = False
+    has_static_mask: bool = False
+
+    def total(self, slots: float) -> float:
+        """Bytes of so many slots, with what there is once for each sequence."""
+        # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
+        metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms
+        # The free slot of each head; tokens seen and the parts of the budget, all int64.
+        once = 8 * self.num_heads + 8 * (4 + self.has_static_mask)
+        return slots * self.num_heads * (self.entry + metadata) + once
+
+
+@dataclass
+class SlotState(Slots):
+    """All that a layer holds of each sequence; the first dimension of every tensor is the sequence.
+
+    Before the first block there are no slots, and the budgets are zero.
+
+    Attributes:
+        sink: protected first positions, int64 ``[B, 1, 1]``.
+        recent: protected newest positions, int64 ``[B, 1, 1]``.
+        total: K, int64 ``[B, 1, 1]``.
+        num_static: entries that a policy keeps by a rule of its own, int64 ``[B, 1, 1]``.
+        norms: L1 norms of the values, fp32 ``[B, H, S]``, for scorings that use them.
+        budgets: one for each sequence; none before the first block.
+    """
+
+    sink: torch.Tensor = field(kw_only=True)
+    recent: torch.Tensor = field(kw_only=True)
+    total: torch.Tensor = field(kw_only=True)
+    num_static: torch.Tensor | None = field(default=None, kw_only=True)
+    norms: torch.Tensor | None = field(default=None, kw_only=True)
+    budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
+
+    @classmethod
+    def empty(cls, key: torch.Tensor, value: torch.Tensor, storage: KVStorage) -> SlotState:
+        """No slots yet, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` like these."""
+        batch, heads = key.shape[:2]
+        with ordinary_tensors():
+            scores = torch.zeros(batch, heads, 0, device=key.device)
+            zeros = torch.zeros(batch, dtype=torch.int64, device=key.device)
+            return cls(
+                storage.store(key.new_zeros(batch, heads, 0, key.shape[-1])),
+                storage.store(value.new_zeros(batch, heads, 0, value.shape[-1])),
+                scores,
+                scores.to(torch.int32),
+                zeros.view(-1, 1, 1).repeat(1, heads, 1),
+                zeros,
+                sink=zeros.view(-1, 1, 1).clone(),
+                recent=zeros.view(-1, 1, 1).clone(),
+                total=zeros.view(-1, 1, 1).clone(),
+            )
+
+    def set_budgets(self, budgets: list[TokenBudget], has_static_mask: bool) -> None:
+        """Fixes what each sequence keeps; mutates the state."""
+
+        def column(part: str) -> torch.Tensor:
+            counts = [getattr(tokens, part) for tokens in budgets]
+            return torch.tensor(counts, dtype=torch.int64, device=self.device).view(-1, 1, 1)
+
+        with ordinary_tensors():
+            self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
+            if has_static_mask:
+                self.num_static = column("num_static")
+        self.budgets = budgets
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.positions.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.positions.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.positions.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what there is of each slot: keys, values, scores, positions, ranks and norms."""
+        return sum(
+            tensor.nbytes
+            for name, tensor in self.tensors().items()
+            if _field(name) in PER_SLOT and name != "slot_mask"
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
+        found: dict[str, torch.Tensor] = {}
+        for name, held in vars(self).items():
+            if isinstance(held, Packed):
+                found[f"{name}.codes"], found[f"{name}.grid"] = held.codes, held.grid
+            elif torch.is_tensor(held):
+                found[name] = held
+        return found
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A field's numbers; of packed entries their codes."""
+        held = vars(self)[name]
+        codes: torch.Tensor = held.codes if isinstance(held, Packed) else held
+        return codes
+
+    def entry_tensors(self) -> dict[str, torch.Tensor]:
+        """The large ones: keys and values, whatever they are stored as."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if _field(name) in ("keys", "values")
+        }
+
+    def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Puts tensors in the place of others, by the names of `tensors`; mutates the state."""
+        for name, tensor in tensors.items():
+            whole, _, part = name.partition(".")
+            held = vars(self)[whole]
+            setattr(self, whole, held._replace(**{part: tensor}) if part else tensor)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotState:
+        """The state with every tensor changed, for the same sequences."""
+        made = copy.copy(self)
+        made.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
+        return made
+
+    def to(self, device: torch.device) -> SlotState:
+        """The state on another device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def index_select(self, indices: torch.Tensor) -> SlotState:
+        """The named sequences, int64 ``[B']``, in this order; may repeat."""
+        with ordinary_tensors():
+            made = self.map(lambda tensor: tensor.index_select(0, indices))
+        made.budgets = [self.budgets[index] for index in indices.tolist()] if self.budgets else []
+        return made
+
+    def first(self, count: int, budgets: list[TokenBudget]) -> SlotState:
+        """A view of the first sequences."""
+        made = self.map(lambda tensor: tensor[:count])
+        made.budgets = budgets
+        return made
+
+    def like(self, num_sequences: int, num_slots: int) -> SlotState:
+        """Empty slots of the same kind, for other numbers of sequences and slots; no slot mask."""
+        made = copy.copy(self)
+        made.slot_mask = None
+        with ordinary_tensors():
+            for name, tensor in made.tensors().items():
+                shape = [num_sequences, *tensor.shape[1:]]
+                if _field(name) in PER_SLOT:
+                    shape[2] = num_slots
+                made.set_tensors({name: tensor.new_full(shape, empty_value(name, num_slots))})
+        made.budgets = []
+        return made
+
+    def resize(self, num_slots: int) -> None:
+        """Adds empty slots; mutates the state, one tensor after the other."""
+        with ordinary_tensors():
+            for name, tensor in self.tensors().items():
+                if _field(name) in PER_SLOT:
+                    room = (0, 0) * (tensor.dim() - 3) + (0, num_slots - tensor.shape[2])
+                    value = empty_value(name, num_slots)
+                    self.set_tensors({name: torch.nn.functional.pad(tensor, room, value=value)})
+            if self.ranks is not None:
+                self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
+
+    def cat(self, other: SlotState) -> None:
+        """Puts another state's sequences behind these; mutates this state and uses up the other.
+
+        One tensor of both is there twice at a time, not the whole layer.
+        """
+        num_slots = max(self.num_slots, other.num_slots)
+        for state in (self, other):
+            if state.num_slots < num_slots:
+                state.resize(num_slots)
+        for name, tensor in self.tensors().items():
+            with ordinary_tensors():
+                joined = torch.cat([tensor, other.tensors()[name]])
+            del tensor
+            self.set_tensors({name: joined})
+            other.set_tensors({name: joined[:0]})
+        self.budgets = self.budgets + other.budgets
+
+    def copy_sequence(self, place: int, source: SlotState, sequence: int) -> None:
+        """Copies one of another state's sequences to a place here, whose other slots it empties."""
+        num_held, num_slots = source.num_slots, self.num_slots
+        theirs = source.tensors()
+        for name, tensor in self.tensors().items():
+            target, held = tensor[place], theirs[name][sequence]
+            if _field(name) not in PER_SLOT:
+                target.copy_(held)
+                continue
+            target[:, :num_held] = held
+            # What a request before has left there may not even be a number.
+            target[:, num_held:] = empty_value(name, num_slots)
+            if name == "ranks":
+                target.masked_fill_(self.positions[place] < 0, num_slots - 1)
+
+
+def empty_value(name: str, num_slots: int) -> int:
+    """What stands in a slot that holds nothing."""
+    # The rank of an empty slot is the last one.
+    return num_slots - 1 if name == "ranks" else -1 if name == "positions" else 0
+
+
+def _field(name: str) -> str:
+    return name.partition(".")[0]

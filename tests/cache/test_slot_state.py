@@ -1,0 +1,181 @@
+"""Slots: how many there are, what they take, and who may look into them."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.cache import slot_state
+from h2okv.cache.slot_state import KVStorage, SlotState, slots_for
+
+
+def tokens(length, batch=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def follow(model, cache, ids, mask, blocks):
+    """Logits of a text read in blocks."""
+    logits, place = [], (mask.cumsum(dim=1) - 1).clamp(min=0)
+    at = 0
+    for size in blocks:
+        to = at + size
+        logits.append(
+            model(
+                ids[:, at:to], attention_mask=mask[:, :to], position_ids=place[:, at:to],
+                past_key_values=cache,
+            ).logits
+        )  # fmt: skip
+        at = to
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("budget", [(30, 20, 1), (25, 0.4, 0), (300, 200, 0)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"positions": "rolling"},
+        {"kv_bits": 4},
+        {"scoring": "value_norm", "positions": "rolling"},
+        {"scoring": "decay"},
+        {"policy": "strided_heavy"},
+        {"policy": "snapkv"},
+        {"policy": "full"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, budget):
+    monkeypatch.setattr(slot_state, "MIN_GROWN_SLOTS", 0)
+    model, ids = make_llama(layers=1), tokens(75, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    blocks = [12, *[1] * 30, 3, *[1] * 30]
+    heavy, recent, sink = budget
+    dropped, masked = (
+        h2okv.H2OCache(model.config, heavy, recent, sink, simulate=simulate, **options)
+        for simulate in (False, True)
+    )
+    logits, expected = (follow(model, cache, ids, mask, blocks) for cache in (dropped, masked))
+    real = mask.bool()
+    torch.testing.assert_close(logits[real], expected[real], atol=2e-4, rtol=1e-4)
+    assert kept_sets(dropped) == kept_sets(masked)
+    dropped.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_budget_in_tokens_costs_what_the_text_needs(make_llama, dtype):
+    """Of a head of 64 numbers, a tenth more than a full cache, however large the budget is."""
+    model = make_llama(layers=2, head_dim=64).to(dtype)
+    caches = [h2okv.H2OCache(model.config, 8192, 8192), h2okv.H2OCache(model.config, 1 << 50, 1)]
+    most = 1.1 if dtype == torch.float32 else 1.12  # scores and positions are 8 bytes of each slot
+    for cache in caches:
+        slots = []
+        for length in (64, *[1] * 200):
+            model(tokens(length), past_key_values=cache)
+            assert cache.nbytes <= most * cache.full_nbytes
+            slots.append(cache.kept_positions(0).shape[2])
+        # Steps keep their tensors but for a few.
+        assert len(set(slots)) < 40 and max(slots) < 300
+        cache.check_integrity()
+
+
+@torch.no_grad()
+def test_a_compiled_step_gets_all_slots_at_once(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 100, 100)
+    model(tokens(20), past_key_values=cache)
+    assert cache.kept_positions(0).shape[2] < 30
+    expected = cache.fork(1)
+    assert cache.prepare_step()
+    assert cache.kept_positions(0).shape[2] == 201
+    for _ in range(5):
+        logits = model(tokens(1), past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(tokens(1), past_key_values=expected).logits)
+    assert cache.kept_positions(0).shape[2] == 201
+    cache.check_integrity()
+
+
+def test_slots_for():
+    assert slots_for(10, 31) == 31  # too few to be worth growing into
+    assert slots_for(64, 16385) == 69
+    assert slots_for(16384, 16385) == 16385
+    sizes = [slots_for(own) for own in range(0, 4000)]
+    assert all(one <= other for one, other in pairwise(sizes))
+    assert all(own + 1 < size <= own + 1 + max(4, own / 16) for own, size in enumerate(sizes))
+
+
+def test_a_selected_sequence_rolls_on_from_a_file(make_llama, tmp_path):
+    """Slots and ranks are those of the largest budget that once was in the batch."""
+    model, ids = make_llama(), tokens(60, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    cache = h2okv.H2OCache(model.config, 0.3, 0.3, positions="rolling")
+    follow(model, cache, ids, mask, [60])
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    with torch.no_grad():
+        for step in range(8):
+            place = torch.tensor([[20 + step]])
+            made, expected = (
+                model(tokens(1, seed=step), position_ids=place, past_key_values=own).logits
+                for own in (loaded, cache)
+            )
+            assert torch.equal(made, expected)
+    loaded.check_integrity()
+
+
+def test_a_move_asks_the_model_anew_how_it_rotates(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+    with torch.no_grad():
+        model(tokens(30), past_key_values=cache)
+    layer = cache.layers[0]
+    assert layer.rotation is not None and layer.rotary is not None
+    layer.move(torch.device("meta"))
+    assert layer.rotation is None and layer.rotary is None and layer.operations is None
+    assert not layer.knows_rotation
+    held = [*layer.state.tensors().values(), layer.cumulative_length]
+    assert {tensor.device.type for tensor in held} == {"meta"}
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_sequences_are_selected_put_together_and_copied(bits):
+    key = torch.randn(3, 2, 5, 8)
+    storage = KVStorage(bits)
+    state = SlotState.empty(key, key, storage)
+    state.keys, state.values = storage.store(key), storage.store(2 * key)
+    state.scores, state.positions = torch.rand(3, 2, 5), torch.arange(30).int().view(3, 2, 5)
+    state.ranks = state.positions % 5
+    twin = state.index_select(torch.tensor([2, 0]))
+    copied = state.like(1, 7)
+    copied.copy_sequence(0, state, 1)
+    assert torch.equal(copied.positions[0, :, :5], state.positions[1])
+    assert (copied.positions[0, :, 5:] == -1).all() and (copied.ranks[0, :, 5:] == 6).all()
+    expected = {name: t[[2, 0, 1]] for name, t in state.tensors().items()}
+    # Of different numbers of slots.
+    twin.cat(copied)
+    for name, tensor in twin.tensors().items():
+        wide = expected[name].dim() > 2 and expected[name].shape[2] == 5
+        assert torch.equal(tensor[:, :, :5] if wide else tensor, expected[name])
+    assert twin.nbytes == sum(
+        own.nbytes for name, own in twin.tensors().items() if twin.num_slots in own.shape
+    )
+
+
+def test_nobody_asks_a_layer_by_attribute_name():
+    source = Path(h2okv.__file__).parent
+    asked = re.compile(r"(?:getattr|hasattr|setattr)\((?:layer|upper|lower|own)\b")
+    found = [
+        path.name
+        for folder in ("cache", "engine", "offload")
+        for path in (source / folder).rglob("*.py")
+        if asked.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
