@@ -33,7 +33,7 @@ import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.evaluation.plots import draw_perplexity, new_figure, save_figure
 from h2okv.evaluation.stream_data import TextSource
-from h2okv.evaluation.streaming import Row, Stream, StreamSettings
+from h2okv.evaluation.streaming import Stream, StreamRow, StreamSettings
 from h2okv.records import read_text_file
 
 POLICIES = ("full", "restarted", "recent", "sink_recent", "h2o", "h2o+sink")
@@ -79,14 +79,14 @@ def options(policy: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(model: PreTrainedModel, ids: torch.Tensor, policy: str, args: Any) -> list[Row]:
+def run(model: PreTrainedModel, ids: torch.Tensor, policy: str, args: Any) -> list[StreamRow]:
     """Streams tokens through one policy's cache: rows of a quarter of a window."""
     window = model.config.max_position_embeddings
     chosen = {name: value for name, value in options(policy, args).items()}
     if policy == "full":
         chosen.update(heavy=1, recent=1)  # they say nothing to a cache that keeps everything
         ids = ids[: args.full_windows * window + 1]
-    settings = StreamSettings(chunk=args.chunk, every=window // 4)
+    settings = StreamSettings(prefill_chunk=args.chunk, every=window // 4)
     cache = h2okv.H2OCache(model.config, **chosen)
     stream = Stream(model, cache, TextSource(ids, "book"), settings)
     for step in stream.blocks():
@@ -96,23 +96,25 @@ def run(model: PreTrainedModel, ids: torch.Tensor, policy: str, args: Any) -> li
     return [*stream.state.rows, *([last] if last else [])]
 
 
-def run_restarted(model: PreTrainedModel, ids: torch.Tensor) -> list[Row]:
+def run_restarted(model: PreTrainedModel, ids: torch.Tensor) -> list[StreamRow]:
     """Reads every window of text with a cache of its own: what the model can do at all."""
     window = model.config.max_position_embeddings
-    rows: list[Row] = []
+    rows: list[StreamRow] = []
     for start in range(0, len(ids) - 1, window):
         part = ids[start : start + window + 1]
         if len(part) < 2:
             break
         cache = h2okv.H2OCache(model.config, policy="full", heavy=1, recent=1)
-        settings = StreamSettings(chunk=window, every=window // 4)
+        settings = StreamSettings(prefill_chunk=window, every=window // 4)
         stream = Stream(model, cache, TextSource(part, "window"), settings)
         for _ in stream.blocks():
             pass
         last = stream.last_row()
         found = [*stream.state.rows, *([last] if last else [])]
         rows += [
-            Row(start + row.position, row.nll, row.step_seconds, row.rss_bytes, row.cache_bytes)
+            StreamRow(
+                start + row.position, row.nll, row.step_seconds, row.rss_bytes, row.cache_bytes
+            )
             for row in found
         ]
         show("restarted", rows[-1].position, len(ids) - 1, rows[-1].nll)
@@ -124,7 +126,7 @@ def show(policy: str, position: int, total: int, nll: float) -> None:
     progress(f"{policy}: {position:,} of {total:,} tokens, perplexity {math.exp(nll):.4g}")
 
 
-def tidy(rows: list[Row], window: int, setting: dict[str, Any]) -> list[dict[str, Any]]:
+def tidy(rows: list[StreamRow], window: int, setting: dict[str, Any]) -> list[dict[str, Any]]:
     """Makes CSV rows: fine ones at the beginning, then joined to long ones."""
     joined = []
     start, total = 0, 0.0
@@ -196,7 +198,7 @@ def perplexity(rows: list[dict[str, Any]]) -> str:
     return f"{math.exp(total / sum(sizes)):.2f}"
 
 
-def smooth(rows: list[dict[str, Any]]) -> list[Row]:
+def smooth(rows: list[dict[str, Any]]) -> list[StreamRow]:
     """Joins rows to points that are about evenly spaced on a logarithmic axis."""
     points = []
     start, total = 0, 0.0
@@ -204,7 +206,7 @@ def smooth(rows: list[dict[str, Any]]) -> list[Row]:
         position = int(row["position"])
         total += float(row["nll"]) * (position - int(row["start"]))
         if position - start >= DRAWN_SHARE * start or row is rows[-1]:
-            points.append(Row(position, total / (position - start), 0.0, None, 0))
+            points.append(StreamRow(position, total / (position - start), 0.0, None, 0))
             start, total = position, 0.0
     return points
 

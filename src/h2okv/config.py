@@ -274,7 +274,9 @@ class CacheConfig:
         parts = [self.policy]
         if not self.is_full:
             whole = self.heavy + self.recent
-            if self.heavy != self.recent and type(self.heavy) is type(self.recent):
+            # An odd number of tokens cannot be halved.
+            uneven = abs(self.heavy - self.recent) > (1 if isinstance(self.heavy, int) else 0)
+            if uneven and type(self.heavy) is type(self.recent):
                 parts.append(f"heavy {100 * self.heavy / whole:.3g}%")
             if self.sink:
                 parts.append(f"sink {self.sink}")

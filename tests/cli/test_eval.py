@@ -85,7 +85,8 @@ def stopping(tell):
 def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "perplexity", "--model", model_folder, "--text", novel_file, "--length", 64,
-        "--windows", 2, "--every", 24, "--budgets", "0.25,full", "--csv", tmp_path / "p.csv",
+        "--windows", 2, "--every", 24, "--prefill-chunk", 16, "--budgets", "0.25,full",
+        "--csv", tmp_path / "p.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
     rows = table(tmp_path / "p.csv")
@@ -97,7 +98,7 @@ def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_
 def test_needles_have_a_cell_for_each_place(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "needle", "--model", model_folder, "--text", novel_file, "--lengths", "100,150",
-        "--depths", "0,1", "--tries", 1, "--budgets", "0.5,full", "--question-known", "both",
+        "--depths", "0,1", "--tries", 1, "--budgets", "0.5,full", "--compression", "both",
         "--csv", tmp_path / "n.csv", "--plot", tmp_path / "n.png", "--max-new-tokens", 4,
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -113,8 +114,8 @@ def test_recall_is_asked_both_ways(h2okv_command, model_folder, prompt, tmp_path
         "0.5,full", "--max-new-tokens", 4, "--csv", tmp_path / "r.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert [row["question"] for row in table(tmp_path / "r.csv")] == [
-        "known", "known", "unknown", "unknown",
+    assert [row["compression"] for row in table(tmp_path / "r.csv")] == [
+        "query-aware", "query-aware", "query-agnostic", "query-agnostic",
     ]  # fmt: skip
 
 
@@ -154,10 +155,10 @@ def test_a_sweep_fills_its_folder(h2okv_command, model_folder, articles, tmp_pat
         (("--budgets", ","), "--budgets names nothing"),
         (("--batch-size", "0"), "--batch-size 0 is too few"),
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
-        (("--temperature", "-1"), "temperature -1 is out of range"),
+        (("--temperature", "-1"), "temperature=-1.0 is out of range"),
         (("--csv", "none/x.csv"), "is in no folder that exists"),
         (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
-        (("--max-new-tokens", "250"), "more than the model's window of 256"),
+        (("--max-new-tokens", "250"), "more than the model's context window of 256"),
     ],
 )
 def test_bad_input_is_one_sentence(h2okv_command, model_folder, articles, tmp_path, words, message):
@@ -171,11 +172,32 @@ def test_other_settings_do_not_mix(h2okv_command, model_folder, articles, tmp_pa
     assert summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv").code == 0
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--sink", 2)
     assert done.code == 0  # another sink is another cache, beside the first
+    rolling = ("--positions", "rolling", "--scoring", "decay", "--decay", "0.9")
+    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *rolling)
+    assert done.code == 0, done.err
+    assert "h2o, decay 0.9, rolling, 8" in (tmp_path / "s.samples.jsonl").read_text()
     done = summarize(
-        h2okv_command, model_folder, articles, tmp_path / "s.csv", "--positions", "rolling"
+        h2okv_command, model_folder, articles, tmp_path / "s.csv", "--prefill-chunk", 16
     )
     assert done.code == 2
-    assert "with positions original, not rolling" in done.err
+    assert "begun with prefill_chunk unset, not 16" in done.err
+
+
+def test_a_window_that_evicts_nothing_is_refused(h2okv_command, novel_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("h2okv.cli.eval.load_weights", None)  # refused before the weights load
+    done = h2okv_command(
+        "eval", "perplexity", "--text", novel_file, "--length", 64, "--csv", tmp_path / "p.csv"
+    )
+    assert done.code == 2
+    assert "--length 64 is read as one block of 64 tokens" in done.err
+
+
+def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, monkeypatch):
+    monkeypatch.setattr("h2okv.cli.eval.load_weights", None)
+    done = h2okv_command("eval", "needle", "--lengths", "2048", "--csv", tmp_path / "n.csv")
+    assert done.code == 2
+    assert "add --positions rolling or --prefill-chunk 512." in done.err
+    assert "--too-long" not in done.err
 
 
 def test_a_sweep_names_what_is_missing(h2okv_command, tmp_path):

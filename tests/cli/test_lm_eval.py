@@ -91,12 +91,16 @@ def test_the_harness_own_model_runs_the_tasks_too(h2okv_command, model_folder, d
         (("--data", "nowhere"), {}, "--data 'nowhere' is no folder"),
         ((), {"task": "h2okv_rta"}, "did you mean h2okv_rte"),
         ((), {"options": "hevy=0.1"}, "perhaps 'heavy' is meant"),
-        ((), {"options": "policy=h20"}, "did you mean 'h2o'"),
-        (("--limit", "2", "--samples", '{"h2okv_rte": [0]}'), {}, "--limit must be None"),
+        (("--data", "DATA"), {"options": "policy=h20"}, "did you mean 'h2o'"),
+        (
+            ("--data", "DATA", "--limit", "2", "--samples", '{"h2okv_rte": [0]}'),
+            {},
+            "--limit must be None",
+        ),
     ],
 )
-def test_bad_input_is_one_sentence(run, args, changes, words):
-    outcome = run(*args, **changes)
+def test_bad_input_is_one_sentence(run, data, args, changes, words):
+    outcome = run(*[data if word == "DATA" else word for word in args], **changes)
     assert outcome.code == 2
     assert words in outcome.err
     assert "Traceback" not in outcome.err
@@ -140,13 +144,27 @@ def test_what_is_left_out_is_filled_in(given, completed):
 
 
 @pytest.mark.parametrize(
-    ("args", "answer"),
+    ("args", "names"),
     [
-        (["--tasks", "h2okv_rte,h2okv_copa"], True),
-        (["-t", "h2okv_rte", "h2okv_copa", "--limit", "3"], True),
-        (["--tasks=h2okv_rte,hellaswag"], False),
-        (["ls", "tasks"], False),
+        (["--tasks", "h2okv_rte,h2okv_copa"], ["h2okv_rte", "h2okv_copa"]),
+        (["-t", "h2okv_rte", "h2okv_copa", "--limit", "3"], ["h2okv_rte", "h2okv_copa"]),
+        (["--tasks=h2okv_rte,hellaswag"], ["h2okv_rte", "hellaswag"]),
+        (["ls", "tasks"], []),
     ],
 )
-def test_the_harness_tasks_are_listed_only_where_they_are_asked_for(args, answer):
-    assert launcher.names_own_tasks(args) is answer
+def test_the_tasks_asked_for_are_known_before_the_harness_is(args, names):
+    assert launcher.task_names(args) == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"options": "heavy=0.1,hevy=0.1"}, "'hevy' is unknown; perhaps 'heavy'"),
+        ({}, "'rte_val.jsonl'"),
+        ({"task": "h2okv_tasks"}, "'copa_balanced_dev.xml'"),
+    ],
+)
+def test_mistakes_are_refused_before_the_harness_is_loaded(run, monkeypatch, changes, words):
+    monkeypatch.setattr(launcher, "_evaluate", None)
+    outcome = run(**changes)
+    assert outcome.code == 2 and words in outcome.err

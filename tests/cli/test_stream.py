@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausa
 from h2okv.evaluation.streaming import read_rows
 
 WAIT = 120
-BUDGET = ("--heavy", "16", "--recent", "16", "--chunk", "8")
+BUDGET = ("--heavy", "16", "--recent", "16", "--prefill-chunk", "8")
 TURNS = [{"question_id": 1, "category": "x", "turns": ["the cat sat", "and the dog"]}] * 2
 
 
@@ -97,11 +97,13 @@ def test_mt_bench_runs_as_it_is(h2okv_command, shared):
 
 
 def test_budget_and_chunk_must_fit_the_window(stream, book):
-    budget = ("--heavy", 200, "--recent", 49, "--chunk", 8)
+    budget = ("--heavy", 200, "--recent", 49, "--prefill-chunk", 8)
     outcome = stream("--text", book, "--tokens", 300, budget=budget)
     assert outcome.code == 2
-    assert "a budget of 249 tokens and a --chunk of 8 are more than the trained" in outcome.err
-    budget = ("--heavy", 200, "--recent", 48, "--chunk", 8)
+    assert (
+        "a budget of 249 tokens and a --prefill-chunk of 8 are more than the context" in outcome.err
+    )
+    budget = ("--heavy", 200, "--recent", 48, "--prefill-chunk", 8)
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
@@ -140,7 +142,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
     ("args", "complaint"),
     [
         (("--every", 0), "--every 0 is too few"),
-        (("--chunk", 0), "--chunk 0 is too few"),
+        (("--prefill-chunk", 0), "--prefill-chunk 0 is too few"),
         (("--tokens", -1), "--tokens -1 is too few"),
         (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
         (("--save-every", 0), "--save-every 0 is too few"),
@@ -218,9 +220,9 @@ def test_a_checkpoint_of_something_else_is_refused(stream, book, save_model, tmp
     args = ("--text", book, "--tokens", 50, "--checkpoint", saved)
     assert stream(*args).code == 0
     for more, complaint in [
-        (("--policy", "recent"), "saved with policy h2o, not recent"),
-        (("--heavy", 17), "saved with heavy 16, not 17"),
-        (("--scoring", "mean"), "saved with scoring None, not mean"),
+        (("--policy", "recent"), "begun with policy h2o, not recent"),
+        (("--heavy", 17), "begun with heavy 16, not 17"),
+        (("--scoring", "mean"), "begun with scoring unset, not mean"),
         (("--dtype", "bfloat16"), "saved in torch.float32 and the model is in torch.bfloat16"),
     ]:
         outcome = stream(*args, "--resume", *more)
@@ -228,7 +230,7 @@ def test_a_checkpoint_of_something_else_is_refused(stream, book, save_model, tmp
         assert complaint in outcome.err
     assert "another model" in stream(*args, "--resume", model=save_model(context=512)).err
     book.write_text("another text, long enough to be read")
-    assert "saved with text" in stream(*args, "--resume").err
+    assert "begun with text" in stream(*args, "--resume").err
 
 
 def test_the_extra_for_pictures_is_named_before_the_run(stream, book, tmp_path, monkeypatch):

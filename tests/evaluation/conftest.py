@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path, sample_prompt
-from h2okv.evaluation.cache_setting import Subject
-from h2okv.evaluation.stream_data import Piece, TextSource
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.stream_data import Segment, TextSource
 
 VOCAB = 97
 TEMPLATE = (
@@ -15,10 +15,10 @@ TEMPLATE = (
 )
 
 
-class PieceSource:
+class SegmentSource:
     """Samples that are lists of (tokens, whether the model answers)."""
 
-    digest = "pieces"
+    digest = "segments"
 
     def __init__(self, samples):
         self.samples = samples
@@ -27,7 +27,7 @@ class PieceSource:
         return len(self.samples)
 
     def __getitem__(self, sample):
-        return [Piece(torch.tensor(ids), answers) for ids, answers in self.samples[sample]]
+        return [Segment(torch.tensor(ids), answers) for ids, answers in self.samples[sample]]
 
 
 def draw(length, seed=0):
@@ -36,8 +36,8 @@ def draw(length, seed=0):
 
 
 @pytest.fixture
-def pieces():
-    return PieceSource
+def segments():
+    return SegmentSource
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def text_source():
 def chat_source():
     """Two questions that are answered; then a question with a given answer and an open one."""
     lengths = [[(19, True), (7, True)], [(30, False)], [(1, True), (11, False), (12, True)]]
-    return PieceSource(
+    return SegmentSource(
         [
             [(draw(n, 100 * i + j).tolist(), answers) for j, (n, answers) in enumerate(sample)]
             for i, sample in enumerate(lengths)
@@ -74,7 +74,7 @@ def chat_tokenizer():
 def subject(plain_tokenizer):
     """The bundled model, to be evaluated."""
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32)
-    return Subject(model.eval(), plain_tokenizer, "bundled", 2048)
+    return ModelUnderTest(model.eval, model.config, plain_tokenizer, "bundled", 2048)
 
 
 @pytest.fixture(scope="session")

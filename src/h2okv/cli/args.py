@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
 from transformers import DynamicCache, PreTrainedConfig
 
 import h2okv
-from h2okv.config import POSITIONS, Positions
-from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.tasks.ruler import KNOWLEDGE, Knowledge
+from h2okv.config import POSITIONS, CacheConfig, Positions
+from h2okv.evaluation.task import COMPRESSIONS, Compression
 from h2okv.policy.scoring import DEFAULT_DECAY, SCORINGS
 
 POLICY_HELP = f"{', '.join(h2okv.policy_names(dropping=True))}."
@@ -161,7 +160,9 @@ Budgets = Annotated[
     typer.Option(help="Tokens (64), fractions of the prompt (0.2), or full, with commas."),
 ]
 Policies = Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}, with commas.")]
-HeavyShare = Annotated[float, typer.Option(help="The heavy hitters' share of the budget.")]
+HeavyFraction = Annotated[
+    float, typer.Option(help="The fraction of the budget for heavy hitters; the rest is recent.")
+]
 Sink = Annotated[int, typer.Option(help="First tokens to keep, beyond the budget.")]
 PositionsOption = Annotated[
     str, typer.Option(help="original, rolling (past the context window) or clamped (OPT).")
@@ -178,46 +179,38 @@ Limit = Annotated[int | None, typer.Option(help="Take the first so many samples 
 TooLongOption = Annotated[
     str, typer.Option(help="refuse samples above the model's window, or skip them.")
 ]
-QuestionOption = Annotated[
-    str, typer.Option(help="known or unknown while the cache is compressed, or both.")
-]
+CompressionOption = Annotated[str, typer.Option(help="query-aware, query-agnostic, or both.")]
+Scoring = Annotated[str, typer.Option(help=SCORING_HELP)]
+Decay = Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)]
 Seed = Annotated[int, typer.Option(help="Where random numbers start.")]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 
 
-def parse_settings(
-    policies: str,
-    budgets: str,
-    heavy_share: float = 0.5,
-    sink: int = 0,
-    positions: str = "original",
-    prefill_chunk: int | None = None,
-    kv_bits: int | None = None,
-) -> list[CacheSetting]:
+def parse_configs(
+    policies: str, budgets: str, heavy_fraction: float = 0.5, **options: Any
+) -> list[CacheConfig]:
     """Makes the caches that the options ask for: each policy with each budget, full once."""
     names, amounts = split_list(policies), split_list(budgets)
     if not names or not amounts:
         option = "budgets" if names else "policy"
         raise ValueError(f"--{option} names nothing; give at least one value")
-    more = {} if kv_bits is None else {"kv_bits": kv_bits}
-    settings: list[CacheSetting] = []
+    configs: dict[str, CacheConfig] = {}
     for amount in amounts:
         budget = None if amount == "full" else parse_amount("budgets", amount)
         for name in names:
-            setting = CacheSetting(
-                name, budget, heavy_share, sink, parse_positions(positions), prefill_chunk, more
-            )
-            if not setting.is_full or not any(other.is_full for other in settings):
-                settings.append(setting)
-    return settings
+            config = CacheConfig.from_budget(budget, heavy_fraction, policy=name, **options)
+            configs.setdefault(config.label, config)
+    return list(configs.values())
 
 
-def parse_question(text: str) -> tuple[Knowledge, ...]:
-    """Reads whether questions are known while the cache is compressed."""
-    found = tuple(name for name in KNOWLEDGE if text in (name, "both"))
+def parse_compression(text: str) -> tuple[Compression, ...]:
+    """Reads whether a cache is compressed with the question at hand."""
+    found = tuple(name for name in COMPRESSIONS if text in (name, "both"))
     if not found:
-        raise ValueError(f"{text!r} is not known; a question is {', '.join(KNOWLEDGE)}, or both")
+        raise ValueError(
+            f"--compression {text!r} is not known; choose from {', '.join(COMPRESSIONS)}, both"
+        )
     return found
 
 

@@ -12,68 +12,74 @@ import typer
 from h2okv.assets import sample_prompt
 from h2okv.cli.args import (
     Budgets,
+    CompressionOption,
     Csv,
+    Decay,
     Device,
     Dtype,
-    HeavyShare,
+    HeavyFraction,
     KvBits,
     Limit,
     Model,
     Policies,
     PositionsOption,
     PrefillChunk,
-    QuestionOption,
+    Scoring,
     Seed,
     Sink,
     TooLongOption,
     parse_choice,
+    parse_compression,
+    parse_configs,
     parse_device,
     parse_dtype,
     parse_numbers,
     parse_positions,
-    parse_question,
-    parse_settings,
     split_list,
 )
+from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
-from h2okv.evaluation.decoding import Decoding
-from h2okv.evaluation.plots import check_plot
-from h2okv.evaluation.runner import Cell, Evaluation, SampleFile
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.evaluation.model import ModelUnderTest, make_cache
+from h2okv.evaluation.plots import check_plot, plot_needles, plot_sweep
+from h2okv.evaluation.runner import Evaluation, Run, SampleFile
 from h2okv.evaluation.sweep import (
     Experiment,
     Surroundings,
     experiment_names,
     load_experiment,
-    make_tasks,
     pivot,
-    plot_sweep,
     report,
     results_table,
 )
 from h2okv.evaluation.task import TOO_LONG, BatchOptions, Task
-from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask, plot_needles
-from h2okv.evaluation.tasks.perplexity import Perplexity, Windows
+from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask
+from h2okv.evaluation.tasks.perplexity import BLOCK, Perplexity, Windows
 from h2okv.evaluation.tasks.ruler import MOST_TOKENS, Recall, read_ruler
 from h2okv.evaluation.tasks.summarization import Summarization, read_articles
 from h2okv.integration.loading import describe, load_weights
 from h2okv.integration.models import BUNDLED
 from h2okv.provenance import versions
-from h2okv.records import markdown_table, read_text_file, unknown_name, write_csv
+from h2okv.records import atomic_write, markdown_table, read_text_file, unknown_name, write_csv
 
 _SUFFIX = ".samples.jsonl"
 
 
-def load_subject(
-    model: str, dtype: str, device: str, settings: Sequence[CacheSetting], seed: int
-) -> Subject:
-    """Loads a model to evaluate; a bad budget is heard about before its weights load."""
+def model_under_test(
+    model: str, dtype: str, device: str, configs: Sequence[CacheConfig], seed: int
+) -> ModelUnderTest:
+    """Describes a model to evaluate; its weights are loaded when the tasks are ready for them."""
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     described = describe(model)
-    for setting in settings:
-        setting.make(described.config, seed)
-    loaded = load_weights(described, wanted_dtype, wanted_device)
-    return Subject(loaded, described.tokenizer, described.name, described.context)
+    for config in configs:
+        make_cache(config, described.config, seed)
+    return ModelUnderTest(
+        lambda: load_weights(described, wanted_dtype, wanted_device),
+        described.config,
+        described.tokenizer,
+        described.name,
+        described.context,
+    )
 
 
 def check_csv(path: Path) -> None:
@@ -85,18 +91,18 @@ def check_csv(path: Path) -> None:
 
 
 def run_tasks(
-    subject: Subject,
+    model: ModelUnderTest,
     tasks: Sequence[Task],
-    settings: Sequence[CacheSetting],
+    configs: Sequence[CacheConfig],
     seed: int,
     csv: Path,
     detailed: bool = False,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Runs tasks with several caches, writes the table, and prints the scores."""
     with SampleFile(csv.with_suffix(_SUFFIX), versions()) as file:
-        cells = [Cell(task, setting, seed) for task in tasks for setting in settings]
-        evaluation = Evaluation(subject, cells, file)
-        code = run_cells(evaluation)
+        runs = [Run(task, config, seed) for task in tasks for config in configs]
+        evaluation = Evaluation(model, runs, file)
+        code = run_all(evaluation)
     rows, details = list(evaluation.rows().values()), evaluation.details()
     if rows:
         write_csv(csv, details if detailed else rows)
@@ -105,14 +111,14 @@ def run_tasks(
     return code, details
 
 
-def run_cells(evaluation: Evaluation) -> int:
+def run_all(evaluation: Evaluation) -> int:
     """Runs what is left to do under a progress bar; Ctrl-C ends it and loses nothing."""
     if evaluation.done:
         write_remark(f"{evaluation.done} of {evaluation.total} samples were done before")
     with Progress("evaluating", evaluation.total, "samples") as progress:
         progress.update(evaluation.done)
         try:
-            evaluation.run(lambda cell, count: progress.advance(count, cell.label))
+            evaluation.run(lambda run, count: progress.advance(count, run.label))
         except KeyboardInterrupt:
             write_remark(
                 f"stopped; {evaluation.done} of {evaluation.total} samples are in"
@@ -144,12 +150,12 @@ def needle(
         Path | None, typer.Option(help="The haystack; by default the opening of a novel.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="The heat map: .png, .svg, .pdf.")] = None,
-    question_known: QuestionOption = "unknown",
+    compression: CompressionOption = "query-agnostic",
     model: Model = BUNDLED,
     policy: Policies = "h2o",
     budgets: Budgets = "0.2,0.5,full",
     lengths: Annotated[str, typer.Option(help="Tokens of the whole prompt.")] = "512,1024,1536",
-    depths: Annotated[str, typer.Option(help="Shares of the text before the needle.")] = (
+    depths: Annotated[str, typer.Option(help="Fractions of the text before the needle.")] = (
         "0,0.25,0.5,0.75,1"
     ),
     tries: Annotated[int, typer.Option(help="Needles for each length and depth.")] = 4,
@@ -161,8 +167,10 @@ def needle(
     max_new_tokens: Annotated[
         int, typer.Option(help="The most tokens of an answer.")
     ] = _DEFAULT.max_new_tokens,
-    heavy_share: HeavyShare = 0.5,
+    heavy_fraction: HeavyFraction = 0.5,
     sink: Sink = 0,
+    scoring: Scoring = "sum",
+    decay: Decay = None,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
     kv_bits: KvBits = None,
@@ -174,19 +182,29 @@ def needle(
     check_csv(csv)
     if plot is not None:
         check_plot(plot)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
+    configs = parse_configs(
+        policy,
+        budgets,
+        heavy_fraction,
+        sink=sink,
+        scoring=scoring,
+        decay=decay,
+        positions=parse_positions(positions),
+        prefill_chunk=prefill_chunk,
+        kv_bits=kv_bits,
+    )
     grid = Grid(parse_numbers("lengths", lengths), _parse_depths(depths), tries)
     hidden = Needle(needle, question.replace("\\n", "\n"), answer, max_new_tokens)
     haystack = sample_prompt() if text is None else read_text_file(text)
     name = "needle" if text is None else f"needle in {text.stem}"
     tasks = [
-        NeedleTask(name, haystack, grid, hidden, knowledge, seed)
-        for knowledge in parse_question(question_known)
+        NeedleTask(name, haystack, grid, hidden, own, seed)
+        for own in parse_compression(compression)
     ]
-    subject = load_subject(model, dtype, device, settings, seed)
-    code, details = run_tasks(subject, tasks, settings, seed, csv, detailed=True)
+    tested = model_under_test(model, dtype, device, configs, seed)
+    code, details = run_tasks(tested, tasks, configs, seed, csv, detailed=True)
     if plot is not None and details:
-        plot_needles(plot, details, f"{name}, {subject.name} model")
+        plot_needles(plot, details, f"{name}, {tested.name} model")
     return code
 
 
@@ -195,7 +213,7 @@ def _parse_depths(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in split_list(text))
     except ValueError:
         raise ValueError(
-            f"--depths {text!r} is no list of shares; give one such as 0,0.5,1"
+            f"--depths {text!r} is not a list of fractions; give one such as 0,0.5,1"
         ) from None
 
 
@@ -208,7 +226,7 @@ Examples:
 
     h2okv eval perplexity --text book.txt --budgets 0.04,0.2,0.6,full --windows 16 --csv ppl.csv
 
-    h2okv eval perplexity --text book.txt --policy h2o,recent --chunk 1 --csv ppl.csv
+    h2okv eval perplexity --text book.txt --policy h2o,recent --prefill-chunk 1 --csv ppl.csv
 """
 
 
@@ -220,18 +238,17 @@ def perplexity(
     model: Model = BUNDLED,
     policy: Policies = "h2o",
     budgets: Budgets = "0.1,0.2,0.5,full",
-    heavy_share: HeavyShare = 0.5,
+    heavy_fraction: HeavyFraction = 0.5,
     sink: Sink = 0,
+    scoring: Scoring = "sum",
+    decay: Decay = None,
     positions: PositionsOption = "original",
-    prefill_chunk: PrefillChunk = None,
+    prefill_chunk: PrefillChunk = BLOCK,
     kv_bits: KvBits = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
     windows: Annotated[
         int | None, typer.Option(help="Read the first so many windows only.")
     ] = None,
-    chunk: Annotated[
-        int, typer.Option(help="Tokens of a block; 1 is the paper's Algorithm 1.")
-    ] = 64,
     every: Annotated[int, typer.Option(help="Tokens of a range of positions.")] = 128,
     seed: Seed = 0,
     dtype: Dtype = "auto",
@@ -239,18 +256,28 @@ def perplexity(
 ) -> int:
     """Measures perplexity, as `HELP` tells the user."""
     check_csv(csv)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
-    cut = Windows(length, windows, chunk, every)
+    configs = parse_configs(
+        policy,
+        budgets,
+        heavy_fraction,
+        sink=sink,
+        scoring=scoring,
+        decay=decay,
+        positions=parse_positions(positions),
+        prefill_chunk=prefill_chunk,
+        kv_bits=kv_bits,
+    )
+    cut = Windows(length, windows, every)
     name = "sample_prompt" if text is None else text.stem
     task = Perplexity(name, sample_prompt() if text is None else read_text_file(text), cut)
-    subject = load_subject(model, dtype, device, settings, seed)
-    return run_tasks(subject, [task], settings, seed, csv, detailed=True)[0]
+    tested = model_under_test(model, dtype, device, configs, seed)
+    return run_tasks(tested, [task], configs, seed, csv, detailed=True)[0]
 
 
 RECALL_HELP = """Ask for one of many values that a long text holds, as RULER does.
 
-The question is known or not known while the cache is compressed: read together with the text, or
-after the text has been read and evicted from.
+Compression is query-aware if the question is read together with the text, query-agnostic if it
+comes after the text has been read and evicted from.
 
 Examples:
 
@@ -263,12 +290,14 @@ Examples:
 def recall(
     input: Annotated[Path, typer.Option(help="RULER's JSONL: input and outputs.")],
     csv: Csv,
-    question: QuestionOption = "both",
+    compression: CompressionOption = "both",
     model: Model = BUNDLED,
     policy: Policies = "h2o",
     budgets: Budgets = "0.2,0.5,full",
-    heavy_share: HeavyShare = 0.5,
+    heavy_fraction: HeavyFraction = 0.5,
     sink: Sink = 0,
+    scoring: Scoring = "sum",
+    decay: Decay = None,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
     kv_bits: KvBits = None,
@@ -283,15 +312,25 @@ def recall(
 ) -> int:
     """Asks, as `HELP` tells the user."""
     check_csv(csv)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
+    configs = parse_configs(
+        policy,
+        budgets,
+        heavy_fraction,
+        sink=sink,
+        scoring=scoring,
+        decay=decay,
+        positions=parse_positions(positions),
+        prefill_chunk=prefill_chunk,
+        kv_bits=kv_bits,
+    )
     how = parse_choice("too-long", too_long, TOO_LONG)
     questions = read_ruler(input)
     tasks = [
-        Recall(input.stem, questions, knowledge, limit, how, max_new_tokens)
-        for knowledge in parse_question(question)
+        Recall(input.stem, questions, own, limit, how, max_new_tokens)
+        for own in parse_compression(compression)
     ]
-    subject = load_subject(model, dtype, device, settings, seed)
-    return run_tasks(subject, tasks, settings, seed, csv)[0]
+    tested = model_under_test(model, dtype, device, configs, seed)
+    return run_tasks(tested, tasks, configs, seed, csv)[0]
 
 
 SUMMARIZE_HELP = """Summarize articles with several cache sizes and score the summaries by ROUGE.
@@ -323,8 +362,10 @@ def summarize(
     model: Model = BUNDLED,
     policy: Policies = "h2o",
     budgets: Budgets = "64,128,256,512,1024,full",
-    heavy_share: HeavyShare = 0.5,
+    heavy_fraction: HeavyFraction = 0.5,
     sink: Sink = 0,
+    scoring: Scoring = "sum",
+    decay: Decay = None,
     positions: PositionsOption = "original",
     prefill_chunk: PrefillChunk = None,
     kv_bits: KvBits = None,
@@ -335,8 +376,8 @@ def summarize(
         int | None,
         typer.Option(help="The most tokens of a summary.", show_default="the file's, or 64 to 512"),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this share.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 = greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus (top-p) sampling.")] = 1.0,
     stemmer: Annotated[bool, typer.Option("--stemmer", help="Compare stems of words.")] = False,
     batch_size: Annotated[int, typer.Option(help="Articles at a time.")] = 8,
     limit: Limit = None,
@@ -347,15 +388,25 @@ def summarize(
 ) -> int:
     """Summarizes, as `HELP` tells the user."""
     check_csv(csv)
-    settings = parse_settings(policy, budgets, heavy_share, sink, positions, prefill_chunk, kv_bits)
+    configs = parse_configs(
+        policy,
+        budgets,
+        heavy_fraction,
+        sink=sink,
+        scoring=scoring,
+        decay=decay,
+        positions=parse_positions(positions),
+        prefill_chunk=prefill_chunk,
+        kv_bits=kv_bits,
+    )
     options = BatchOptions(
         batch_size, limit, parse_choice("too-long", too_long, TOO_LONG), max_new_tokens
     )
-    decoding = Decoding(temperature, top_p)
+    params = SamplingParams(temperature=temperature, top_p=top_p)
     articles = read_articles(input, references, template)
-    task = Summarization(input.stem, articles, options, decoding, stemmer)
-    subject = load_subject(model, dtype, device, settings, seed)
-    return run_tasks(subject, [task], settings, seed, csv)[0]
+    task = Summarization(input.stem, articles, options, params, stemmer)
+    tested = model_under_test(model, dtype, device, configs, seed)
+    return run_tasks(tested, [task], configs, seed, csv)[0]
 
 
 SAMPLES_FILE = "samples.jsonl"
@@ -405,7 +456,8 @@ def sweep(
     if data is not None and not data.is_dir():
         raise ValueError(f"--data '{data}' is no folder; name the one with the data files")
     placed = None if positions is None else parse_positions(positions)
-    plan = load_experiment(experiment).placed(placed, prefill_chunk)
+    plan = load_experiment(experiment)
+    configs = plan.placed(placed, prefill_chunk)
     work = out / _WORK_FOLDER
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -413,19 +465,12 @@ def sweep(
         raise ValueError(
             f"--out '{out}' cannot be made ({error.strerror}); choose another folder"
         ) from error
-    tasks = _chosen(make_tasks(plan, Surroundings(data, work, limit, batch_size)), only)
-    for setting in plan.left_out:
-        write_remark(f"left out, for this version of h2okv does not have it: {setting.label}")
-    cells = [
-        Cell(task, setting, seed)
-        for task in tasks
-        for setting in plan.settings
-        for seed in plan.seeds
-    ]
-    subject = load_subject(model, dtype, device, plan.settings, plan.seeds[0])
+    tasks = _chosen(plan.make_tasks(Surroundings(data, work, limit, batch_size)), only)
+    runs = [Run(task, config, seed) for task in tasks for config in configs for seed in plan.seeds]
+    tested = model_under_test(model, dtype, device, configs, plan.seeds[0])
     with SampleFile(out / SAMPLES_FILE, versions()) as file:
-        evaluation = Evaluation(subject, cells, file)
-        code = run_cells(evaluation)
+        evaluation = Evaluation(tested, runs, file)
+        code = run_all(evaluation)
         _write(plan, evaluation, out)
     return code
 
@@ -441,14 +486,15 @@ def _chosen(tasks: list[Task], only: str | None) -> list[Task]:
 
 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path) -> None:
-    """Writes tables and picture of the cells that are done, and prints the table."""
+    """Writes tables and picture of the runs that are done, and prints the table."""
     rows = evaluation.rows()
     if not rows:
         return
-    lines = pivot(evaluation.cells, rows)
+    lines = pivot(evaluation.runs, rows)
     write_csv(out / "results.csv", list(rows.values()))
     page = report(plan, lines, next(iter(rows.values())))
-    (out / "results.md").write_text(page, encoding="utf-8")
+    with atomic_write(out / "results.md") as file:
+        file.write(page)
     if importlib.util.find_spec("matplotlib") is not None:
         plot_sweep(out / "results.png", lines, plan.title)
     else:

@@ -34,7 +34,7 @@ from h2okv.console import (
 from h2okv.engine.memory import resident_bytes
 from h2okv.evaluation.plots import check_plot, plot_stream
 from h2okv.evaluation.stream_data import ConversationSource, TextSource
-from h2okv.evaluation.streaming import RowFile, Setting, Step, Stream, StreamSettings, run_stream
+from h2okv.evaluation.streaming import Setting, Step, Stream, StreamFile, StreamSettings, run_stream
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import BUNDLED
 
@@ -114,8 +114,8 @@ def stream(
         str,
         typer.Option(help=f"auto (rolling, but original for full), {', '.join(POSITIONS)}."),
     ] = "auto",
-    chunk: Annotated[
-        int, typer.Option(help="Tokens of a block of given text; 1 is the paper's Algorithm 1.")
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Tokens of text read at once; 1 is the paper's Algorithm 1.")
     ] = 64,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 128,
     every: Annotated[int, typer.Option(help="Tokens between two rows.")] = 1000,
@@ -133,7 +133,7 @@ def stream(
     seed: Annotated[int, typer.Option(help="For the policy random.")] = 0,
 ) -> int:
     """Streams a source through one cache, as `HELP` tells the user."""
-    settings = StreamSettings(chunk, every, tokens, max_new_tokens)
+    settings = StreamSettings(prefill_chunk, every, tokens, max_new_tokens)
     if save_every < 1:
         raise ValueError(f"--save-every {save_every} is too few; give 1 or more")
     if (text is None) == (input is None):
@@ -192,10 +192,15 @@ def _check_room(described: Described, choice: CacheChoice, settings: StreamSetti
     """Refuses ranks past the context window now, not at the block that would reach them."""
     held = int(choice.heavy) + int(choice.recent) + choice.sink
     window = context_window(described.config)
-    if choice.positions == "rolling" and window is not None and held + settings.chunk > window:
+    if (
+        choice.positions == "rolling"
+        and window is not None
+        and held + settings.prefill_chunk > window
+    ):
         raise ValueError(
-            f"a budget of {held} tokens and a --chunk of {settings.chunk} are more than the"
-            f" context window of {window}; make --heavy, --recent or --chunk smaller"
+            f"a budget of {held} tokens and a --prefill-chunk of {settings.prefill_chunk} are more"
+            f" than the context window of {window}; make --heavy, --recent or"
+            " --prefill-chunk smaller"
         )
 
 
@@ -216,7 +221,7 @@ def _run(
         total = source.num_tokens if total is None else min(total, source.num_tokens)
     rows = None
     if files.csv is not None:
-        rows = RowFile(files.csv, state.rows if files.resume else None)
+        rows = StreamFile(files.csv, state.rows if files.resume else None)
     start = (time.perf_counter(), state.position)
     bar = Progress("streaming", total, "tokens")
     with Interrupt(running.model) as interrupt, bar as progress:
@@ -255,7 +260,7 @@ def _run(
 def _answer(running: Stream, described: Described, answer: tuple[int, ...]) -> str:
     """An answer as text, under its place in the stream."""
     state = running.state
-    heading = f"--- sample {state.sample + 1}, answer {state.piece + 1} ---\n"
+    heading = f"--- sample {state.sample + 1}, answer {state.segment + 1} ---\n"
     return heading + str(described.tokenizer.decode(list(answer), skip_special_tokens=True)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Answers to prompts with one cache setting."""
+"""Answers to prompts and to questions about a context, with one cache."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor
 
 import h2okv
+from h2okv.config import CacheConfig
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
-from h2okv.evaluation.decoding import Decoding, text_before
+from h2okv.evaluation.model import ModelUnderTest, make_cache
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model shall go on from.
+    """A tokenized prompt with the way it is answered.
 
     Attributes:
         ids: Its tokens.
-        max_new_tokens: The most tokens of the answer.
-        stops: Strings that end it and do not belong to it.
-        seed: Where its random numbers start.
+        params: With ``max_tokens``, and a seed where tokens are drawn; in a batch, all have the
+            same temperature, top-p and stop strings.
     """
 
     ids: Sequence[int]
-    max_new_tokens: int
-    stops: tuple[str, ...] = ()
-    seed: int = 0
+    params: SamplingParams
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens of the answer."""
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens
 
 
 @dataclass(frozen=True)
@@ -46,84 +50,75 @@ class Answer:
     tokens: int
 
 
+def left_padded(
+    texts: Sequence[Sequence[int]], padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as one batch, padded on their left, and its mask; int64 ``[B, T]`` each."""
+    rows = [torch.tensor(list(text), dtype=torch.int64) for text in texts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+    ones = [torch.ones_like(row) for row in rows]
+    return ids, pad_sequence(ones, batch_first=True, padding_side="left")
+
+
 def answer_batch(
-    subject: Subject,
-    setting: CacheSetting,
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    seed: int = 0,
+    model: ModelUnderTest, config: CacheConfig, prompts: Sequence[Prompt], seed: int = 0
 ) -> list[Answer]:
-    """Answers prompts in one left-padded batch; each row gets what it would get alone."""
-    longest = max(len(prompt.ids) for prompt in prompts)
-    rows = [[subject.pad_token_id] * (longest - len(p.ids)) + list(p.ids) for p in prompts]
-    mask = [[0] * (longest - len(p.ids)) + [1] * len(p.ids) for p in prompts]
-    cache = setting.make(subject.config, seed)
+    """Answers prompts in one left-padded batch; each gets what it would get alone."""
+    ids, mask = left_padded([prompt.ids for prompt in prompts], model.pad_token_id)
+    cache = make_cache(config, model.config, seed)
     options: dict[str, Any] = {}
-    if cache.prefill_chunk is not None and len({len(p.ids) for p in prompts}) == 1:
+    if cache.prefill_chunk is not None and bool(mask.all()):
         # Without padding the model too reads no more than a block at a time.
-        cache.expect(longest)
+        cache.expect(ids.shape[1])
         options["prefill_chunk_size"] = cache.prefill_chunk
-    with h2okv.enable(subject.model):
-        return _generate(
-            subject, cache, torch.tensor(rows), torch.tensor(mask), prompts, decoding, options
-        )
+    with h2okv.enable(model.model):
+        return _generate(model, cache, ids, mask, prompts, options)
 
 
 def answer_question(
-    subject: Subject,
-    setting: CacheSetting,
+    model: ModelUnderTest,
+    config: CacheConfig,
     context: Sequence[int],
-    prompt: Prompt,
-    known: bool,
+    question: Prompt,
+    query_aware: bool,
     seed: int = 0,
 ) -> Answer:
-    """Answers a question about a context, known or not known while the cache is compressed.
+    """Answers a question about a context after query-aware or query-agnostic compression.
 
-    Known: the question is read in one block with the context (but for its last token, so that the
-    whole answer comes from the compressed cache). Not known: the context is read and evicted from
-    first, as where one context serves many questions. With blocks of ``prefill_chunk`` tokens the
-    question is known to the last block only. A budget in fractions is of context and question, but
-    of what is read first for a policy that evicts once, after the prompt.
+    Query-aware: the question is read in one block with the context (but for its last token, so
+    that the whole answer comes from the compressed cache). Query-agnostic: the context is read and
+    evicted from first, as where one context serves many questions. With blocks of
+    ``prefill_chunk`` tokens only the last block knows the question. A budget in fractions is of
+    context and question, but of what is read first for a policy that evicts once, after the prompt.
     """
-    ids = torch.tensor([[*context, *prompt.ids]])
+    ids = torch.tensor([[*context, *question.ids]])
     length = ids.shape[1]
-    cache = setting.make(subject.config, seed)
+    cache = make_cache(config, model.config, seed)
     if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
         cache.expect(length)
-    first = length - 1 if known else len(context)
-    with h2okv.enable(subject.model):
+    first = length - 1 if query_aware else len(context)
+    with h2okv.enable(model.model):
         for start, end in ((0, first), (first, length - 1)):
             if end > start:
-                h2okv.prefill(subject.model, ids[:, start:end], cache)
-        return _generate(subject, cache, ids, torch.ones_like(ids), [prompt], Decoding(), {})[0]
+                h2okv.prefill(model.model, ids[:, start:end], cache)
+        return _generate(model, cache, ids, torch.ones_like(ids), [question], {})[0]
 
 
 def _generate(
-    subject: Subject,
+    subject: ModelUnderTest,
     cache: h2okv.H2OCache,
     ids: torch.Tensor,
     mask: torch.Tensor,
     prompts: Sequence[Prompt],
-    decoding: Decoding,
     options: dict[str, Any],
 ) -> list[Answer]:
     """Generates from ``ids [B, T]``, of which the cache may hold the beginning."""
-    model = subject.model
+    model, params = subject.model, prompts[0].params
     processors: list[LogitsProcessor] = [RefuseNaN()]
-    if decoding.temperature > 0:
-        processors.append(
-            SeededSampling(
-                [
-                    SamplingParams(
-                        temperature=decoding.temperature, top_p=decoding.top_p, seed=prompt.seed
-                    )
-                    for prompt in prompts
-                ]
-            )
-        )
-    stops = prompts[0].stops
-    if stops:
-        options = {**options, "stop_strings": list(stops), "tokenizer": subject.tokenizer}
+    if not params.is_greedy:
+        processors.append(SeededSampling([prompt.params for prompt in prompts]))
+    if params.stop:
+        options = {**options, "stop_strings": list(params.stop), "tokenizer": subject.tokenizer}
     generate: Any = model.generate  # its type gets lost on the way through torch's Module
     written = generate(
         input_ids=ids.to(model.device),
@@ -137,17 +132,22 @@ def _generate(
         **options,
     )
     new = written[:, ids.shape[1] :].tolist()
-    return [_answer(subject, row, p) for row, p in zip(new, prompts, strict=True)]
+    return [_answer(subject, row, prompt) for row, prompt in zip(new, prompts, strict=True)]
 
 
-def _answer(subject: Subject, ids: list[int], prompt: Prompt) -> Answer:
+def _answer(subject: ModelUnderTest, ids: list[int], prompt: Prompt) -> Answer:
     ids = ids[: prompt.max_new_tokens]
     ends = eos_token_ids(subject.model)
     end = next((place for place, token in enumerate(ids) if token in ends), None)
     if end is not None:
         ids = ids[: end + 1]
     else:
-        # After a stop string a row is padded until the last row has ended.
+        # After a stop string a sequence is padded until the last one has ended.
         while ids and ids[-1] == subject.pad_token_id:
             ids.pop()
-    return Answer(text_before(subject.decode(ids), prompt.stops), len(ids))
+    return Answer(text_before(subject.decode(ids), prompt.params.stop), len(ids))
+
+
+def text_before(text: str, stops: Sequence[str]) -> str:
+    """Cuts a text where the first of some strings begins."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

@@ -1,4 +1,4 @@
-"""Pictures of streams."""
+"""Pictures of streams, sweeps and needles."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from h2okv.evaluation.streaming import Row
+from h2okv.evaluation.streaming import StreamRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from h2okv.evaluation.sweep import Line
 
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -20,6 +22,10 @@ _STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (
 _GREY = "#555555"
 # Above that a number says nothing but "collapsed", and a float may not hold it.
 _LARGEST_NLL = 60.0
+_PANEL_COLUMNS = 3
+_MARKERS = "osD^vPX*"
+_DARK = 0.6
+FULL = "full"
 
 
 def check_plot(path: Path) -> None:
@@ -29,11 +35,11 @@ def check_plot(path: Path) -> None:
     _figure_class()
 
 
-def plot_stream(path: Path, rows: Sequence[Row], window: int | None, title: str) -> None:
+def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title: str) -> None:
     """Draws one stream: perplexity above, time of a step and memory below."""
     if not rows:
         raise ValueError("there are no rows to draw; read more tokens, or give a smaller --every")
-    figure = _figure_class()(figsize=(8, 8), layout="constrained")
+    figure = new_figure(8, 8)
     quality, speed, memory = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     figure.suptitle(title)
     draw_perplexity(quality, {"": rows}, window)
@@ -59,7 +65,9 @@ def plot_stream(path: Path, rows: Sequence[Row], window: int | None, title: str)
     save_figure(figure, path)
 
 
-def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int | None) -> None:
+def draw_perplexity(
+    axes: Axes, curves: Mapping[str, Sequence[StreamRow]], window: int | None
+) -> None:
     """Draws perplexity by position on a logarithmic scale; mutates the axes."""
     for number, (name, rows) in enumerate(curves.items()):
         axes.plot(
@@ -87,6 +95,100 @@ def draw_perplexity(axes: Axes, curves: Mapping[str, Sequence[Row]], window: int
     axes.grid(alpha=0.3, which="both")
     if any(curves):
         axes.legend(loc="best")
+
+
+def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
+    """Draws scores against budgets, with the full cache as a dashed line."""
+    tasks = list(dict.fromkeys(line.task for line in lines))
+    policies = list(dict.fromkeys(line.policy for line in lines if set(line.values) - {FULL}))
+    columns = min(_PANEL_COLUMNS, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    figure = new_figure(max(4 * columns, 6), 3 * rows + 1.2)
+    figure.suptitle(title)
+    panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axes, task in zip(panels, tasks, strict=False):
+        _draw_task(axes, [line for line in lines if line.task == task], policies)
+        axes.set_title(task, fontsize="medium")
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    handles: dict[str, Any] = {}
+    for axes in panels[: len(tasks)]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
+    save_figure(figure, path)
+
+
+def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> None:
+    """Draws one task; mutates the axes."""
+    budgets = [budget for budget in sorted_budgets(lines) if budget != FULL]
+    place = {budget: number for number, budget in enumerate(budgets)}
+    for line in lines:
+        known = [budget for budget in budgets if budget in line.values]
+        if not known:
+            style = "--" if line.policy == FULL else ":"
+            axes.axhline(line.values[FULL], color=_GREY, linestyle=style, label=line.policy)
+            continue
+        number = policies.index(line.policy)
+        axes.errorbar(
+            [place[budget] for budget in known],
+            [line.values[budget] for budget in known],
+            yerr=[line.stderrs.get(budget, 0.0) for budget in known],
+            marker=_MARKERS[number % len(_MARKERS)],
+            capsize=2,
+            label=line.policy,
+            **line_look(number),
+        )
+    axes.set_xticks(range(len(budgets)), budgets)
+    axes.set_xlabel("budget")
+    axes.set_ylabel(lines[0].metric)
+    axes.grid(alpha=0.3)
+
+
+def sorted_budgets(lines: Sequence[Line]) -> list[str]:
+    """The budgets of lines: tokens, then fractions, the smallest first, and the full one."""
+
+    def size(budget: str) -> tuple[int, float]:
+        if budget == FULL:
+            return 2, 0.0
+        return int(budget.endswith("%")), float(budget.removesuffix("%"))
+
+    return sorted({budget for line in lines for budget in line.values}, key=size)
+
+
+def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draws which fraction of the needles was found: a line for each way to compress."""
+    panels: dict[tuple[str, str], dict[tuple[int, float], float]] = {}
+    for row in rows:
+        cache = FULL if row["policy"] == FULL else f"{row['policy']} {row['budget']}"
+        panel = panels.setdefault((row["compression"], cache), {})
+        panel[row["length"], row["depth"]] = row["string_match"]
+    kinds, caches = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
+    figure = new_figure(max(3.2 * len(caches), 5), 3.2 * len(kinds) + 0.8)
+    figure.suptitle(title)
+    grid = figure.subplots(len(kinds), len(caches), sharex=True, sharey=True, squeeze=False)
+    for line, kind in zip(grid.tolist(), kinds, strict=True):
+        for axes, cache in zip(line, caches, strict=True):
+            image = _draw_needles(axes, panels[kind, cache])
+            axes.set_title(f"{cache}\n{kind}", fontsize="medium")
+    figure.supxlabel("length, tokens")
+    figure.supylabel("depth of the needle, %")
+    figure.colorbar(image, ax=grid.flatten().tolist(), label="fraction found")
+    save_figure(figure, path)
+
+
+def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
+    """Draws one heat map, with the number in each of its cells."""
+    lengths, depths = (sorted(set(places)) for places in zip(*cells, strict=True))
+    values = [[cells[length, depth] for length in lengths] for depth in depths]
+    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
+    for y, line in enumerate(values):
+        for x, value in enumerate(line):
+            colour = "black" if value > _DARK else "white"
+            axes.text(x, y, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=8)
+    return image
 
 
 def line_look(number: int) -> dict[str, Any]:

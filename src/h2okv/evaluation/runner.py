@@ -8,38 +8,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
-from h2okv.evaluation.task import Score, Task
+from h2okv.config import CacheConfig
+from h2okv.evaluation.model import ModelUnderTest, make_cache
+from h2okv.evaluation.task import Result, Score, Task
 from h2okv.records import Record, ResultFile, check_settings
-from h2okv.records import Row as Result
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One task with one cache and one seed.
-
-    Attributes:
-        task: What is evaluated.
-        setting: The cache.
-        seed: Where random numbers start.
-    """
+class Run:
+    """One task with one cache and one seed."""
 
     task: Task
-    setting: CacheSetting
+    config: CacheConfig
     seed: int = 0
 
     @property
     def label(self) -> str:
         """Its name in files and progress bars."""
         seed = f", seed {self.seed}" if self.seed else ""
-        return f"{self.task.label}: {self.setting.label}{seed}"
+        return f"{self.task.label}: {self.config.label}{seed}"
+
+    def cache_columns(self) -> dict[str, Any]:
+        """Which cache, in columns."""
+        identity = self.config.identity()
+        policy = identity.pop("policy")
+        return {
+            "policy": policy,
+            "budget": self.config.budget_label,
+            **identity,
+            "seed": self.seed,
+        }
 
 
 class SampleFile(ResultFile):
     """Results of samples, by run.
 
-    Lines have, in any order: ``cell`` and ``identity`` (a run's name and all that its results
-    depend on), ``versions`` (the code that wrote what follows), or ``cell``, ``sample`` and
+    Lines have, in any order: ``run`` and ``identity`` (a run's name and all that its results
+    depend on), ``versions`` (the code that wrote what follows), or ``run``, ``sample`` and
     ``result``.
     """
 
@@ -57,8 +62,8 @@ class SampleFile(ResultFile):
         fields = record.fields
         shapes = {
             ("versions",): (dict,),
-            ("cell", "identity"): (str, dict),
-            ("cell", "sample", "result"): (str, int, dict),
+            ("run", "identity"): (str, dict),
+            ("run", "sample", "result"): (str, int, dict),
         }
         shape = shapes.get(tuple(fields))
         if shape is None:
@@ -69,130 +74,128 @@ class SampleFile(ResultFile):
         if "versions" in fields:
             self._current = fields["versions"]
         elif "identity" in fields:
-            self._identities[fields["cell"]] = fields["identity"]
-        elif fields["cell"] not in self._identities:
-            record.refuse("cell", f"is {fields['cell']!r}, a run that no line before describes")
+            self._identities[fields["run"]] = fields["identity"]
+        elif fields["run"] not in self._identities:
+            record.refuse("run", f"is {fields['run']!r}, a run that no line before describes")
         else:
-            self._results.setdefault(fields["cell"], {})[fields["sample"]] = fields["result"]
-            seen = self._versions.setdefault(fields["cell"], [])
+            self._results.setdefault(fields["run"], {})[fields["sample"]] = fields["result"]
+            seen = self._versions.setdefault(fields["run"], [])
             if self._current not in seen:
                 seen.append(self._current)
 
-    def open_cell(self, cell: str, identity: Mapping[str, Any]) -> None:
+    def open_run(self, run: str, identity: Mapping[str, Any]) -> None:
         """Begins a run, or resumes it if it is the same one."""
-        if cell in self._identities:
-            check_settings(self._identities[cell], identity, f"'{self.path}': {cell}")
+        if run in self._identities:
+            check_settings(self._identities[run], identity, f"'{self.path}': {run}")
         else:
-            self.append([{"cell": cell, "identity": json.loads(json.dumps(identity))}])
+            self.append([{"run": run, "identity": json.loads(json.dumps(identity))}])
 
-    def results(self, cell: str) -> dict[int, Result]:
+    def results(self, run: str) -> dict[int, Result]:
         """A run's results by sample."""
-        return dict(self._results.get(cell, {}))
+        return dict(self._results.get(run, {}))
 
-    def versions(self, cell: str) -> dict[str, str]:
+    def versions(self, run: str) -> dict[str, str]:
         """The code that computed a run's results."""
-        found = self._versions.get(cell) or [self._current]
+        found = self._versions.get(run) or [self._current]
         names = dict.fromkeys(name for one in found for name in one)
         return {name: " ".join(dict.fromkeys(one.get(name, "") for one in found)) for name in names}
 
-    def add(self, cell: str, results: Mapping[int, Result]) -> None:
+    def add(self, run: str, results: Mapping[int, Result]) -> None:
         """Appends results; they are on the disk when it returns."""
-        self.append({"cell": cell, "sample": n, "result": dict(r)} for n, r in results.items())
+        self.append({"run": run, "sample": n, "result": dict(r)} for n, r in results.items())
 
 
 class Evaluation:
     """Cells that are run one after another; what the file holds already is not run again."""
 
-    def __init__(self, subject: Subject, cells: Sequence[Cell], file: SampleFile) -> None:
-        self.subject = subject
-        self.cells = cells
+    def __init__(self, model: ModelUnderTest, runs: Sequence[Run], file: SampleFile) -> None:
+        self.model = model
+        self.runs = runs
         self.file = file
         self._check_labels()
-        for cell in cells:
-            cell.setting.make(subject.config, cell.seed)  # a bad budget is heard about first
-        for task in {id(cell.task): cell.task for cell in cells}.values():
-            task.prepare(subject, [cell.setting for cell in cells if cell.task is task])
-        self._model = subject.identity()
-        for cell in cells:
-            file.open_cell(cell.label, self._identity(cell))
+        for run in runs:
+            make_cache(run.config, model.config, run.seed)  # a bad budget is refused first
+        for task in {id(run.task): run.task for run in runs}.values():
+            task.prepare(model, [run.config for run in runs if run.task is task])
+        self._identity_of_model = model.identity()
+        for run in runs:
+            file.open_run(run.label, self._identity(run))
 
     @property
     def total(self) -> int:
-        """How many samples there are, in all cells."""
-        return sum(len(cell.task.samples()) for cell in self.cells)
+        """How many samples there are, in all runs."""
+        return sum(len(run.task.samples()) for run in self.runs)
 
     @property
     def done(self) -> int:
         """How many of them have a result."""
-        return sum(len(cell.task.samples()) - len(self._missing(cell)) for cell in self.cells)
+        return sum(len(run.task.samples()) - len(self._missing(run)) for run in self.runs)
 
-    def run(self, on_results: Callable[[Cell, int], None] = lambda cell, count: None) -> None:
+    def run(self, on_results: Callable[[Run, int], None] = lambda run, count: None) -> None:
         """Evaluates what has no result yet; appends to the file."""
-        for cell in self.cells:
-            missing = self._missing(cell)
+        for run in self.runs:
+            missing = self._missing(run)
             if not missing:
                 continue
-            for results in cell.task.run(self.subject, cell.setting, missing, cell.seed):
-                self.file.add(cell.label, results)
-                on_results(cell, len(results))
+            for results in run.task.run(self.model, run.config, missing, run.seed):
+                self.file.add(run.label, results)
+                on_results(run, len(results))
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Makes one row for each cell whose samples are all done: what it is, and its scores."""
+        """Makes one row for each run whose samples are all done: what it is, and its scores."""
         found = {}
-        for cell in self.cells:
-            results = self._results(cell)
+        for run in self.runs:
+            results = self._results(run)
             if results is not None:
-                scores = _headline(cell.task, cell.task.scores(results))
-                row = {**self._head(cell, results), **scores, **self._code(cell)}
-                found[cell.label] = row
+                scores = _headline(run.task, run.task.scores(results))
+                row = {**self._head(run, results), **scores, **self._code(run)}
+                found[run.label] = row
         return found
 
     def details(self) -> list[dict[str, Any]]:
-        """Makes the rows that a task's own table has, for each cell that is done."""
+        """Makes the rows that a task's own table has, for each run that is done."""
         found = []
-        for cell in self.cells:
-            results = self._results(cell)
+        for run in self.runs:
+            results = self._results(run)
             if results is None:
                 continue
-            for row in cell.task.details(results):
-                found.append({**self._head(cell, results), **row, **self._code(cell)})
+            for row in run.task.details(results):
+                found.append({**self._head(run, results), **row, **self._code(run)})
         return found
 
-    def _results(self, cell: Cell) -> dict[int, Result] | None:
-        """A cell's results, in the samples' order; None as long as some are missing."""
-        if self._missing(cell):
+    def _results(self, run: Run) -> dict[int, Result] | None:
+        """A run's results, in the samples' order; None as long as some are missing."""
+        if self._missing(run):
             return None
-        results = self.file.results(cell.label)
-        return {sample: results[sample] for sample in cell.task.samples()}
+        results = self.file.results(run.label)
+        return {sample: results[sample] for sample in run.task.samples()}
 
-    def _missing(self, cell: Cell) -> list[int]:
-        have = self.file.results(cell.label)
-        return [sample for sample in cell.task.samples() if sample not in have]
+    def _missing(self, run: Run) -> list[int]:
+        have = self.file.results(run.label)
+        return [sample for sample in run.task.samples() if sample not in have]
 
-    def _identity(self, cell: Cell) -> dict[str, Any]:
+    def _identity(self, run: Run) -> dict[str, Any]:
         return {
-            **self._model,
-            **cell.setting.identity(),
-            "seed": cell.seed,
-            "task": cell.task.name,
-            **cell.task.columns,
-            **cell.task.identity(),
+            **self._identity_of_model,
+            **run.cache_columns(),
+            "task": run.task.name,
+            **run.task.columns,
+            **run.task.identity(),
         }
 
-    def _head(self, cell: Cell, results: Mapping[int, Result]) -> dict[str, Any]:
+    def _head(self, run: Run, results: Mapping[int, Result]) -> dict[str, Any]:
         return {
-            "task": cell.task.name,
-            **cell.task.columns,
-            **cell.setting.identity(),
-            "seed": cell.seed,
-            "samples": cell.task.size(results),
+            "task": run.task.name,
+            **run.task.columns,
+            **run.cache_columns(),
+            "samples": run.task.size(results),
         }
 
-    def _code(self, cell: Cell) -> dict[str, Any]:
-        return {**self._model, **self.file.versions(cell.label)}
+    def _code(self, run: Run) -> dict[str, Any]:
+        return {**self._identity_of_model, **self.file.versions(run.label)}
 
     def _check_labels(self) -> None:
-        labels = [cell.label for cell in self.cells]
+        labels = [run.label for run in self.runs]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
             raise ValueError(f"{twice} is asked for twice; give each policy and budget once")

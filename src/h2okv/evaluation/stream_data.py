@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from h2okv.evaluation.model import tokenize
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.provenance import digest
 from h2okv.records import check_text, read_jsonl, read_text_file
@@ -98,7 +99,7 @@ _ANSWER = "h2okvAnswerStandsHere"
 
 
 @dataclass(frozen=True)
-class TextPiece:
+class TextSegment:
     """What the model is given to read before it answers, or at a conversation's end.
 
     Attributes:
@@ -110,7 +111,9 @@ class TextPiece:
     answers: bool
 
 
-def chat_pieces(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[TextPiece]:
+def chat_segments(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> list[TextSegment]:
     """Cuts a conversation into what is read at once.
 
     A message of the user without an answer after it is answered by the model; an answer that is
@@ -118,15 +121,15 @@ def chat_pieces(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) 
     ``User: ...`` and ``Assistant: ...``.
     """
     messages: list[dict[str, str]] = []
-    pieces = []
+    segments = []
     for number, message in enumerate(conversation):
         messages.append({"role": message.role, "content": message.content})
         if _is_open(conversation, number):
-            pieces.append(TextPiece(_since_answer(_rendered(tokenizer, messages, True)), True))
+            segments.append(TextSegment(_since_answer(_rendered(tokenizer, messages, True)), True))
             messages.append({"role": "assistant", "content": _ANSWER})
     if conversation[-1].role == "assistant":
-        pieces.append(TextPiece(_since_answer(_rendered(tokenizer, messages, False)), False))
-    return pieces
+        segments.append(TextSegment(_since_answer(_rendered(tokenizer, messages, False)), False))
+    return segments
 
 
 def _is_open(conversation: Sequence[Message], number: int) -> bool:
@@ -160,7 +163,7 @@ def _rendered(
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """Tokens that are given.
 
     Attributes:
@@ -173,7 +176,7 @@ class Piece:
 
 
 class StreamSource(Protocol):
-    """Samples, each a list of pieces, which follow one another on one cache.
+    """Samples, each a list of segments, which follow one another on one cache.
 
     Attributes:
         digest: Names the content, so that a stream is resumed on the same one only.
@@ -184,8 +187,8 @@ class StreamSource(Protocol):
     def __len__(self) -> int:
         """Returns the number of samples."""
 
-    def __getitem__(self, sample: int) -> list[Piece]:
-        """Returns a sample's pieces."""
+    def __getitem__(self, sample: int) -> list[Segment]:
+        """Returns a sample's segments."""
 
 
 class TextSource:
@@ -202,7 +205,7 @@ class TextSource:
     @classmethod
     def of_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
         """Makes a source from a text."""
-        return cls(_encode(tokenizer, text, True, vocab_size), digest(text))
+        return cls(torch.tensor(tokenize(tokenizer, text, vocab_size)), digest(text))
 
     @classmethod
     def of_file(cls, path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
@@ -218,9 +221,9 @@ class TextSource:
         """Returns 1."""
         return 1
 
-    def __getitem__(self, sample: int) -> list[Piece]:
+    def __getitem__(self, sample: int) -> list[Segment]:
         """Returns the whole text."""
-        return [Piece(self.ids, answers=False)]
+        return [Segment(self.ids, answers=False)]
 
 
 class ConversationSource:
@@ -235,34 +238,23 @@ class ConversationSource:
         self._plain = not tokenizer.chat_template
         self._has_bos = bool(tokenizer("", verbose=False)["input_ids"])
         for conversation in self.conversations[:1]:
-            chat_pieces(tokenizer, conversation)  # a template that refuses is heard about early
+            chat_segments(tokenizer, conversation)  # a template that refuses is heard about early
 
     def __len__(self) -> int:
         """Returns the number of conversations."""
         return len(self.conversations)
 
-    def __getitem__(self, sample: int) -> list[Piece]:
-        """Returns a conversation's pieces, tokenized."""
-        pieces = []
-        for number, piece in enumerate(chat_pieces(self._tokenizer, self.conversations[sample])):
+    def __getitem__(self, sample: int) -> list[Segment]:
+        """Returns a conversation's segments, tokenized."""
+        segments = []
+        for number, segment in enumerate(
+            chat_segments(self._tokenizer, self.conversations[sample])
+        ):
             is_start = self._plain and number == 0
-            text = piece.text
+            text = segment.text
             if is_start and sample > 0 and not self._has_bos:
                 text = "\n\n" + text
             # A chat template writes the special tokens into the text.
-            ids = _encode(self._tokenizer, text, is_start, self._vocab_size)
-            pieces.append(Piece(ids, piece.answers))
-        return pieces
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, special: bool, vocab_size: int
-) -> torch.Tensor:
-    encoded = tokenizer(text, add_special_tokens=special, verbose=False)
-    ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-    if len(ids) and int(ids.max()) >= vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token {int(ids.max())}, but the model knows only {vocab_size};"
-            " get the model again, with its own tokenizer"
-        )
-    return ids
+            ids = tokenize(self._tokenizer, text, self._vocab_size, special=is_start)
+            segments.append(Segment(torch.tensor(ids, dtype=torch.int64), segment.answers))
+        return segments

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +19,15 @@ from h2okv.cache.checkpoint import read_notes
 from h2okv.cache.validation import check_positions, context_window
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
-from h2okv.evaluation.stream_data import Piece, StreamSource
+from h2okv.evaluation.stream_data import Segment, StreamSource
+from h2okv.evaluation.task import check_counts
 from h2okv.integration import enable
 from h2okv.integration.prefill import read_blocks
+from h2okv.records import CsvFile, check_settings, read_csv, write_csv
 
 
 @dataclass(frozen=True)
-class Row:
+class StreamRow:
     """What was measured since the row before.
 
     Attributes:
@@ -46,95 +46,48 @@ class Row:
     cache_bytes: int
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = tuple(field.name for field in fields(StreamRow))
 """The header of the CSV file."""
 
 
-class RowFile:
+class StreamFile:
     """A CSV file that holds every row as soon as it is known, so that a killed run keeps them."""
 
-    def __init__(self, path: Path, rows: Sequence[Row] | None = None) -> None:
-        self.path = path
-        if rows is None and path.exists():
-            raise ValueError(
-                f"'{path}' exists already; go on with it by --resume, move it away, or choose"
-                " another name"
-            )
+    def __init__(self, path: Path, rows: Sequence[StreamRow] | None = None) -> None:
         if path.exists():
-            _check_header(path)
-        try:
-            # A new file in its place, not a file cut short: at no moment are rows missing.
-            fresh = path.with_name(f"{path.name}.new")
-            with fresh.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(COLUMNS)
-                writer.writerows(_cells(row) for row in rows or ())
-            os.replace(fresh, path)
-            self._file = path.open("a", newline="", encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        self._writer = csv.writer(self._file)
+            if rows is None:
+                raise ValueError(
+                    f"'{path}' exists already; go on with it by --resume, move it away, or choose"
+                    " another name"
+                )
+            read_csv(path, COLUMNS)
+        # A new file in its place, not a file cut short: at no moment are rows missing.
+        write_csv(path, map(_cells, rows or ()), COLUMNS)
+        self._file = CsvFile(path, COLUMNS)
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[StreamRow]) -> None:
         """Adds rows; they are with the operating system when this returns."""
-        try:
-            self._writer.writerows(_cells(row) for row in rows)
-            self._file.flush()
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        for row in rows:
+            self._file.append(_cells(row))
 
     def close(self) -> None:
         """Closes the file; its rows are there already."""
         self._file.close()
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Reads the rows of a file that `RowFile` wrote."""
-    _check_header(path)
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = []
-        for number, cells in enumerate(csv.DictReader(file), start=2):
-            try:
-                rows.append(
-                    Row(
-                        int(cells["position"]),
-                        float(cells["nll"]),
-                        float(cells["step_seconds"]),
-                        int(cells["rss_bytes"]) if cells["rss_bytes"] else None,
-                        int(cells["cache_bytes"]),
-                    )
-                )
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"line {number} of '{path}' is no row of a stream") from error
+def read_rows(path: Path) -> list[StreamRow]:
+    """Reads the rows of a file that `StreamFile` wrote."""
+    rows = []
+    for number, cells in enumerate(read_csv(path, COLUMNS), start=2):
+        if any(isinstance(cell, str) for cell in cells.values()):
+            raise ValueError(f"line {number} of '{path}' is not a row of a stream")
+        rows.append(StreamRow(**cells))
     return rows
 
 
-def _check_header(path: Path) -> None:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error):
-        header = []
-    if tuple(header) != COLUMNS:
-        raise ValueError(
-            f"'{path}' does not hold a stream's rows (its first line is not"
-            f" {','.join(COLUMNS)}); choose another file"
-        )
-
-
-def _unwritable(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"'{path}' cannot be written ({error.strerror}); choose another place")
-
-
-def _cells(row: Row) -> tuple[Any, ...]:
-    # repr gives a float back exactly; None becomes an empty cell.
-    return (
-        row.position,
-        repr(row.nll),
-        f"{row.step_seconds:.6g}",
-        row.rss_bytes,
-        row.cache_bytes,
-    )
+def _cells(row: StreamRow) -> dict[str, Any]:
+    # repr gives a float back exactly.
+    return {**asdict(row), "nll": repr(row.nll)}
 
 
 @dataclass(frozen=True)
@@ -142,28 +95,24 @@ class StreamSettings:
     """How a stream is read.
 
     Attributes:
-        chunk: Tokens of a block of given text; 1 is the paper's Algorithm 1.
+        prefill_chunk: Tokens of given text that are read at once, with eviction after them; 1 is
+            the paper's Algorithm 1.
         every: Tokens between two rows.
         tokens: Where to stop; None for the source's end.
         max_new_tokens: The most tokens of an answer.
     """
 
-    chunk: int = 64
+    prefill_chunk: int = 64
     every: int = 1000
     tokens: int | None = None
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:
-        """Refuses what no stream can be read with."""
-        for name in ("chunk", "every", "tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {value} is too few; give 1 or more")
+        check_counts(**asdict(self))
 
 
 _KEY = "stream"
-_VERSION = 1
+_VERSION = 2
 
 Setting = str | int | float | None
 
@@ -175,10 +124,10 @@ class StreamState:
     Attributes:
         position: Tokens that have been through the cache.
         sample: The sample that is being read.
-        piece: The piece of it that is being read.
-        read: Tokens of that piece that have been read, the pending ones before it included.
-        pending: The token before the piece, if it has not been through the cache yet.
-        answer: What the model has answered to the piece so far; its last token is not read yet.
+        segment: The segment of it that is being read.
+        read: Tokens of that segment that have been read, the pending ones before it included.
+        pending: The token before the segment, if it has not been through the cache yet.
+        answer: What the model has answered to the segment so far; its last token is not read yet.
         total_nll: Sum over all tokens so far, in nats.
         nll: Sum over the tokens since the last row.
         count: How many these are.
@@ -190,7 +139,7 @@ class StreamState:
 
     position: int = 0
     sample: int = 0
-    piece: int = 0
+    segment: int = 0
     read: int = 0
     pending: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
@@ -200,7 +149,7 @@ class StreamState:
     steps: list[float] = field(default_factory=list)
     last_step: float = 0.0
     seconds: float = 0.0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StreamRow] = field(default_factory=list)
 
     def to_notes(self, settings: Mapping[str, Setting]) -> dict[str, str]:
         """Writes the state down, floats to the last bit."""
@@ -222,7 +171,7 @@ class StreamState:
             version = content["version"]
             if version == _VERSION:
                 state = cls(**content["state"])
-                state.rows = [Row(**row) for row in content["state"]["rows"]]
+                state.rows = [StreamRow(**row) for row in content["state"]["rows"]]
                 saved = dict(content["settings"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"'{where}' is damaged; begin again without --resume") from error
@@ -231,19 +180,9 @@ class StreamState:
                 f"'{where}' is of version {version}, this h2okv reads {_VERSION}; begin again"
                 " without --resume"
             )
-        _check_settings(saved, settings, where)
+        given = {name: value for name, value in saved.items() if name in settings}
+        check_settings(given, settings, f"'{where}'")
         return state
-
-
-def _check_settings(
-    saved: Mapping[str, Setting], wanted: Mapping[str, Setting], where: str
-) -> None:
-    for name, value in wanted.items():
-        if saved.get(name) != value:
-            raise ValueError(
-                f"'{where}' was saved with {name} {saved.get(name)}, not {value}; resume with what"
-                " it was begun with, or begin again without --resume"
-            )
 
 
 @dataclass(frozen=True)
@@ -257,7 +196,7 @@ class Step:
             cuts short: from here a longer stream reads what it would have read without that limit.
     """
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[StreamRow, ...] = ()
     answer: tuple[int, ...] | None = None
     precedes_cut: bool = False
 
@@ -317,7 +256,7 @@ class Stream:
         return {
             **self._identity,
             "text": self.source.digest,
-            "chunk": settings.chunk,
+            "prefill-chunk": settings.prefill_chunk,
             "every": settings.every,
             "max-new-tokens": settings.max_new_tokens,
         }
@@ -326,14 +265,14 @@ class Stream:
         """Reads block after block; mutates cache and state."""
         with enable(self.model):
             for sample in range(self.state.sample, len(self.source)):
-                pieces = self.source[sample]
-                for piece in pieces[self.state.piece :]:
-                    yield from self._read_piece(piece)
+                segments = self.source[sample]
+                for segment in segments[self.state.segment :]:
+                    yield from self._read_segment(segment)
                     if self._room == 0:
                         return
-                self.state.sample, self.state.piece = sample + 1, 0
+                self.state.sample, self.state.segment = sample + 1, 0
 
-    def last_row(self) -> Row | None:
+    def last_row(self) -> StreamRow | None:
         """Makes the row of what came after the last complete one; changes nothing."""
         return self._row() if self.state.count else None
 
@@ -343,33 +282,33 @@ class Stream:
         limit = self.settings.tokens
         return None if limit is None else max(limit - self.state.position, 0)
 
-    def _read_piece(self, piece: Piece) -> Iterator[Step]:
+    def _read_segment(self, segment: Segment) -> Iterator[Step]:
         """Reads what is given and, where it is wanted, answers."""
         state = self.state
-        ids = piece.ids
+        ids = segment.ids
         if state.pending:
             # An end token that both the model and the template wrote is one token.
             repeated = state.pending[0] in self._end_ids and ids[:1].tolist() == state.pending
             ids = torch.cat([torch.tensor(state.pending), ids[1:] if repeated else ids])
         # Without an answer the last token waits until it is known what follows it.
-        yield from self._read_given(ids, len(ids) if piece.answers else len(ids) - 1)
+        yield from self._read_given(ids, len(ids) if segment.answers else len(ids) - 1)
         if self._room == 0:
             return
-        while piece.answers and not self._is_answered:
+        while segment.answers and not self._is_answered:
             yield from self._read_own()
             if self._room == 0:
                 return
         state.pending = state.answer[-1:] or ids[-1:].tolist()
         state.answer = []
         state.read = 0
-        state.piece += 1
+        state.segment += 1
 
     def _read_given(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
         """Reads `ids [T]` up to `end`; if that is its length, the model chooses what follows."""
         start = self.state.read
         limit = end if self._room is None else min(end, start + self._room)
         # A block that the limit cuts short is another block than without the limit.
-        whole = limit if limit == end else limit - (limit - start) % self.settings.chunk
+        whole = limit if limit == end else limit - (limit - start) % self.settings.prefill_chunk
         yield from self._read_blocks(ids, whole)
         if whole < limit:
             yield Step(precedes_cut=True)
@@ -383,7 +322,11 @@ class Stream:
         self._check_positions(end - start)
         began = time.perf_counter()
         blocks = read_blocks(
-            self.model, ids[None, start:end], self.cache, self.settings.chunk, all_logits=True
+            self.model,
+            ids[None, start:end],
+            self.cache,
+            self.settings.prefill_chunk,
+            all_logits=True,
         )
         for done, logits in blocks:
             following = ids[self.state.read + 1 : start + done + 1]
@@ -432,7 +375,7 @@ class Stream:
         done = chosen and (self._is_answered or self._room == 0)
         return Step(tuple(rows), tuple(self.state.answer) if done else None)
 
-    def _note(self, values: list[float], seconds: float) -> list[Row]:
+    def _note(self, values: list[float], seconds: float) -> list[StreamRow]:
         """Adds a block's numbers to the state, and makes the rows that they complete."""
         state = self.state
         state.seconds += seconds
@@ -450,9 +393,9 @@ class Stream:
         state.rows += rows
         return rows
 
-    def _row(self) -> Row:
+    def _row(self) -> StreamRow:
         state = self.state
-        return Row(
+        return StreamRow(
             position=state.position,
             nll=state.nll / state.count,
             # A block that fills several rows is the step of each of them.
@@ -485,7 +428,7 @@ def _last_position(model: PreTrainedModel, cache: H2OCache) -> int | None:
 def run_stream(
     stream: Stream,
     *,
-    rows: RowFile | None = None,
+    rows: StreamFile | None = None,
     checkpoint: Path | None = None,
     save_every: int = 10_000,
     should_stop: Callable[[], bool] = lambda: False,

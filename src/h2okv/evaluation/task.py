@@ -9,21 +9,26 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+from h2okv.config import CacheConfig
 from h2okv.engine.sampler import sample_seed
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
-from h2okv.evaluation.decoding import Decoding
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.generate import Answer, Prompt, answer_batch
-from h2okv.records import Row as Result
+from h2okv.evaluation.model import ModelUnderTest
+
+Result = Mapping[str, Any]
+"""What came of one sample: JSON values by name."""
+
+TooLong = Literal["refuse", "skip"]
+TOO_LONG: tuple[TooLong, ...] = ("refuse", "skip")
+Compression = Literal["query-aware", "query-agnostic"]
+COMPRESSIONS: tuple[Compression, ...] = ("query-aware", "query-agnostic")
+"""Whether the cache is compressed with the question at hand, or before it is known."""
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Score:
-    """One figure.
-
-    Attributes:
-        value: The figure.
-        stderr: The standard error of its mean over samples; None where it is no mean.
-    """
+    """One figure; its standard error is ``None`` where it is not a mean over samples."""
 
     value: float
     stderr: float | None = None
@@ -53,32 +58,32 @@ class Task(ABC):
 
     @abstractmethod
     def identity(self) -> Mapping[str, Any]:
-        """Says what its results depend on, except for the model, the cache and the seed."""
+        """What its results depend on, except for the model, the cache and the seed."""
 
     @abstractmethod
-    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
-        """Makes the samples ready for a model."""
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+        """Makes the samples ready for a model, whose weights need not be loaded."""
 
     @abstractmethod
     def samples(self) -> Sequence[int]:
-        """Returns the samples' numbers; known when `prepare` has run."""
+        """The samples' numbers; known when `prepare` has run."""
 
     @abstractmethod
     def run(
-        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Evaluates samples."""
 
     @abstractmethod
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """Makes the scores, by metric."""
+        """The scores, by metric."""
 
     def size(self, results: Mapping[int, Result]) -> int:
-        """Counts what the scores are made of: the samples, unless said otherwise."""
+        """What the scores are made of: the samples, unless said otherwise."""
         return len(results)
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
-        """Makes the rows of a more detailed table than `scores`; one row by default."""
+        """The rows of a more detailed table than `scores`; one row by default."""
         return [{name: score.value for name, score in self.scores(results).items()}]
 
 
@@ -90,48 +95,61 @@ def mean(results: Mapping[int, Result], name: str) -> Score:
     return Score(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5)
 
 
-TooLong = Literal["refuse", "skip"]
-TOO_LONG: tuple[TooLong, ...] = ("refuse", "skip")
+def check_counts(**counts: int | None) -> None:
+    """Refuses options that are less than 1."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {count} is too few; give 1 or more")
 
 
 @dataclass(frozen=True)
 class Length:
-    """A sample's length.
-
-    Attributes:
-        tokens: Of the prompt and the most of the answer, together.
-        where: The sample, for messages.
-    """
+    """A sample's length: tokens of the prompt and the most of the answer; and where it stands."""
 
     tokens: int
-    where: str
+    place: str
 
 
-def fitting(
-    subject: Subject,
-    settings: Sequence[CacheSetting],
+def filter_by_length(
+    model: ModelUnderTest,
+    configs: Sequence[CacheConfig],
     lengths: Sequence[Length],
-    too_long: TooLong,
+    too_long: TooLong | None = None,
 ) -> list[int]:
-    """Chooses the samples that are run, the same ones for all caches."""
+    """Chooses the samples that are run, the same ones for all caches.
+
+    Args:
+        model: What reads them.
+        configs: The caches.
+        lengths: Of all samples.
+        too_long: Whether samples above the context window are left out or refused; ``None`` if
+            they are refused and the user cannot choose.
+
+    Returns:
+        The numbers of those that are run.
+
+    Raises:
+        ValueError: If none is left, or one is too long.
+    """
     kept = list(range(len(lengths)))
-    if too_long == "skip" and subject.window is not None:
-        kept = [n for n in kept if lengths[n].tokens <= subject.window]
+    if too_long == "skip" and model.window is not None:
+        kept = [n for n in kept if lengths[n].tokens <= model.window]
         if not kept:
             shortest = min(length.tokens for length in lengths)
             raise ValueError(
-                f"every sample is above the model's window of {subject.window} tokens (the"
+                f"every sample is above the model's context window of {model.window} tokens (the"
                 f" shortest has {shortest}, its answer included), so that none is left; use"
                 " --positions rolling"
             )
-    for setting in settings:
+    for config in configs:
         for n in kept:
             tokens = lengths[n].tokens
-            reason = setting.too_long(subject.config, subject.window, tokens)
+            reason = model.too_long(config, tokens)
             if reason is not None:
+                skip = ", or --too-long skip" if too_long == "refuse" else ""
                 raise ValueError(
-                    f"{lengths[n].where} has {tokens} tokens, the most of its answer included; for"
-                    f" the cache {setting.label!r} {reason}"
+                    f"{lengths[n].place} has {tokens} tokens, the most of its answer included; for"
+                    f" the cache {config.label!r} {reason}{skip}"
                 )
     return kept
 
@@ -142,9 +160,9 @@ class BatchOptions:
 
     Attributes:
         batch_size: Prompts at a time.
-        limit: Run the first so many samples only; None for all.
-        too_long: What to do with samples above the model's window.
-        max_new_tokens: The most tokens of an answer; None for what the sample says.
+        limit: Run the first so many samples only; ``None`` for all.
+        too_long: What to do with samples above the context window.
+        max_new_tokens: The most tokens of an answer; ``None`` for what the sample says.
     """
 
     batch_size: int = 8
@@ -153,80 +171,86 @@ class BatchOptions:
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what nothing can be run with."""
-        for name in ("batch_size", "limit", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {value} is too few; give 1 or more")
+        check_counts(
+            batch_size=self.batch_size, limit=self.limit, max_new_tokens=self.max_new_tokens
+        )
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt before it becomes tokens.
+    """A prompt before it is tokenized.
 
     Attributes:
         text: What the model goes on from.
         max_new_tokens: The most tokens of the answer.
         stops: Strings that end it.
-        where: The sample, for messages.
+        place: The sample, for messages.
     """
 
     text: str
     max_new_tokens: int
     stops: tuple[str, ...]
-    where: str
+    place: str
 
 
 class GenerationTask(Task):
-    """Prompts that a model answers, each sample one."""
+    """Prompts that a model answers, each a sample."""
 
-    def __init__(self, options: BatchOptions, decoding: Decoding) -> None:
+    def __init__(self, options: BatchOptions, params: SamplingParams) -> None:
         self.options = options
-        self.decoding = decoding
+        self.params = params
         self._prompts: list[Prompt] = []
         self._samples: Sequence[int] = ()
 
     @abstractmethod
     def prompts(self) -> Sequence[TextPrompt]:
-        """Returns all prompts."""
+        """All prompts."""
 
     @abstractmethod
     def result(self, sample: int, answer: Answer) -> Result:
         """Scores an answer."""
 
-    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
-        """Makes the prompts tokens, and chooses those that are run."""
+    def identity(self) -> Mapping[str, Any]:
+        """How prompts are answered; tasks add what they are."""
+        return {
+            "max_new_tokens": self.options.max_new_tokens,
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
+        }
+
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+        """Tokenizes the prompts, and chooses those that are run."""
         wanted = self.prompts()[: self.options.limit]
-        most = self.options.max_new_tokens
-        self._prompts = [
-            Prompt(subject.encode(p.text), most or p.max_new_tokens, p.stops) for p in wanted
-        ]
+        self._prompts = [Prompt(model.encode(p.text), self._params_of(p)) for p in wanted]
         lengths = [
-            Length(len(prompt.ids) + prompt.max_new_tokens, text.where)
+            Length(len(prompt.ids) + prompt.max_new_tokens, text.place)
             for prompt, text in zip(self._prompts, wanted, strict=True)
         ]
-        self._samples = fitting(subject, settings, lengths, self.options.too_long)
+        self._samples = filter_by_length(model, configs, lengths, self.options.too_long)
 
     def samples(self) -> Sequence[int]:
-        """Returns the numbers of the prompts that are run."""
+        """The numbers of the prompts that are run."""
         return self._samples
 
     def run(
-        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Answers prompts, those of about the same length together."""
-        by_length = sorted(samples, key=lambda n: (self._prompts[n].stops, -self._length(n)))
+        by_length = sorted(samples, key=lambda n: (self._stops(n), -len(self._prompts[n].ids)))
         while by_length:
-            stops = self._prompts[by_length[0]].stops
+            stops = self._stops(by_length[0])
             batch = [n for n in by_length[: self.options.batch_size] if self._stops(n) == stops]
             by_length = by_length[len(batch) :]
-            prompts = [replace(self._prompts[n], seed=sample_seed(seed, n)) for n in batch]
-            answers = answer_batch(subject, setting, prompts, self.decoding, seed)
+            answers = answer_batch(model, config, [self._seeded(n, seed) for n in batch], seed)
             yield {n: self.result(n, answer) for n, answer in zip(batch, answers, strict=True)}
 
-    def _length(self, sample: int) -> int:
-        return len(self._prompts[sample].ids)
+    def _params_of(self, prompt: TextPrompt) -> SamplingParams:
+        most = self.options.max_new_tokens or prompt.max_new_tokens
+        return replace(self.params, max_tokens=most, stop=prompt.stops)
+
+    def _seeded(self, sample: int, seed: int) -> Prompt:
+        prompt = self._prompts[sample]
+        return replace(prompt, params=replace(prompt.params, seed=sample_seed(seed, sample)))
 
     def _stops(self, sample: int) -> tuple[str, ...]:
-        return self._prompts[sample].stops
+        return self._prompts[sample].params.stop

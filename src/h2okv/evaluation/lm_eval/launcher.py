@@ -6,19 +6,31 @@ import difflib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from h2okv.evaluation.lm_eval.tasks import DATA_VARIABLE
+from h2okv.config import CacheConfig
 
+DATA_VARIABLE = "H2OKV_EVAL_DATA"
+"""The environment variable that names the folder; ``h2okv lm-eval --data`` sets it."""
 TASKS = Path(__file__).parent / "task_files"
 """The folder of the task files, for ``lm_eval --include_path``."""
 
 MODEL = "h2okv"
 _SUBCOMMANDS = ("run", "ls", "validate")
+_FILES = {
+    "copa": ("copa_balanced_dev.xml",),
+    "rte": ("rte_val.jsonl",),
+    "piqa": ("piqa/valid.jsonl", "piqa/valid-labels.lst"),
+    "openbookqa": ("openbookqa_test.tsv", "openbookqa_dev.tsv"),
+    "winogrande": ("llm_adapters/winogrande_test.json",),
+    "mathqa": ("llm_adapters/mathqa_test.json",),
+}
+"""What each of this package's tasks reads from the data folder."""
 
 
 def run_harness(args: Sequence[str], data: Path | None = None) -> int:
@@ -34,18 +46,65 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is no folder; name the one with the data files.")
     words = completed(list(args))
-    own_only = names_own_tasks(words)
-    with _in_place_of(sys, "argv", ["lm_eval", *words]), _tasks_known(own_only):
-        before = os.environ.get(DATA_VARIABLE)
-        if data is not None:
-            os.environ[DATA_VARIABLE] = str(data)
-        try:
+    with data_folder(data):
+        tasks = task_names(words)
+        _check_early(words, tasks)
+        own_only = bool(tasks) and all(name.startswith(f"{MODEL}_") for name in tasks)
+        with _in_place_of(sys, "argv", ["lm_eval", *words]), _tasks_known(own_only):
             return _evaluate()
-        finally:
-            if data is not None:
-                os.environ.pop(DATA_VARIABLE)
-                if before is not None:
-                    os.environ[DATA_VARIABLE] = before
+
+
+def data_file(name: str) -> Path:
+    """Finds a data file of a task."""
+    folder = os.environ.get(DATA_VARIABLE, "")
+    if not folder:
+        raise ValueError(
+            f"this task reads {name!r}, and nothing says where it is; give h2okv lm-eval --data "
+            f"DIR, or set the environment variable {DATA_VARIABLE}."
+        )
+    path = Path(folder) / name
+    if not path.is_file():
+        raise ValueError(
+            f"the data file {name!r} is not in {folder!r}; put it there (docs/lm-eval.md says "
+            "where it comes from) or name another folder by --data."
+        )
+    return path
+
+
+@contextmanager
+def data_folder(folder: Path | None) -> Iterator[None]:
+    """Names the data folder to the tasks, where one is given."""
+    before = os.environ.get(DATA_VARIABLE)
+    if folder is not None:
+        os.environ[DATA_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ.pop(DATA_VARIABLE)
+            if before is not None:
+                os.environ[DATA_VARIABLE] = before
+
+
+def check_arguments(names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses names that look like one of a cache's."""
+    for name in names:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        if near and name not in known:
+            raise ValueError(f"model argument {name!r} is unknown; perhaps {near[0]!r} is meant.")
+
+
+def _check_early(words: list[str], tasks: list[str]) -> None:
+    """Refuses what is plainly wrong before the harness, and the model, are loaded."""
+    if words[0] != "run":
+        return
+    if values_of(words, "--model", "-M") == [MODEL]:
+        given = [part.partition("=")[0] for part in values_of(words, "--model_args", "-a")]
+        check_arguments(given, ("protocol", *(field.name for field in fields(CacheConfig))))
+    for task, files in _FILES.items():
+        if f"{MODEL}_{task}" in tasks or f"{MODEL}_tasks" in tasks:
+            for name in files:
+                data_file(name)
 
 
 def _is_installed() -> bool:
@@ -54,6 +113,8 @@ def _is_installed() -> bool:
 
 def _evaluate() -> int:
     from lm_eval.__main__ import cli_evaluate
+
+    import h2okv.evaluation.lm_eval.model  # noqa: F401  registers the model type
 
     try:
         cli_evaluate()
@@ -76,15 +137,20 @@ def completed(args: list[str]) -> list[str]:
     return args
 
 
-def names_own_tasks(args: list[str]) -> bool:
-    """Tells whether all tasks asked for are this package's; the harness's take seconds to list."""
-    names: list[str] = []
+def task_names(args: list[str]) -> list[str]:
+    """The tasks asked for; where all are this package's, the harness's need not be listed."""
+    return values_of(args, "--tasks", "-t")
+
+
+def values_of(args: list[str], *names: str) -> list[str]:
+    """What follows an option, taken apart at spaces and commas."""
+    found: list[str] = []
     for place, word in enumerate(args):
         option, equals, value = word.partition("=")
-        if option in ("--tasks", "-t"):
+        if option in names:
             rest = [value] if equals else list(takewhile(_is_value, args[place + 1 :]))
-            names += [name for part in rest for name in part.split(",")]
-    return bool(names) and all(name.startswith(f"{MODEL}_") for name in names)
+            found += [part for own in rest for part in own.split(",")]
+    return found
 
 
 def _is_value(word: str) -> bool:

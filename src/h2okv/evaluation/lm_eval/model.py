@@ -18,9 +18,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import h2okv.provenance
-from h2okv.cache.validation import check_model
-from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer, TokenScores, batches, closest
-from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval.launcher import check_arguments
+from h2okv.evaluation.lm_eval.scoring import (
+    SETTINGS,
+    Protocol,
+    Scorer,
+    TokenScores,
+    batches,
+    prepare_model,
+    split_settings,
+)
+from h2okv.evaluation.model import make_cache
 from h2okv.integration.enable import enable
 from h2okv.integration.models import default_dtype, resolve_model
 from h2okv.provenance import fingerprint
@@ -28,7 +37,9 @@ from h2okv.provenance import fingerprint
 _PACKAGES = ("tokenizers", "lm_eval", "crfm-helm")
 
 
-def provenance(model: PreTrainedModel, name: str, settings: EvictionSettings) -> dict[str, Any]:
+def provenance(
+    model: PreTrainedModel, name: str, config: CacheConfig, protocol: Protocol
+) -> dict[str, Any]:
     """Describes model, cache and software of a run."""
     versions = {"python": platform.python_version()} | h2okv.provenance.versions()
     commit = versions.pop("commit")
@@ -42,7 +53,7 @@ def provenance(model: PreTrainedModel, name: str, settings: EvictionSettings) ->
         "revision": getattr(model.config, "_commit_hash", None) or "",
         "weights": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "cache": settings.describe(),
+        "cache": {"protocol": protocol} | config.to_dict(),
         "versions": versions,
         "commit": commit,
     }
@@ -66,15 +77,14 @@ _ENDLESS = 1 << 30
 class H2OLM(HFLM):
     """The harness's ``hf`` model with an `H2OCache`; its other arguments work as they do there.
 
-    ``loglikelihood`` is scored under eviction (`EvictionSettings.protocol`), ``generate_until``
+    ``loglikelihood`` is scored under eviction (see `split_settings`), ``generate_until``
     writes on the cache, with the budget of the prompt. ``loglikelihood_rolling`` has no prompt and
     so needs ``protocol="whole"``.
     """
 
     def __init__(self, pretrained: str | PreTrainedModel, **options: Any) -> None:
-        given = {name: options.pop(name) for name in EvictionSettings.names() if name in options}
-        self.settings = EvictionSettings(**given)
-        _check_options(options, self.settings)
+        _check_options(options)
+        self.cache_config, self.protocol = split_settings(options)
         if isinstance(pretrained, str):
             self.name = pretrained
             if "gguf_file" not in options:
@@ -85,18 +95,21 @@ class H2OLM(HFLM):
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         options.setdefault("dtype", default_dtype(self.name, options["device"]) or "auto")
         super().__init__(pretrained=pretrained, **options)
-        check_model(self.model)
-        self.model.set_attn_implementation(ATTENTION_NAME)
-        if self.model.generation_config is not None:
-            # A checkpoint may ask for a cache of its own.
-            self.model.generation_config.cache_implementation = None
+        prepare_model(self.model)
         dtype = self.softmax_dtype or torch.float32
-        self.scorer = Scorer(self.model, self.settings, dtype)
+        self.scorer = Scorer(self.model, self.cache_config, dtype)
+
+    @property
+    def _rolls(self) -> bool:
+        return self.cache_config.positions == "rolling"
+
+    def _describe(self) -> dict[str, Any]:
+        return {"protocol": self.protocol} | self.cache_config.to_dict()
 
     @property
     def max_length(self) -> int:
         """The most tokens of a text; no limit where positions roll."""
-        if self.settings.rolls and self._max_length is None:
+        if self._rolls and self._max_length is None:
             return _ENDLESS
         return super().max_length
 
@@ -110,7 +123,7 @@ class H2OLM(HFLM):
         if store is None:
             return
         mine = json.dumps(
-            {"model": self.name, "revision": self.revision} | self.settings.describe(),
+            {"model": self.name, "revision": self.revision} | self._describe(),
             sort_keys=True,
         )
         stored = store.get(_SETTINGS_KEY)
@@ -128,12 +141,12 @@ class H2OLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Adds model, budget, policy, seed, versions and commit to the harness's own record."""
-        record = provenance(self.model, self.name, self.settings)
+        record = provenance(self.model, self.name, self.cache_config, self.protocol)
         return super().get_model_info() | {"h2okv": record}
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Scores whole texts, as perplexity tasks do; see `HFLM.loglikelihood_rolling`."""
-        if self.settings.protocol == "prompt" and not self.settings.is_full:
+        if self.protocol == "prompt" and not self.cache_config.is_full:
             raise ValueError(
                 "a task of rolling log-likelihoods has no prompt to evict, so protocol='prompt' "
                 "would give the full cache's figures; give prefill_chunk=1, or a larger block "
@@ -166,7 +179,7 @@ class H2OLM(HFLM):
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
         """Generates with a new cache for the batch; the budget is of each row's prompt."""
-        cache = self.settings.make(self.model.config)
+        cache = make_cache(self.cache_config, self.model.config, self.cache_config.seed)
         with enable(self.model) if cache.needs_enabling else nullcontext():
             return super()._model_generate(
                 context, max_length, stop, past_key_values=cache, **generation_kwargs
@@ -184,7 +197,7 @@ class H2OLM(HFLM):
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         hidden = disable_tqdm or self.rank != 0
         bar = tqdm(total=len(requests), disable=hidden, desc="Scoring under eviction")
-        score = self._score_whole if self.settings.protocol == "whole" else self._score_prompts
+        score = self._score_whole if self.protocol == "whole" else self._score_prompts
         for number, scores in score(pairs, size):
             answers[number] = (scores.total, scores.is_greedy)
             texts = requests[number][0]
@@ -254,14 +267,12 @@ def _opening(texts: Sequence[Any] | None) -> str:
     return repr(" ".join(str(texts[0]).split())[:40]) if texts else "part of a long text"
 
 
-def _check_options(options: dict[str, Any], settings: EvictionSettings) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     """Refuses what the harness or transformers would fail on in words of their own."""
-    known = set(inspect.signature(HFLM.__init__).parameters)
-    for name in options:
-        near = closest(name)
-        if name not in known and near:
-            raise ValueError(f"model argument {name!r} is unknown; perhaps {near!r} is meant.")
-    if settings.rolls and str(options.get("batch_size")).startswith("auto"):
+    known = inspect.signature(HFLM.__init__).parameters
+    check_arguments([name for name in options if name not in known], SETTINGS)
+    rolls = options.get("positions") == "rolling"
+    if rolls and str(options.get("batch_size")).startswith("auto"):
         raise ValueError(
             "batch_size=auto tries the longest text, which positions='rolling' does not have; "
             "give a number."

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import PositionRule
-from h2okv.config import Budget
+from h2okv.cache.validation import check_model
+from h2okv.config import CacheConfig
+from h2okv.evaluation.generate import left_padded
+from h2okv.evaluation.model import make_cache
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable
 from h2okv.policy import get_policy
@@ -25,86 +28,49 @@ Protocol = Literal["prompt", "whole"]
 PROTOCOLS: tuple[Protocol, ...] = ("prompt", "whole")
 
 
-def _defaults() -> dict[str, Any]:
-    """`H2OCache`'s arguments and their defaults, so that a new one is known here too."""
-    parameters = inspect.signature(H2OCache.__init__).parameters
-    return {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if name not in ("self", "config")
-    }
+SETTINGS = ("protocol", *(field.name for field in fields(CacheConfig)))
+"""The arguments of a harness's model that are not the harness's own."""
 
 
-class EvictionSettings:
-    """A cache as a harness configures it, and what a continuation is scored on.
+def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
+    """Takes cache and protocol out of a model's arguments; refuses what looks like one of them.
 
-    Attributes:
-        protocol: ``prompt`` or ``whole``.
-        options: all arguments of `H2OCache`, defaults included.
+    Args:
+        options: Arguments by name; loses those of `SETTINGS`.
+
+    Returns:
+        The cache, and what a continuation is scored on: the ``prompt``, evicted before it, or the
+        ``whole`` text, evicted block by block. Blocks of one token are the paper's protocol,
+        ``whole``, unless said otherwise.
+
+    Raises:
+        ValueError: If they make no sense.
     """
-
-    def __init__(self, protocol: str | None = None, **options: Any) -> None:
-        defaults = _defaults()
-        for name in options:
-            if name not in defaults:
-                raise ValueError(
-                    f"cache option {name!r} is unknown; {_hint(name)}choose from "
-                    f"{', '.join(defaults)}."
-                )
-        self.options: dict[str, Any] = defaults | options
-        chunk = self.options["prefill_chunk"]
-        if protocol is None:
-            protocol = "whole" if chunk == 1 else "prompt"
-        if protocol not in PROTOCOLS:
-            raise ValueError(
-                f"protocol={protocol!r} is unknown; choose one of {', '.join(PROTOCOLS)}."
-            )
-        if protocol == "whole" and chunk is None and not self.is_full:
-            raise ValueError(
-                "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
-                "after it, so that no score would change; give prefill_chunk=1 (the paper's way) "
-                "or a larger block."
-            )
-        self.protocol = protocol
-        # What the cache would refuse is heard about before a model's weights are loaded.
-        get_policy(self.options["policy"], self.options["seed"])
-        get_scoring(self.options["scoring"], self.options["decay"])
-        Budget(**{name: self.options[name] for name in ("heavy", "recent", "sink", "max_tokens")})
-        PositionRule(self.options["positions"], chunk)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing is ever evicted, whatever the budget."""
-        return bool(self.options["policy"] == "full")
-
-    @property
-    def rolls(self) -> bool:
-        """Whether positions roll, so that there is no longest text."""
-        return bool(self.options["positions"] == "rolling")
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Returns the settings' names, as ``--model_args`` takes them."""
-        return ("protocol", *_defaults())
-
-    def make(self, config: PreTrainedConfig) -> H2OCache:
-        """Makes the cache, empty."""
-        return H2OCache(config, **self.options)
-
-    def describe(self) -> dict[str, Any]:
-        """Returns all settings by name, for the output of a run."""
-        return {"protocol": self.protocol} | self.options
+    given = {name: options.pop(name) for name in SETTINGS if name in options}
+    protocol = given.pop("protocol", None)
+    config = CacheConfig.from_dict(given)
+    # What the cache would refuse is refused before a model's weights are loaded.
+    get_policy(config.policy, config.seed)
+    get_scoring(config.scoring, config.decay)
+    rule: Any = PositionRule
+    rule(config.positions, config.prefill_chunk)
+    if protocol is None:
+        protocol = "whole" if config.prefill_chunk == 1 else "prompt"
+    for name in PROTOCOLS:
+        if name == protocol:
+            check_protocol(config, name)
+            return config, name
+    raise ValueError(f"protocol={protocol!r} is unknown; choose one of {', '.join(PROTOCOLS)}.")
 
 
-def closest(name: str) -> str | None:
-    """Finds the setting that a misspelt name may mean."""
-    near = difflib.get_close_matches(name, EvictionSettings.names(), n=1, cutoff=0.7)
-    return near[0] if near else None
-
-
-def _hint(name: str) -> str:
-    near = closest(name)
-    return f"did you mean {near!r}? " if near else ""
+def check_protocol(config: CacheConfig, protocol: Protocol) -> None:
+    """Refuses whole texts that no eviction would reach before they are scored."""
+    if protocol == "whole" and config.prefill_chunk is None and not config.is_full:
+        raise ValueError(
+            "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
+            "after it, so that no score would change; give prefill_chunk=1 (the paper's way) "
+            "or a larger block."
+        )
 
 
 @dataclass(frozen=True)
@@ -136,13 +102,13 @@ class Scorer:
     def __init__(
         self,
         model: PreTrainedModel,
-        settings: EvictionSettings,
+        config: CacheConfig,
         dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self.model = model
-        self.settings = settings
+        self.config = config
         self.dtype = dtype
-        layers = settings.make(model.config).layers
+        layers = self._cache().layers
         # Recurrent and sliding layers are transformers' own, and not all of them see padding.
         self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
 
@@ -204,7 +170,7 @@ class Scorer:
         if not self.takes_padding and len(texts) > 1:
             pairs = zip(texts, counts, strict=True)
             return [self.whole([text], [count])[0] for text, count in pairs]
-        return self._score(texts, counts, self.settings.make(self.model.config), None)
+        return self._score(texts, counts, self._cache(), None)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Reads texts without padding in one forward, on an empty cache.
@@ -215,13 +181,16 @@ class Scorer:
         Returns:
             ``[B, T, V]`` in the model's dtype.
         """
-        cache = self.settings.make(self.model.config)
+        cache = self._cache()
         with _enabled(self.model, cache), torch.no_grad():
             return self.model(input_ids.to(self.model.device), past_key_values=cache).logits
 
+    def _cache(self) -> H2OCache:
+        return make_cache(self.config, self.model.config, self.config.seed)
+
     def _read(self, contexts: Sequence[Sequence[int]]) -> tuple[H2OCache, torch.Tensor]:
         """Reads contexts onto an empty cache; with it, the mask ``[B, tokens seen]``."""
-        cache = self.settings.make(self.model.config)
+        cache = self._cache()
         input_ids, mask = self._padded(contexts)
         if input_ids.shape[1]:
             with _enabled(self.model, cache), torch.no_grad():
@@ -255,7 +224,9 @@ class Scorer:
         length = input_ids.shape[1]
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
-        with _enabled(self.model, cache), torch.no_grad():
+        with warnings.catch_warnings(), _enabled(self.model, cache), torch.no_grad():
+            # What follows a context is not of the prompt that fractions are taken of.
+            warnings.filterwarnings("ignore", ".*fractions were taken of the first forward")
             logits = self.model(
                 input_ids,
                 attention_mask=mask,
@@ -273,15 +244,49 @@ class Scorer:
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Texts with padding on their left, and the mask; int64 ``[B, T]`` each."""
-        length = max(len(text) for text in texts)
-        shape = (len(texts), length)
-        input_ids = torch.zeros(shape, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.int64)
-        for row, text in enumerate(texts):
-            if text:
-                input_ids[row, length - len(text) :] = torch.tensor(list(text))
-                mask[row, length - len(text) :] = 1
+        input_ids, mask = left_padded(texts)
         return input_ids.to(self.model.device), mask.to(self.model.device)
+
+
+class EvictingModel:
+    """What a harness calls in the place of a model: ``generate``, and a forward for scores.
+
+    Args:
+        model: A loaded model; gets H2O attention.
+        config: The cache of ``generate``, with the budget of the prompt.
+
+    Raises:
+        ValueError: If the model is not supported, or the cache makes no sense for it.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: CacheConfig) -> None:
+        prepare_model(model)
+        self.model: Any = model
+        self.config = config
+        self._scorer: Scorer | None = None
+
+    def generate(self, **inputs: Any) -> Any:
+        """Generates on a new cache; see `transformers.GenerationMixin.generate`."""
+        cache = make_cache(self.config, self.model.config, self.config.seed)
+        with enable(self.model) if cache.needs_enabling else nullcontext():
+            return self.model.generate(past_key_values=cache, **inputs)
+
+    def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        """Logits ``[B, T, V]`` of whole texts ``[B, T]`` without padding, evicting as it goes."""
+        if self._scorer is None:
+            # A text in one block would not be evicted before its scores are made: it is read by
+            # one token at a time, unless the user has larger blocks.
+            whole = replace(self.config, prefill_chunk=self.config.prefill_chunk or 1)
+            self._scorer = Scorer(self.model, whole)
+        return SimpleNamespace(logits=self._scorer.logits(input_ids))
+
+
+def prepare_model(model: PreTrainedModel) -> None:
+    """Gives a supported model H2O attention, and takes back a cache that its checkpoint wants."""
+    check_model(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.generation_config is not None:
+        model.generation_config.cache_implementation = None
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:

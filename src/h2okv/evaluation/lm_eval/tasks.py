@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,27 +12,8 @@ from xml.etree import ElementTree
 
 from datasets import Dataset
 
+from h2okv.evaluation.lm_eval.launcher import data_file
 from h2okv.records import Record, read_jsonl, read_text_file
-
-DATA_VARIABLE = "H2OKV_EVAL_DATA"
-"""The environment variable that names the folder; ``h2okv lm-eval --data`` sets it."""
-
-
-def data_file(name: str) -> Path:
-    """Finds a data file of a task."""
-    folder = os.environ.get(DATA_VARIABLE, "")
-    if not folder:
-        raise ValueError(
-            f"this task reads {name!r}, and nothing says where it is; give h2okv lm-eval --data "
-            f"DIR, or set the environment variable {DATA_VARIABLE}."
-        )
-    path = Path(folder) / name
-    if not path.is_file():
-        raise ValueError(
-            f"the data file {name!r} is not in {folder!r}; put it there (docs/lm-eval.md says "
-            "where it comes from) or name another folder by --data."
-        )
-    return path
 
 
 def _read_json_list(path: Path) -> Iterator[Record]:

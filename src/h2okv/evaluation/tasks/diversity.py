@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from h2okv.evaluation.decoding import Decoding
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.generate import Answer
-from h2okv.evaluation.task import BatchOptions, GenerationTask, Score, TextPrompt, mean
+from h2okv.evaluation.task import BatchOptions, GenerationTask, Result, Score, TextPrompt, mean
 from h2okv.provenance import digest
-from h2okv.records import Row as Result
 
 
 class Diversity(GenerationTask):
@@ -28,17 +28,14 @@ class Diversity(GenerationTask):
         prompts: Sequence[TextPrompt],
         copies: int,
         options: BatchOptions,
-        decoding: Decoding,
+        params: SamplingParams,
     ) -> None:
         if copies < 2:
             raise ValueError(f"copies {copies} is too few; give 2 answers or more to compare")
-        if decoding.temperature == 0:
+        if params.is_greedy:
             raise ValueError("temperature 0 gives the same answer each time; give 1, for example")
         limit = None if options.limit is None else options.limit * copies
-        super().__init__(
-            BatchOptions(options.batch_size, limit, options.too_long, options.max_new_tokens),
-            decoding,
-        )
+        super().__init__(replace(options, limit=limit), params)
         self.name = name
         self._texts = prompts
         self._copies = copies
@@ -46,16 +43,11 @@ class Diversity(GenerationTask):
 
     def identity(self) -> Mapping[str, Any]:
         """Names the prompts and how they are answered."""
-        return {
-            "data": digest(repr([(p.text, p.stops) for p in self._texts])),
-            "copies": self._copies,
-            "max_new_tokens": self.options.max_new_tokens,
-            "temperature": self.decoding.temperature,
-            "top_p": self.decoding.top_p,
-        }
+        data = digest(repr([(p.text, p.stops) for p in self._texts]))
+        return {"data": data, "copies": self._copies, **super().identity()}
 
     def prompts(self) -> Sequence[TextPrompt]:
-        """Returns each prompt as often as it is answered."""
+        """Each prompt as often as it is answered."""
         return [prompt for prompt in self._texts for _ in range(self._copies)]
 
     def result(self, sample: int, answer: Answer) -> Result:
@@ -73,10 +65,9 @@ class Diversity(GenerationTask):
         return {"self_bleu": mean(of_prompts, "self_bleu")}
 
     def _self_bleu(self, texts: Sequence[str]) -> float:
-        others = [[*texts[:n], *texts[n + 1 :]] for n in range(len(texts))]
         found = [
-            self._bleu.sentence_score(text, rest).score
-            for text, rest in zip(texts, others, strict=True)
+            self._bleu.sentence_score(text, [*texts[:n], *texts[n + 1 :]]).score
+            for n, text in enumerate(texts)
         ]
         return float(sum(found) / len(found))
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
-from h2okv.evaluation.lm_eval.launcher import TASKS
-from h2okv.evaluation.lm_eval.tasks import DATA_VARIABLE
-from h2okv.evaluation.task import Score, Task
-from h2okv.records import Row as Result
+from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval.launcher import TASKS, data_folder
+from h2okv.evaluation.model import ModelUnderTest, settled
+from h2okv.evaluation.task import Result, Score, Task, check_counts
+from h2okv.provenance import digest
 from h2okv.records import unknown_name
 
 PREFIX = "h2okv_"
@@ -42,7 +43,7 @@ class HarnessTask(Task):
         shots: int,
         data: Path | None,
         work: Path,
-        chunk: int | None = 1,
+        prefill_chunk: int | None = 1,
         batch_size: int = 16,
         limit: int | None = None,
         own: bool = True,
@@ -57,23 +58,22 @@ class HarnessTask(Task):
             raise unknown_name("task of the harness", name, own_names)
         if shots < 0:
             raise ValueError(f"shots {shots} is too few; give 0 or more")
-        for option, value in (("batch_size", batch_size), ("limit", limit), ("chunk", chunk)):
-            if value is not None and value < 1:
-                raise ValueError(f"{option} {value} is too few; give 1 or more")
+        check_counts(batch_size=batch_size, limit=limit, prefill_chunk=prefill_chunk)
         self.name = name
         self.columns = {"shots": shots}
         self.shots, self.data, self.work = shots, data, work
-        self.chunk, self.batch_size, self.limit, self.own = chunk, batch_size, limit, own
+        self.prefill_chunk, self.batch_size = prefill_chunk, batch_size
+        self.limit, self.own = limit, own
 
     def identity(self) -> Mapping[str, Any]:
         """Names the protocol, the number of documents and the harness's version."""
         return {
-            "chunk": self.chunk,
+            "task_prefill_chunk": self.prefill_chunk,
             "limit": self.limit,
             "lm_eval": importlib.metadata.version("lm_eval"),
         }
 
-    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Looks whether all that the harness needs is there."""
         with self._quietly():
             self._manager().load([self._task_name])
@@ -83,38 +83,40 @@ class HarnessTask(Task):
         return (0,)
 
     def run(
-        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Runs the task."""
         from lm_eval.evaluator import simple_evaluate
 
         from h2okv.evaluation.lm_eval.model import H2OLM
 
-        options = setting.options(subject.config) | {"seed": seed}
-        if not setting.is_full:
-            options["prefill_chunk"] = self.chunk or options["prefill_chunk"]
-        attention = subject.config._attn_implementation
+        cache = replace(settled(config, model.config), seed=seed)
+        protocol = None
+        if not config.is_full:
+            cache = replace(cache, prefill_chunk=self.prefill_chunk or cache.prefill_chunk)
+            protocol = None if self.prefill_chunk in (None, 1) else "whole"
+        attention = model.config._attn_implementation
         with self._quietly():
-            model = H2OLM(
-                subject.model,
-                tokenizer=subject.tokenizer,
+            harness_model = H2OLM(
+                model.model,
+                tokenizer=model.tokenizer,
                 batch_size=self.batch_size,
-                **({} if self.chunk in (None, 1) or setting.is_full else {"protocol": "whole"}),
-                **options,
+                protocol=protocol,
+                **cache.to_dict(),
             )
             try:
                 found: Any = simple_evaluate(
-                    model,
+                    harness_model,
                     tasks=[self._task_name],
                     num_fewshot=self.shots,
                     limit=self.limit,
-                    use_cache=str(self._store(setting, seed)),
+                    use_cache=str(self._store(config, seed)),
                     task_manager=self._manager(),
                     fewshot_random_seed=_FEWSHOT_SEED + seed,
                     log_samples=False,
                 )
             finally:
-                subject.model.set_attn_implementation(attention)
+                model.model.set_attn_implementation(attention)
         scores = {
             name.removesuffix(",none"): value
             for name, value in found["results"][self._task_name].items()
@@ -144,11 +146,9 @@ class HarnessTask(Task):
 
         return TaskManager(include_path=str(TASKS), include_defaults=not self.own)
 
-    def _store(self, setting: CacheSetting, seed: int) -> Path:
-        name = "-".join(
-            str(part) for part in (self.name, self.shots, *setting.identity().values(), seed)
-        )
-        return self.work / "".join(c if c.isalnum() or c in "-.%" else "_" for c in name)
+    def _store(self, config: CacheConfig, seed: int) -> Path:
+        content = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
+        return self.work / f"{self.name}-{self.shots}-{digest(json.dumps(content))}"
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -156,10 +156,8 @@ class HarnessTask(Task):
         from lm_eval import evaluator
 
         logger = logging.getLogger("lm_eval")
-        level, before = logger.level, os.environ.get(DATA_VARIABLE)
+        level = logger.level
         logger.setLevel(logging.ERROR)
-        if self.data is not None:
-            os.environ[DATA_VARIABLE] = str(self.data)
         init = tqdm.__init__
 
         def silent(bar: tqdm, *args: Any, **options: Any) -> None:
@@ -175,12 +173,9 @@ class HarnessTask(Task):
         for owner, name, value in places:
             setattr(owner, name, value)
         try:
-            yield
+            with data_folder(self.data):
+                yield
         finally:
             for (owner, name, _), value in zip(places, kept, strict=True):
                 setattr(owner, name, value)
             logger.setLevel(level)
-            if self.data is not None:
-                os.environ.pop(DATA_VARIABLE)
-                if before is not None:
-                    os.environ[DATA_VARIABLE] = before

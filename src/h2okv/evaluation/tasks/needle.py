@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.config import CacheConfig
 from h2okv.evaluation.generate import Prompt, answer_question
-from h2okv.evaluation.plots import new_figure, save_figure
-from h2okv.evaluation.task import Length, Score, Task, fitting, mean
-from h2okv.evaluation.tasks.ruler import Knowledge, load_string_match
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.task import (
+    GREEDY,
+    Compression,
+    Length,
+    Result,
+    Score,
+    Task,
+    check_counts,
+    filter_by_length,
+    mean,
+)
+from h2okv.evaluation.tasks.ruler import load_string_match
 from h2okv.evaluation.tasks.summarization import Rouge
 from h2okv.provenance import digest
-from h2okv.records import Row as Result
 
 _SENTENCE_ENDS = (".", "!", "?", '."', '!"', '?"', "\n")
 _NAMES = (
@@ -53,8 +60,7 @@ class Needle:
                 f"--needle {self.statement!r} does not hold the answer {answer!r}; give both"
                 " --needle and --answer, the one with the other in it"
             )
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens {self.max_new_tokens} is too few; give 1 or more")
+        check_counts(max_new_tokens=self.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Grid:
 
     Attributes:
         lengths: Tokens of the whole prompt.
-        depths: Shares of the text that stand before the needle.
+        depths: Fractions of the text that stand before the needle.
         tries: Needles for each length and depth, each in another part of the text.
     """
 
@@ -80,9 +86,8 @@ class Grid:
                 raise ValueError(f"--{name} names a value twice; give each once")
         for depth in self.depths:
             if not 0 <= depth <= 1:
-                raise ValueError(f"--depths {depth:g} is out of range; give shares from 0 to 1")
-        if self.tries < 1:
-            raise ValueError(f"--tries {self.tries} is too few; give 1 or more")
+                raise ValueError(f"--depths {depth:g} is out of range; give fractions from 0 to 1")
+        check_counts(tries=self.tries)
 
     def places(self) -> list[tuple[int, float, int]]:
         """Lists length, depth and try of every sample."""
@@ -105,13 +110,13 @@ class NeedleTask(Task):
         text: str,
         grid: Grid,
         needle: Needle,
-        knowledge: Knowledge = "unknown",
+        compression: Compression = "query-agnostic",
         seed: int = 0,
     ) -> None:
         self.name = name
-        self.columns = {"question": knowledge}
+        self.columns = {"compression": compression}
         self.text, self.grid, self.needle = text, grid, needle
-        self.knowledge = knowledge
+        self.compression = compression
         self.seed = seed
         self._match, self._rouge = load_string_match(), Rouge()
         self._encoded: list[tuple[list[int], list[int], str]] = []
@@ -120,18 +125,18 @@ class NeedleTask(Task):
         """Names the text, the needle and its places."""
         return {"data": digest(self.text), **asdict(self.grid), **asdict(self.needle)}
 
-    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Hides the needles."""
-        ids = subject.encode(self.text, special=False)
-        opening = subject.encode("")
-        ends = [n + 1 for n, token in enumerate(ids) if _ends_sentence(subject, token)]
+        ids = model.encode(self.text, special=False)
+        opening = model.encode("")
+        ends = [n + 1 for n, token in enumerate(ids) if _ends_sentence(model, token)]
         draw = random.Random(self.seed)
         self._encoded = []
         for length, depth, number in self.grid.places():
             words = {"name": draw.choice(_NAMES), "answer": draw.choice(_CITIES)}
             answer = self.needle.answer or words["answer"]
-            statement = subject.encode(f" {_filled(self.needle.statement, words)}", special=False)
-            question = subject.encode(_filled(self.needle.question, words), special=False)
+            statement = model.encode(f" {_filled(self.needle.statement, words)}", special=False)
+            question = model.encode(_filled(self.needle.question, words), special=False)
             room = length - len(opening) - len(statement) - len(question)
             if room < 1:
                 raise ValueError(
@@ -151,22 +156,23 @@ class NeedleTask(Task):
         lengths = [
             Length(length + most, f"a text of --lengths {length}") for length in self.grid.lengths
         ]
-        fitting(subject, settings, lengths, "refuse")
+        filter_by_length(model, configs, lengths)
 
     def samples(self) -> Sequence[int]:
         """Returns the needles' numbers."""
         return range(len(self._encoded))
 
     def run(
-        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Asks for needles."""
         places = self.grid.places()
         for sample in samples:
             context, question, expected = self._encoded[sample]
-            prompt = Prompt(question, self.needle.max_new_tokens, ("\n",))
-            known = self.knowledge == "known"
-            answer = answer_question(subject, setting, context, prompt, known, seed)
+            params = replace(GREEDY, max_tokens=self.needle.max_new_tokens, stop=("\n",))
+            aware = self.compression == "query-aware"
+            asked = Prompt(question, params)
+            answer = answer_question(model, config, context, asked, aware, seed)
             length, depth, _ = places[sample]
             yield {
                 sample: {
@@ -202,8 +208,8 @@ def _filled(template: str, words: Mapping[str, str]) -> str:
     return template
 
 
-def _ends_sentence(subject: Subject, token: int) -> bool:
-    return subject.decode([token]).rstrip(" ").endswith(_SENTENCE_ENDS)
+def _ends_sentence(model: ModelUnderTest, token: int) -> bool:
+    return model.decode([token]).rstrip(" ").endswith(_SENTENCE_ENDS)
 
 
 def _sentence_end(ends: Sequence[int], start: int, wanted: int, stop: int) -> int:
@@ -212,57 +218,3 @@ def _sentence_end(ends: Sequence[int], start: int, wanted: int, stop: int) -> in
         [start, stop, *(end for end in ends if start < end < stop)],
         key=lambda end: abs(end - wanted),
     )
-
-
-_COLOURS = "viridis"
-_COLUMNS = 3
-_PANEL = 3.2
-_DARK = 0.6
-
-
-def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws what share of the needles was found."""
-    panels: dict[str, dict[tuple[int, float], float]] = {}
-    for row in rows:
-        panel = panels.setdefault(_name(row), {})
-        panel[row["length"], row["depth"]] = row["string_match"]
-    columns = min(_COLUMNS, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = new_figure(max(_PANEL * columns, 5), _PANEL * lines + 0.8)
-    figure.suptitle(title)
-    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    all_axes = grid.flatten().tolist()
-    for axes, (name, cells) in zip(all_axes, panels.items(), strict=False):
-        lengths = sorted({length for length, _ in cells})
-        depths = sorted({depth for _, depth in cells})
-        image = _draw(axes, cells, lengths, depths)
-        axes.set_title(name, fontsize="medium")
-    for axes in all_axes[len(panels) :]:
-        axes.set_visible(False)
-    figure.supxlabel("length, tokens")
-    figure.supylabel("depth of the needle, %")
-    figure.colorbar(image, ax=all_axes, label="share found")
-    save_figure(figure, path)
-
-
-def _draw(
-    axes: Any,
-    cells: Mapping[tuple[int, float], float],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-) -> Any:
-    """Draws one map, with the number in each of its cells."""
-    values = [[cells[length, depth] for length in lengths] for depth in depths]
-    image = axes.imshow(values, cmap=_COLOURS, vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
-    for y, line in enumerate(values):
-        for x, value in enumerate(line):
-            colour = "black" if value > _DARK else "white"
-            axes.text(x, y, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=8)
-    return image
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    cache = "full" if row["policy"] == "full" else f"{row['policy']} {row['budget']}"
-    return f"{cache}\nquestion {row['question']}"

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.config import CacheConfig
+from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.stream_data import TextSource
 from h2okv.evaluation.streaming import Stream, StreamSettings
-from h2okv.evaluation.task import Length, Score, Task, fitting
+from h2okv.evaluation.task import Length, Result, Score, Task, filter_by_length
 from h2okv.provenance import digest
-from h2okv.records import Row as Result
 
+BLOCK = 64
+"""Tokens that are read at once unless the cache says otherwise."""
 _LARGEST = 600.0
 """Above that a mean negative log-likelihood has no perplexity that a float can hold."""
 
@@ -27,18 +29,16 @@ class Windows:
     Attributes:
         length: Tokens of a window, of which all but the first are scored.
         count: Windows, one after another from the text's beginning; None for all whole ones.
-        chunk: Tokens of a block; 1 is the paper's Algorithm 1.
         every: Tokens of a range of positions.
     """
 
     length: int
     count: int | None = None
-    chunk: int = 64
     every: int = 128
 
     def __post_init__(self) -> None:
         """Refuses what no text can be cut by."""
-        for name, least in (("length", 2), ("count", 1), ("chunk", 1), ("every", 1)):
+        for name, least in (("length", 2), ("count", 1), ("every", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 option = "windows" if name == "count" else name
@@ -66,14 +66,13 @@ class Perplexity(Task):
         return {
             "data": digest(self.text),
             "length": windows.length,
-            "chunk": windows.chunk,
             "every": windows.every,
         }
 
-    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Cuts the text."""
         length = self.windows.length
-        ids = torch.tensor(subject.encode(self.text))
+        ids = torch.tensor(model.encode(self.text))
         whole = len(ids) // length
         wanted = whole if self.windows.count is None else self.windows.count
         if whole < max(wanted, 1):
@@ -82,22 +81,33 @@ class Perplexity(Task):
                 f" {length}; give a longer text, a smaller --length, or fewer --windows"
             )
         self._ids = list(ids[: wanted * length].reshape(wanted, length))
-        chunked = [_in_blocks(setting, self.windows.chunk) for setting in settings]
-        fitting(subject, chunked, [Length(length, "a window of the text")], "refuse")
+        for config in configs:
+            self._check_evicts(config)
+        in_blocks = [_in_blocks(config) for config in configs]
+        filter_by_length(model, in_blocks, [Length(length, "a window of the text")])
+
+    def _check_evicts(self, config: CacheConfig) -> None:
+        """Refuses windows whose tokens are all scored before the first eviction."""
+        block, length = block_of(config), self.windows.length
+        if not config.is_full and length - 1 <= block:
+            raise ValueError(
+                f"--length {length} is read as one block of {block} tokens, so that nothing is"
+                " evicted before it is scored; give a larger --length or a smaller --prefill-chunk"
+            )
 
     def samples(self) -> Sequence[int]:
         """Returns the windows' numbers."""
         return range(len(self._ids))
 
     def run(
-        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Reads windows."""
-        reading = StreamSettings(chunk=self.windows.chunk, every=self.windows.every)
+        reading = StreamSettings(prefill_chunk=block_of(config), every=self.windows.every)
         for sample in samples:
-            cache = setting.make(subject.config, seed)
+            cache = make_cache(_in_blocks(config), model.config, seed)
             source = TextSource(self._ids[sample], "")
-            stream = Stream(subject.model, cache, source, reading)
+            stream = Stream(model.model, cache, source, reading)
             rows = [row for step in stream.blocks() for row in step.rows]
             last = stream.last_row()
             rows += [] if last is None else [last]
@@ -129,10 +139,16 @@ class Perplexity(Task):
         return rows
 
 
-def _in_blocks(setting: CacheSetting, chunk: int) -> CacheSetting:
-    """The same cache, for checks that must know how long a block is."""
-    rolls = setting.positions == "rolling" and not setting.is_full
-    return replace(setting, prefill_chunk=chunk) if rolls else setting
+def _in_blocks(config: CacheConfig) -> CacheConfig:
+    """The same cache; rolling positions know how long a block is."""
+    if config.is_full or config.positions != "rolling":
+        return config
+    return replace(config, prefill_chunk=block_of(config))
+
+
+def block_of(config: CacheConfig) -> int:
+    """Tokens that are read at once, with eviction after them."""
+    return config.prefill_chunk or BLOCK
 
 
 def _counts(positions: Sequence[int]) -> list[int]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from h2okv.evaluation.cache_setting import CacheSetting, Subject
+from h2okv.config import CacheConfig
 from h2okv.evaluation.generate import Prompt, answer_question
-from h2okv.evaluation.task import Length, Score, Task, TooLong, fitting, mean
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.task import (
+    GREEDY,
+    Compression,
+    Length,
+    Result,
+    Score,
+    Task,
+    TooLong,
+    check_counts,
+    filter_by_length,
+    mean,
+)
 from h2okv.provenance import digest
-from h2okv.records import Row as Result
 from h2okv.records import read_jsonl
 
-Knowledge = Literal["known", "unknown"]
-KNOWLEDGE: tuple[Knowledge, ...] = ("known", "unknown")
 MOST_TOKENS = 128
 """What RULER (arXiv 2404.06654) allows an answer of its needle tasks."""
 
@@ -28,13 +37,13 @@ class Question:
         context: The text.
         question: What is asked, with the line end before it.
         answers: What must stand in the answer.
-        where: The sample, for messages.
+        place: The sample, for messages.
     """
 
     context: str
     question: str
     answers: tuple[str, ...]
-    where: str
+    place: str
 
 
 def read_ruler(path: Path) -> list[Question]:
@@ -60,18 +69,16 @@ class Recall(Task):
         self,
         name: str,
         questions: Sequence[Question],
-        knowledge: Knowledge,
+        compression: Compression,
         limit: int | None = None,
         too_long: TooLong = "refuse",
         max_new_tokens: int = MOST_TOKENS,
     ) -> None:
-        for option, value in (("limit", limit), ("max-new-tokens", max_new_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"--{option} {value} is too few; give 1 or more")
+        check_counts(limit=limit, max_new_tokens=max_new_tokens)
         self.name = name
-        self.columns = {"question": knowledge}
+        self.columns = {"compression": compression}
         self.questions = questions[:limit]
-        self.knowledge = knowledge
+        self.compression = compression
         self.too_long = too_long
         self.max_new_tokens = max_new_tokens
         self._match = load_string_match()
@@ -84,31 +91,32 @@ class Recall(Task):
         content = repr([(q.context, q.question, q.answers) for q in self._all])
         return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
 
-    def prepare(self, subject: Subject, settings: Sequence[CacheSetting]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Makes texts and questions tokens, each on its own, so that both ways read the same."""
         self._encoded = [
-            (subject.encode(q.context), subject.encode(q.question, special=False))
+            (model.encode(q.context), model.encode(q.question, special=False))
             for q in self.questions
         ]
         lengths = [
-            Length(len(context) + len(question) + self.max_new_tokens, q.where)
+            Length(len(context) + len(question) + self.max_new_tokens, q.place)
             for (context, question), q in zip(self._encoded, self.questions, strict=True)
         ]
-        self._samples = fitting(subject, settings, lengths, self.too_long)
+        self._samples = filter_by_length(model, configs, lengths, self.too_long)
 
     def samples(self) -> Sequence[int]:
         """Returns the numbers of the questions that are asked."""
         return self._samples
 
     def run(
-        self, subject: Subject, setting: CacheSetting, samples: Sequence[int], seed: int
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Asks questions."""
         for sample in samples:
             context, question = self._encoded[sample]
-            prompt = Prompt(question, self.max_new_tokens, ("\n",))
-            known = self.knowledge == "known"
-            answer = answer_question(subject, setting, context, prompt, known, seed)
+            params = replace(GREEDY, max_tokens=self.max_new_tokens, stop=("\n",))
+            aware = self.compression == "query-aware"
+            asked = Prompt(question, params)
+            answer = answer_question(model, config, context, asked, aware, seed)
             expected = self.questions[sample].answers
             score = self._match([answer.text], [list(expected)])
             yield {sample: {"string_match": score, "text": answer.text, "expected": expected}}

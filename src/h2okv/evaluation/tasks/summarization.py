@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2okv.evaluation.decoding import Decoding
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.generate import Answer
-from h2okv.evaluation.task import BatchOptions, GenerationTask, Score, TextPrompt, mean
+from h2okv.evaluation.task import BatchOptions, GenerationTask, Result, Score, TextPrompt, mean
 from h2okv.provenance import digest
 from h2okv.records import Record, read_jsonl, read_text_file
-from h2okv.records import Row as Result
 
 _STOPS = ("###",)
 _MOST_TOKENS = 64
@@ -130,10 +129,10 @@ class Summarization(GenerationTask):
         name: str,
         articles: Sequence[Article],
         options: BatchOptions,
-        decoding: Decoding,
+        params: SamplingParams,
         stemmer: bool = False,
     ) -> None:
-        super().__init__(options, decoding)
+        super().__init__(options, params)
         self.name = name
         self.articles = articles
         self._rouge = Rouge(stemmer)
@@ -142,13 +141,7 @@ class Summarization(GenerationTask):
     def identity(self) -> Mapping[str, Any]:
         """Names the articles and how they are summarized and scored."""
         content = repr([(a.prompt.text, a.prompt.stops, a.references) for a in self.articles])
-        return {
-            "data": digest(content),
-            "max_new_tokens": self.options.max_new_tokens,
-            "temperature": self.decoding.temperature,
-            "top_p": self.decoding.top_p,
-            "stemmer": self._stemmer,
-        }
+        return {"data": digest(content), **super().identity(), "stemmer": self._stemmer}
 
     def prompts(self) -> Sequence[TextPrompt]:
         """Returns the articles' prompts."""

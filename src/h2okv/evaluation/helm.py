@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,18 @@ from helm.clients.huggingface_client import (
     HuggingFaceServer,
     HuggingFaceServerFactory,
 )
-from helm.common.cache import CacheConfig
+from helm.common.cache import CacheConfig as RequestCacheConfig
 from helm.common.request import Request, RequestResult
 from helm.tokenizers.tokenizer import Tokenizer
 from transformers import set_seed
 
-from h2okv.evaluation.helm.evicting_model import EvictingModel
+from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.model import provenance
-from h2okv.evaluation.lm_eval.scoring import EvictionSettings, closest
+from h2okv.evaluation.lm_eval.scoring import SETTINGS, EvictingModel, Protocol, split_settings
 from h2okv.integration.models import resolve_model
+from h2okv.provenance import digest
+from h2okv.records import write_json
 
 
 class H2OServer(HuggingFaceServer):
@@ -30,18 +32,19 @@ class H2OServer(HuggingFaceServer):
     Args:
         path: what `from_pretrained` takes.
         tokenizer: HELM's tokenizer.
-        settings: the cache.
+        config: the cache.
+        protocol: recorded only.
         **options: what HELM's server takes.
     """
 
     def __init__(
-        self, path: str, tokenizer: Any, settings: EvictionSettings, **options: Any
+        self, path: str, tokenizer: Any, config: CacheConfig, protocol: Protocol, **options: Any
     ) -> None:
         super().__init__(path, tokenizer, **options)
         loaded: Any = self.model
-        self.record = provenance(loaded, path, settings)
-        set_seed(settings.options["seed"])
-        self.model: Any = EvictingModel(loaded, settings)
+        self.record = provenance(loaded, path, config, protocol)
+        set_seed(config.seed)
+        self.model: Any = EvictingModel(loaded, config)
 
 
 class H2OClient(HuggingFaceClient):
@@ -66,18 +69,14 @@ class H2OClient(HuggingFaceClient):
 
     def __init__(
         self,
-        cache_config: CacheConfig,
+        cache_config: RequestCacheConfig,
         tokenizer: Tokenizer,
         pretrained_model_name_or_path: str | None = None,
         record: str | None = None,
         **options: Any,
     ) -> None:
-        given = {name: options.pop(name) for name in EvictionSettings.names() if name in options}
-        self.settings = EvictionSettings(**given)
-        for name in options:
-            near = closest(name)
-            if near:
-                raise ValueError(f"client argument {name!r} is unknown; perhaps {near!r} is meant.")
+        check_arguments([name for name in options if name not in SETTINGS], SETTINGS)
+        self.cache, self.protocol = split_settings(options)
         if pretrained_model_name_or_path is not None:
             pretrained_model_name_or_path = resolve_model(pretrained_model_name_or_path)
         self._record = record
@@ -98,10 +97,13 @@ class H2OClient(HuggingFaceClient):
             HELM's.
         """
         path = self._pretrained_model_name_or_path or request.model
-        asked = {"path": path, "cache": self.settings.describe(), "options": self._kwargs}
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
+        asked = {
+            "path": path,
+            "cache": {"protocol": self.protocol} | self.cache.to_dict(),
+            "options": self._kwargs,
+        }
         # HELM keeps loaded models and answers by this name alone.
-        known_as = f"{request.model}@{digest.hexdigest()[:16]}"
+        known_as = f"{request.model}@{digest(json.dumps(asked, sort_keys=True, default=str))}"
         self._load(known_as, path)
         return super().make_request(replace(request, model=known_as))
 
@@ -111,11 +113,11 @@ class H2OClient(HuggingFaceClient):
         with factory._servers_lock:
             if known_as not in factory._servers:
                 factory._servers[known_as] = H2OServer(
-                    path, self._wrapped_tokenizer, self.settings, **self._kwargs
+                    path, self._wrapped_tokenizer, self.cache, self.protocol, **self._kwargs
                 )
             server = factory._servers[known_as]
         if self._record is not None:
             file = Path(self._record)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(server.record, indent=2) + "\n", encoding="utf-8")
+            write_json(file, server.record)
             self._record = None

@@ -3,14 +3,14 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.launcher import TASKS
 from h2okv.evaluation.tasks.lm_eval_task import HarnessTask
 
 
-def run(task, subject, setting):
-    task.prepare(subject, [setting])
-    (found,) = task.run(subject, setting, task.samples(), 0)
+def run(task, subject, config):
+    task.prepare(subject, [config])
+    (found,) = task.run(subject, config, task.samples(), 0)
     return task.scores(found), task.size(found)
 
 
@@ -26,8 +26,8 @@ def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path):
             limit=8,
             task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
         )["results"]["h2okv_openbookqa"]
-    for setting in (CacheSetting(), CacheSetting("h2o", 2000)):
-        scores, size = run(task, subject, setting)
+    for config in (CacheConfig("full"), CacheConfig.from_budget(2000)):
+        scores, size = run(task, subject, config)
         assert size == 8
         for name in ("acc", "acc_norm"):
             assert scores[name].value == theirs[f"{name},none"]
@@ -45,4 +45,4 @@ def test_unknown_tasks_and_nonsense_are_refused(tmp_path):
 def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
     task = HarnessTask("copa", 0, tmp_path, tmp_path)
     with pytest.raises(ValueError, match="'copa_balanced_dev.xml' is not in"):
-        task.prepare(subject, [CacheSetting()])
+        task.prepare(subject, [CacheConfig("full")])

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path
-from h2okv.evaluation.lm_eval.tasks import DATA_VARIABLE
+from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE
 
 COPA_ITEM = (
     '<item id="{id}" asks-for="{asks}" most-plausible-alternative="{best}">'

@@ -1,14 +1,15 @@
 import pytest
 
-from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask, plot_needles
+from h2okv.config import CacheConfig
+from h2okv.evaluation.plots import plot_needles
+from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask
 
-FULL = CacheSetting()
+FULL = CacheConfig("full")
 GRID = Grid((128, 256), (0.0, 0.5, 1.0), tries=2)
 
 
-def prepared(subject, novel, knowledge="unknown", seed=0, grid=GRID, needle=None):
-    task = NeedleTask("needle", novel, grid, needle or Needle(), knowledge, seed)
+def prepared(subject, novel, compression="query-agnostic", seed=0, grid=GRID, needle=None):
+    task = NeedleTask("needle", novel, grid, needle or Needle(), compression, seed)
     task.prepare(subject, [FULL])
     return task
 
@@ -40,8 +41,8 @@ def test_tries_are_other_needles_in_other_text(subject, novel):
 def test_a_full_cache_finds_what_the_model_can_recall(subject, novel, tmp_path):
     grid = Grid((128, 160), (0.0, 1.0), tries=2)
     rows = []
-    for knowledge in ("known", "unknown"):
-        task = prepared(subject, novel, knowledge, grid=grid)
+    for compression in ("query-aware", "query-agnostic"):
+        task = prepared(subject, novel, compression, grid=grid)
         results = {n: r for f in task.run(subject, FULL, task.samples(), 0) for n, r in f.items()}
         assert task.scores(results)["string_match"].value >= 0.75
         details = task.details(results)
@@ -69,8 +70,10 @@ def test_nonsense_is_refused(make, message):
 
 
 @pytest.mark.parametrize(
-    ("length", "message"), [(20, "has no room"), (90_000, "too few to hide"), (2040, "window")]
+    ("length", "message"),
+    [(20, "has no room"), (90_000, "too few to hide"), (2040, "context window of 2048")],
 )
 def test_a_length_without_room_is_refused(subject, novel, length, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         prepared(subject, novel, grid=Grid((length,), (0.5,)))
+    assert "--too-long" not in str(caught.value)  # which this task does not have

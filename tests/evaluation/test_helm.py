@@ -17,7 +17,7 @@ from helm.common.cache import BlackHoleCacheConfig, SqliteCacheConfig  # noqa: E
 from helm.common.request import Request  # noqa: E402
 from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer  # noqa: E402
 
-from h2okv.evaluation.helm.client import H2OClient  # noqa: E402
+from h2okv.evaluation.helm import H2OClient  # noqa: E402
 
 PROMPT = "It was a dark and stormy night, and the old captain said to the mate: " * 3
 BUDGET = {"heavy": 0.1, "recent": 0.1}

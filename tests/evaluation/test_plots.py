@@ -2,10 +2,16 @@ import sys
 
 import pytest
 
-from h2okv.evaluation.plots import check_plot, draw_perplexity, new_figure, plot_stream
-from h2okv.evaluation.streaming import Row
+from h2okv.evaluation.plots import (
+    check_plot,
+    draw_perplexity,
+    new_figure,
+    plot_needles,
+    plot_stream,
+)
+from h2okv.evaluation.streaming import StreamRow
 
-ROWS = [Row(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
+ROWS = [StreamRow(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
@@ -32,7 +38,9 @@ def test_the_picture_shows_the_rows_and_the_window():
 
 def test_few_or_odd_rows_can_be_drawn(tmp_path):
     path = tmp_path / "stream.png"
-    plot_stream(path, [Row(10, 5000.0, 0.0, None, 10**6)], None, "one row, no window, no memory")
+    plot_stream(
+        path, [StreamRow(10, 5000.0, 0.0, None, 10**6)], None, "one row, no window, no memory"
+    )
     assert path.stat().st_size > 0
     with pytest.raises(ValueError, match="there are no rows to draw"):
         plot_stream(path, [], None, "none")
@@ -46,3 +54,24 @@ def test_a_picture_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'h2okv\[plot\]'"):
         check_plot(tmp_path / "stream.png")
+
+
+def test_needles_have_a_line_of_maps_for_each_way_to_compress(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "h2okv.evaluation.plots.save_figure", lambda figure, path: drawn.append(figure)
+    )
+    rows = [
+        {"compression": kind, "policy": policy, "budget": "20%", "length": 512, "depth": depth,
+         "string_match": 1.0}
+        for kind in ("query-aware", "query-agnostic")
+        for policy in ("h2o", "full")
+        for depth in (0.0, 1.0)
+    ]  # fmt: skip
+    plot_needles(tmp_path / "n.png", rows, "needles")
+    grid = [axes for axes in drawn[0].axes if axes.get_title()]
+    places = {axes.get_title(): axes.get_subplotspec() for axes in grid}
+    assert {title: (spec.rowspan.start, spec.colspan.start) for title, spec in places.items()} == {
+        "h2o 20%\nquery-aware": (0, 0), "full\nquery-aware": (0, 1),
+        "h2o 20%\nquery-agnostic": (1, 0), "full\nquery-agnostic": (1, 1),
+    }  # fmt: skip

@@ -1,13 +1,24 @@
 import copy
+import errno
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import h2okv
+from h2okv.engine.memory import resident_bytes
 from h2okv.evaluation.stream_data import TextSource
-from h2okv.evaluation.streaming import Stream, StreamSettings, run_stream
+from h2okv.evaluation.streaming import (
+    COLUMNS,
+    Stream,
+    StreamFile,
+    StreamRow,
+    StreamSettings,
+    read_rows,
+    run_stream,
+)
 
 ROLLING = {"heavy": 12, "recent": 12, "positions": "rolling"}
 
@@ -39,7 +50,9 @@ def nlls(rows):
 
 
 def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
-    stream = begin(text_source, StreamSettings(chunk=16, every=100), {"heavy": 400, "recent": 1})
+    stream = begin(
+        text_source, StreamSettings(prefill_chunk=16, every=100), {"heavy": 400, "recent": 1}
+    )
     rows, _ = drain(stream)
     ids = text_source.ids
     with torch.no_grad():
@@ -53,7 +66,7 @@ def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
 
 
 def test_chunk_1_is_one_token_after_another(begin, text_source):
-    stream = begin(text_source, StreamSettings(chunk=1, every=50, tokens=150))
+    stream = begin(text_source, StreamSettings(prefill_chunk=1, every=50, tokens=150))
     rows, _ = drain(stream)
     cache = h2okv.H2OCache(stream.model.config, **ROLLING)
     losses = []
@@ -66,8 +79,8 @@ def test_chunk_1_is_one_token_after_another(begin, text_source):
 
 
 def test_rows_do_not_depend_on_how_they_cut_the_blocks(begin, text_source):
-    fine, _ = drain(begin(text_source, StreamSettings(chunk=16, every=7)))
-    coarse, _ = drain(begin(text_source, StreamSettings(chunk=16, every=70)))
+    fine, _ = drain(begin(text_source, StreamSettings(prefill_chunk=16, every=7)))
+    coarse, _ = drain(begin(text_source, StreamSettings(prefill_chunk=16, every=70)))
     assert [row.position for row in fine][:4] == [7, 14, 21, 28]
     for number, row in enumerate(coarse[:4]):
         mean = math.fsum(part.nll for part in fine[10 * number : 10 * number + 10]) / 10
@@ -76,7 +89,7 @@ def test_rows_do_not_depend_on_how_they_cut_the_blocks(begin, text_source):
 
 
 def test_the_cache_stays_as_small_as_its_budget(begin, text_source):
-    stream = begin(text_source, StreamSettings(chunk=16, every=100))
+    stream = begin(text_source, StreamSettings(prefill_chunk=16, every=100))
     rows, _ = drain(stream)
     assert stream.cache.num_cached_tokens == 24
     assert len({row.cache_bytes for row in rows}) == 1
@@ -84,7 +97,7 @@ def test_the_cache_stays_as_small_as_its_budget(begin, text_source):
 
 
 def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
-    stream = begin(text_source, StreamSettings(chunk=16, every=20, tokens=50))
+    stream = begin(text_source, StreamSettings(prefill_chunk=16, every=20, tokens=50))
     rows, _ = drain(stream)
     assert [row.position for row in rows] == [20, 40, 50]
     assert stream.cache.num_seen_tokens == stream.state.position == 50
@@ -92,14 +105,14 @@ def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
 
 def test_answers_are_what_generate_gives_on_one_cache(begin, chat_source):
     wide = {"heavy": 400, "recent": 1}
-    stream = begin(chat_source, StreamSettings(chunk=8, every=1000, max_new_tokens=5), wide)
+    stream = begin(chat_source, StreamSettings(prefill_chunk=8, every=1000, max_new_tokens=5), wide)
     _, answers = drain(stream)
     whole = torch.empty(0, dtype=torch.int64)
     expected = []
     for sample in range(len(chat_source)):
-        for piece in chat_source[sample]:
-            whole = torch.cat([whole, piece.ids])
-            if piece.answers:
+        for segment in chat_source[sample]:
+            whole = torch.cat([whole, segment.ids])
+            if segment.answers:
                 with torch.no_grad():
                     whole = stream.model.generate(
                         whole[None], max_new_tokens=5, do_sample=False, pad_token_id=0
@@ -114,12 +127,12 @@ def test_answers_are_what_generate_gives_on_one_cache(begin, chat_source):
     assert stream.state.total_nll == pytest.approx(total, rel=1e-5)
 
 
-def test_an_end_token_ends_the_answer_and_is_read_once(begin, pieces):
+def test_an_end_token_ends_the_answer_and_is_read_once(begin, segments):
     source_ids = torch.arange(10, 30).tolist()
-    from_model = begin(pieces([[(source_ids, True)]]), StreamSettings(max_new_tokens=9))
+    from_model = begin(segments([[(source_ids, True)]]), StreamSettings(max_new_tokens=9))
     _, (free,) = drain(from_model)
     end = free[3]
-    again = pieces([[(source_ids, True), ([end, 5, 6], True)]])
+    again = segments([[(source_ids, True), ([end, 5, 6], True)]])
     stream = begin(again, StreamSettings(max_new_tokens=9))
     stream.model.generation_config.eos_token_id = [end, 96]
     stream = Stream(stream.model, stream.cache, again, stream.settings)
@@ -141,7 +154,7 @@ def test_a_resumed_stream_gives_the_same_numbers_to_the_last_bit(
     source = request.getfixturevalue(kind)
     positions = "original" if policy == "full" else "rolling"
     budget = {"heavy": 8, "recent": 8, "policy": policy, "positions": positions}
-    settings = StreamSettings(chunk=8, every=15, max_new_tokens=6)
+    settings = StreamSettings(prefill_chunk=8, every=15, max_new_tokens=6)
     rows, answers = drain(begin(source, settings, budget))
     stream = begin(source, settings, budget)
     states, found = [], []
@@ -164,22 +177,24 @@ def test_a_resumed_stream_gives_the_same_numbers_to_the_last_bit(
 @pytest.mark.parametrize("tokens", [3, 120, 125])
 def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path, tokens):
     path = tmp_path / "stream.safetensors"
-    rows, _ = drain(begin(text_source, StreamSettings(chunk=8, every=50)))
-    short = StreamSettings(chunk=8, every=50, tokens=tokens)
+    rows, _ = drain(begin(text_source, StreamSettings(prefill_chunk=8, every=50)))
+    short = StreamSettings(prefill_chunk=8, every=50, tokens=tokens)
     stream = begin(text_source, short)
     assert run_stream(stream, checkpoint=path)
     assert stream.state.position == tokens
     if tokens < 8:
         assert not path.exists()  # no whole block has been read
         return
-    longer = Stream.resume(stream.model, path, text_source, StreamSettings(chunk=8, every=50))
+    longer = Stream.resume(
+        stream.model, path, text_source, StreamSettings(prefill_chunk=8, every=50)
+    )
     assert run_stream(longer)
     assert nlls([*longer.state.rows, longer.last_row()]) == nlls(rows)
 
 
 def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
-    settings = StreamSettings(chunk=8, every=50, tokens=24)
+    settings = StreamSettings(prefill_chunk=8, every=50, tokens=24)
     stream = begin(text_source, settings, identity={"policy": "h2o"})
     run_stream(stream, checkpoint=path)
 
@@ -189,11 +204,11 @@ def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, 
 
     assert resume().state.position == 24
     other = TextSource(text_source.ids, "another")
-    with pytest.raises(ValueError, match=r"saved with text text, not another"):
+    with pytest.raises(ValueError, match=r"begun with text text, not another"):
         resume(source=other)
-    with pytest.raises(ValueError, match=r"saved with chunk 8, not 9"):
-        resume(settings=StreamSettings(chunk=9, every=50))
-    with pytest.raises(ValueError, match=r"saved with policy h2o, not recent"):
+    with pytest.raises(ValueError, match=r"begun with prefill-chunk 8, not 9"):
+        resume(settings=StreamSettings(prefill_chunk=9, every=50))
+    with pytest.raises(ValueError, match=r"begun with policy h2o, not recent"):
         resume(identity={"policy": "recent"})
 
 
@@ -212,7 +227,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source
     stream.cache.save(path, notes={"stream": '{"version": 99}'})
     with pytest.raises(ValueError, match="is of version 99"):
         Stream.resume(stream.model, path, text_source, stream.settings)
-    stream.cache.save(path, notes={"stream": '{"version": 1}'})
+    stream.cache.save(path, notes={"stream": '{"version": 2}'})
     with pytest.raises(ValueError, match="is damaged"):
         Stream.resume(stream.model, path, text_source, stream.settings)
     path.write_bytes(path.read_bytes()[:-100])
@@ -222,7 +237,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source
 
 def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
-    stream = begin(text_source, StreamSettings(chunk=8, every=50))
+    stream = begin(text_source, StreamSettings(prefill_chunk=8, every=50))
     assert not run_stream(stream, checkpoint=path, should_stop=lambda: stream.state.position >= 100)
     assert stream.state.position == 104
     resumed = Stream.resume(stream.model, path, text_source, stream.settings)
@@ -232,7 +247,7 @@ def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_
 
 
 def test_checkpoints_come_as_often_as_asked(begin, text_source, tmp_path, monkeypatch):
-    stream = begin(text_source, StreamSettings(chunk=8, every=50))
+    stream = begin(text_source, StreamSettings(prefill_chunk=8, every=50))
     saved = []
     monkeypatch.setattr(Stream, "save", lambda self, path: saved.append(self.state.position))
     run_stream(stream, checkpoint=tmp_path / "c", save_every=100)
@@ -240,7 +255,7 @@ def test_checkpoints_come_as_often_as_asked(begin, text_source, tmp_path, monkey
 
 
 def test_no_number_is_an_error_not_a_row(begin, text_source):
-    stream = begin(text_source, StreamSettings(chunk=8, every=10))
+    stream = begin(text_source, StreamSettings(prefill_chunk=8, every=10))
     model = copy.deepcopy(stream.model)
     model.lm_head.weight.data[3] = math.nan
     broken = Stream(model, stream.cache, text_source, stream.settings)
@@ -249,7 +264,7 @@ def test_no_number_is_an_error_not_a_row(begin, text_source):
     assert broken.state.rows == []
 
 
-@pytest.mark.parametrize("name", ["chunk", "every", "tokens", "max_new_tokens"])
+@pytest.mark.parametrize("name", ["prefill_chunk", "every", "tokens", "max_new_tokens"])
 def test_settings_that_make_no_sense(name):
     with pytest.raises(ValueError, match=r"0 is too few; give 1 or more"):
         StreamSettings(**{name: 0})
@@ -258,3 +273,77 @@ def test_settings_that_make_no_sense(name):
 def test_a_text_of_one_token_cannot_be_scored():
     with pytest.raises(ValueError, match="the text has 1 tokens for this model"):
         TextSource(torch.tensor([5]), "text")
+
+
+ROWS = [StreamRow(100, 0.1 + 0.2, 0.0125, 1000, 50), StreamRow(200, 1 / 3, 0.25, None, 50)]
+
+
+def test_rows_come_back_exactly(tmp_path):
+    path = tmp_path / "rows.csv"
+    file = StreamFile(path)
+    file.append(ROWS[:1])
+    assert read_rows(path) == ROWS[:1]  # before it is closed, as after a kill
+    file.append(ROWS[1:])
+    assert read_rows(path) == ROWS
+    assert path.read_text().splitlines()[0] == "position,nll,step_seconds,rss_bytes,cache_bytes"
+    file.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
+    path = tmp_path / "rows.csv"
+    file = StreamFile(path)
+    file.append([*ROWS, StreamRow(250, 9.0, 1.0, 1, 1)])
+    file.close()
+    file = StreamFile(path, ROWS[:1])
+    file.append(ROWS[1:])
+    file.close()
+    assert read_rows(path) == ROWS
+
+
+def test_a_lost_file_is_made_again(tmp_path):
+    path = tmp_path / "rows.csv"
+    StreamFile(path, ROWS).close()
+    assert read_rows(path) == ROWS
+
+
+def test_what_is_there_is_not_overwritten(tmp_path):
+    path = tmp_path / "rows.csv"
+    StreamFile(path).close()
+    with pytest.raises(ValueError, match="exists already; go on with it by --resume"):
+        StreamFile(path)
+    path.write_text("name,age\nAnn,7\n")
+    with pytest.raises(ValueError, match="its first line is not position,nll"):
+        StreamFile(path, ROWS)
+    assert path.read_text() == "name,age\nAnn,7\n"
+    with pytest.raises(ValueError, match="its first line is not position,nll"):
+        read_rows(path)
+    path.write_text(",".join(COLUMNS) + "\n1,2,3,4,5\n1,x,3,4,5\n")
+    with pytest.raises(ValueError, match="line 3 of"):
+        read_rows(path)
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written"):
+        StreamFile(tmp_path / "nowhere" / "rows.csv")
+
+
+def test_a_full_disk_brings_a_sentence(tmp_path, monkeypatch):
+    file = StreamFile(tmp_path / "rows.csv")
+
+    def no_room():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file._file, "_file", SimpleNamespace(flush=no_room))
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
+        file.append(ROWS)
+    monkeypatch.undo()
+    file.close()
+
+
+def test_resident_memory_grows_with_what_is_held():
+    before = resident_bytes()
+    if before is None:
+        pytest.skip("this system does not say")
+    block = bytearray(b"x") * (64 << 20)
+    assert resident_bytes() - before > 0.9 * len(block)

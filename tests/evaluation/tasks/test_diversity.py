@@ -1,7 +1,7 @@
 import pytest
 
-from h2okv.evaluation.cache_setting import CacheSetting
-from h2okv.evaluation.decoding import Decoding
+from h2okv.config import CacheConfig
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.task import BatchOptions, TextPrompt
 from h2okv.evaluation.tasks.diversity import Diversity
 
@@ -12,7 +12,7 @@ OTHER = "every bright morning she walked through green fields without any hurry 
 def make_task(copies=2, temperature=1.0):
     prompts = [TextPrompt(text, 12, (), text) for text in ("It was late when", "The sea was")]
     options = BatchOptions(batch_size=3, limit=2)
-    return Diversity("talk", prompts, copies, options, Decoding(temperature))
+    return Diversity("talk", prompts, copies, options, SamplingParams(temperature=temperature))
 
 
 def results(*texts):
@@ -30,9 +30,9 @@ def test_the_same_again_is_100_and_nothing_in_common_near_0():
 
 def test_each_prompt_is_answered_several_times(subject):
     task = make_task(copies=3)
-    task.prepare(subject, [CacheSetting()])
+    task.prepare(subject, [CacheConfig("full")])
     found = {}
-    for batch in task.run(subject, CacheSetting("h2o", 8), task.samples(), 0):
+    for batch in task.run(subject, CacheConfig.from_budget(8), task.samples(), 0):
         found |= batch
     assert sorted(found) == [0, 1, 2, 3, 4, 5]
     assert [found[n]["prompt"] for n in range(6)] == [0, 0, 0, 1, 1, 1]

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from h2okv.evaluation.cache_setting import CacheSetting
+from h2okv.config import CacheConfig
 from h2okv.evaluation.tasks.ruler import Recall, read_ruler
 
 
@@ -30,16 +30,16 @@ def test_the_last_line_is_the_question(questions, novel):
     assert questions[1].answers == ("Lisbon",)
 
 
-@pytest.mark.parametrize("knowledge", ["known", "unknown"])
-def test_values_are_recalled_with_everything_kept(subject, questions, knowledge):
-    task = Recall("cities", questions, knowledge, max_new_tokens=8)
-    task.prepare(subject, [CacheSetting()])
+@pytest.mark.parametrize("compression", ["query-aware", "query-agnostic"])
+def test_values_are_recalled_with_everything_kept(subject, questions, compression):
+    task = Recall("cities", questions, compression, max_new_tokens=8)
+    task.prepare(subject, [CacheConfig("full")])
     results = {}
-    for found in task.run(subject, CacheSetting(), task.samples(), 0):
+    for found in task.run(subject, CacheConfig("full"), task.samples(), 0):
         results |= found
     assert [result["string_match"] for result in results.values()] == [1.0, 1.0]
     assert task.scores(results)["string_match"].value == 1.0
-    assert task.label == f"cities, question {knowledge}"
+    assert task.label == f"cities, compression {compression}"
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_a_bad_line_is_refused(tmp_path, line, message):
 
 def test_a_limit_of_nothing_is_refused(questions):
     with pytest.raises(ValueError, match="--limit 0 is too few"):
-        Recall("cities", questions, "known", limit=0)
+        Recall("cities", questions, "query-aware", limit=0)

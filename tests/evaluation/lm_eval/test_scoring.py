@@ -5,7 +5,16 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import h2okv
-from h2okv.evaluation.lm_eval.scoring import EvictionSettings, Scorer, batches
+from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval.launcher import check_arguments
+from h2okv.evaluation.lm_eval.scoring import (
+    SETTINGS,
+    EvictingModel,
+    Scorer,
+    batches,
+    split_settings,
+)
+from h2okv.integration.prefill import read_blocks
 
 VOCAB = 97
 TOLERANCE = 2e-5
@@ -18,9 +27,7 @@ def draw(length, seed):
 
 def scorer(model, **options):
     options = {"heavy": 4, "recent": 3} | options
-    # These choose anew for every query, which only masking can do.
-    options["simulate"] = options.get("policy") in ("topk", "topk_heavy")
-    return Scorer(model, EvictionSettings(**options))
+    return Scorer(model, CacheConfig(**options))
 
 
 def assert_equal(one, other):
@@ -53,7 +60,7 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
 @pytest.mark.parametrize("policy", [p for p in h2okv.policy_names() if p != "snapkv"])
 def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     options = {"heavy": 0.2, "recent": 0.2, "sink": 1, "policy": policy, "prefill_chunk": chunk}
-    scoring = scorer(make_llama(), protocol="whole", **options)
+    scoring = scorer(make_llama(), **options)
     texts = [draw(length, length) for length in (33, 2, 17, 33)]
     counts = [5, 1, 16, 1]
     for text, count, together in zip(texts, counts, scoring.whole(texts, counts), strict=True):
@@ -80,7 +87,7 @@ def test_any_policy_serves_continuations_as_alone(make_llama, policy):
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("chunk", [None, 1, 6])
 def test_continuations_share_a_context_as_alone(make_llama, rows, positions, chunk):
-    options = {"positions": positions, "prefill_chunk": chunk, "protocol": "prompt"}
+    options = {"positions": positions, "prefill_chunk": chunk}
     scoring = scorer(make_llama(), **options)
     contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(2, 4)]
     continuations = [
@@ -166,7 +173,7 @@ def test_batches_hold_every_text_once_and_like_lengths():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"polcy": "h2o"}, "did you mean 'policy'"),
+        ({"polcy": "h2o"}, "perhaps 'policy' is meant"),
         ({"policy": "h2"}, "did you mean 'h2o'"),
         ({"protocol": "paper"}, "prompt, whole"),
         ({"protocol": "whole"}, "prefill_chunk=1"),
@@ -176,10 +183,57 @@ def test_batches_hold_every_text_once_and_like_lengths():
 )
 def test_settings_that_make_no_sense_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        EvictionSettings(**options)
+        check_arguments(options, SETTINGS)
+        split_settings(options)
 
 
 def test_one_token_blocks_are_the_papers_protocol_unless_said_otherwise():
-    assert EvictionSettings(prefill_chunk=1).protocol == "whole"
-    assert EvictionSettings(prefill_chunk=64).protocol == "prompt"
-    assert EvictionSettings(prefill_chunk=1, protocol="prompt").protocol == "prompt"
+    assert split_settings(dict(prefill_chunk=1))[1] == "whole"
+    assert split_settings(dict(prefill_chunk=64))[1] == "prompt"
+    assert split_settings(dict(prefill_chunk=1, protocol="prompt"))[1] == "prompt"
+
+
+BUDGET = {"heavy": 4, "recent": 3}
+
+
+@pytest.fixture
+def text():
+    return torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+def evicting(model, **options):
+    return EvictingModel(model, CacheConfig(**BUDGET | options))
+
+
+def test_it_generates_on_a_new_cache_each_time(make_llama, text):
+    model = make_llama(attention="sdpa")
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    full = model.generate(text, **options)
+    evicting_model = evicting(model)
+    written = evicting_model.generate(input_ids=text, **options)
+    cache = h2okv.H2OCache(model.config, **BUDGET)
+    assert torch.equal(written, model.generate(text, past_key_values=cache, **options))
+    assert torch.equal(written, evicting_model.generate(input_ids=text, **options))
+    assert not torch.equal(written, full)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 8])
+def test_the_scores_of_a_text_are_evicted_before_they_are_made(make_llama, text, chunk):
+    model = make_llama()
+    logits = evicting(model, prefill_chunk=chunk)(text).logits
+    cache = h2okv.H2OCache(model.config, **BUDGET)
+    blocks = [block for _, block in read_blocks(model, text, cache, chunk or 1, all_logits=True)]
+    assert torch.allclose(logits, torch.cat(blocks, dim=1), atol=2e-5)
+    full = model(text).logits
+    assert not torch.allclose(logits, full, atol=1e-2)
+
+
+def test_a_model_that_is_not_supported_is_refused():
+    from transformers import BertConfig, BertLMHeadModel
+
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=97, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="encoder"):
+        evicting(BertLMHeadModel(config))

@@ -1,0 +1,218 @@
+import json
+from contextlib import suppress
+
+import pytest
+from rouge_score.rouge_scorer import RougeScorer
+
+from h2okv.config import CacheConfig
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.evaluation.runner import Evaluation, Run, SampleFile
+from h2okv.evaluation.task import BatchOptions, TextPrompt
+from h2okv.evaluation.tasks.summarization import Article, Summarization
+
+CONFIGS = [CacheConfig.from_budget(16), CacheConfig("full")]
+CODE = {"h2okv": "0"}
+
+
+def make_task(novel, limit=None, batch_size=2, temperature=0.0, too_long="refuse", most=6):
+    words = novel.split()
+    articles = [
+        Article(
+            TextPrompt(" ".join(words[20 * n : 20 * n + 30 + 5 * n]), most, (), f"line {n}"),
+            (" ".join(words[: 5 + n]), "the the"),
+        )
+        for n in range(5)
+    ]
+    options = BatchOptions(batch_size, limit, too_long)
+    return Summarization("words", articles, options, SamplingParams(temperature=temperature))
+
+
+def evaluate(subject, path, task, stop_after=None, configs=CONFIGS, seed=0):
+    """Runs an evaluation, interrupted after some batches."""
+    batches = []
+
+    def on_results(run, count):
+        batches.append(count)
+        if len(batches) == stop_after:
+            raise KeyboardInterrupt
+
+    with SampleFile(path, CODE) as file:
+        evaluation = Evaluation(subject, [Run(task, s, seed) for s in configs], file)
+        with suppress(KeyboardInterrupt):
+            evaluation.run(on_results)
+        return evaluation.rows(), sum(batches)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stopped_run_goes_on_to_the_same_results(subject, novel, tmp_path, temperature):
+    whole, count = evaluate(subject, tmp_path / "a", make_task(novel, temperature=temperature))
+    assert count == 10 and len(whole) == 2
+    again = make_task(novel, temperature=temperature, batch_size=3)
+    partly, first = evaluate(subject, tmp_path / "b", again, stop_after=1)
+    assert partly == {} and first == 3
+    # A result that was half written is lost; all others are not computed again.
+    (tmp_path / "b").write_bytes((tmp_path / "b").read_bytes()[:-9])
+    rest, second = evaluate(subject, tmp_path / "b", again)
+    assert second == 8
+    assert rest == whole
+
+
+def test_two_runs_with_one_seed_agree_and_others_differ(subject, novel, tmp_path):
+    task = make_task(novel, limit=2, temperature=1.0, most=20)
+    runs = [evaluate(subject, tmp_path / f"{n}", task, seed=n // 2)[0] for n in range(3)]
+    values = [[row["rouge1"] for row in run.values()] for run in runs]
+    assert values[0] == values[1] != values[2]
+
+
+def test_a_larger_limit_keeps_what_there_is(subject, novel, tmp_path):
+    few, _ = evaluate(subject, tmp_path / "a", make_task(novel, limit=2))
+    assert [row["samples"] for row in few.values()] == [2, 2]
+    more, count = evaluate(subject, tmp_path / "a", make_task(novel))
+    assert count == 6
+    assert [row["samples"] for row in more.values()] == [5, 5]
+
+
+def test_rows_say_all_that_they_come_from(subject, novel, tmp_path):
+    rows, _ = evaluate(subject, tmp_path / "a", make_task(novel, limit=2))
+    row = rows["words: h2o, 16"]
+    assert row.items() >= {
+        "task": "words", "policy": "h2o", "budget": "16", "seed": 0, "model": "bundled",
+        "dtype": "float32", "h2okv": "0", "metric": "rouge2", "value": row["rouge2"],
+    }.items()  # fmt: skip
+    assert row["revision"].startswith("weights-")
+
+
+def test_scores_are_the_means_of_rouge_score(subject, novel, tmp_path):
+    task = make_task(novel, limit=3)
+    with SampleFile(tmp_path / "a", CODE) as file:
+        run = Run(task, CONFIGS[0])
+        evaluation = Evaluation(subject, [run], file)
+        evaluation.run()
+        results, row = file.results(run.label), evaluation.rows()[run.label]
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    for name in ("rouge1", "rouge2", "rougeL"):
+        best = [
+            max(scorer.score(ref, results[n]["text"])[name].fmeasure for ref in refs)
+            for n, refs in enumerate(article.references for article in task.articles[:3])
+        ]
+        assert row[name] == pytest.approx(sum(best) / 3)
+
+
+def test_a_cache_is_asked_for_once(subject, novel, tmp_path):
+    with pytest.raises(ValueError, match="asked for twice"):
+        evaluate(subject, tmp_path / "a", make_task(novel), configs=[CacheConfig("full")] * 2)
+
+
+def test_a_sample_above_the_window_is_refused_by_line_or_left_out(subject, novel, tmp_path):
+    many = TextPrompt(novel, 6, (), "line 9")
+    for too_long, configs in (("refuse", CONFIGS), ("skip", CONFIGS)):
+        task = make_task(novel, limit=6, too_long=too_long)
+        task.articles = [*task.articles[:1], Article(many, ("a",))]
+        if too_long == "refuse":
+            with pytest.raises(ValueError, match="line 9 has .* 'h2o, 16' that is more than the"):
+                evaluate(subject, tmp_path / "a", task, configs=configs)
+        else:
+            rows, count = evaluate(subject, tmp_path / "a", task, configs=configs)
+            assert count == 2 and all(row["samples"] == 1 for row in rows.values())
+    rolling = [CacheConfig.from_budget(16, positions="rolling")]
+    task = make_task(novel, limit=6)
+    task.articles = [Article(many, ("a",))]
+    assert evaluate(subject, tmp_path / "b", task, configs=rolling)[1] == 1
+
+
+def test_none_left_is_refused(subject, novel, tmp_path):
+    task = make_task(novel, too_long="skip")
+    task.articles = [Article(TextPrompt(novel, 6, (), "line 9"), ("a",))]
+    with pytest.raises(
+        ValueError, match="every sample is above the model's context window of 2048"
+    ):
+        evaluate(subject, tmp_path / "a", task)
+
+
+NOW = {"h2okv": "1", "commit": "abc"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    with SampleFile(tmp_path / "r.jsonl", NOW) as file:
+        file.open_run("a", {"model": "m", "depths": (0, 1)})
+        file.add("a", {0: {"x": 1.5}, 3: {"x": 2}})
+    return tmp_path / "r.jsonl"
+
+
+def reopened(path, versions=NOW):
+    with SampleFile(path, versions) as file:
+        return file.results("a")
+
+
+def test_what_was_added_is_there_again(path):
+    assert reopened(path) == {0: {"x": 1.5}, 3: {"x": 2}}
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_line_that_was_not_finished_is_dropped(path, cut):
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert reopened(path) == {0: {"x": 1.5}}
+    with SampleFile(path, NOW) as file:
+        file.add("a", {3: {"x": 4}})
+    assert reopened(path) == {0: {"x": 1.5}, 3: {"x": 4}}
+
+
+def test_a_first_line_that_was_not_finished_is_written_again(path):
+    path.write_bytes(path.read_bytes()[:10])
+    assert reopened(path) == {}
+    assert path.read_text().startswith('{"kind": "h2okv evaluation"')
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"run": "a", "sample": 1}', "is no result of h2okv evaluation"),
+        ('{"run": "a", "sample": "1", "result": {}}', "field sample is '1'"),
+        ('{"run": "b", "sample": 1, "result": {}}', "field run is 'b'"),
+    ],
+)
+def test_a_bad_line_is_refused_by_file_and_line_and_stays(path, line, message):
+    content = path.read_text()
+    path.write_text(f"{content}{line}\n{content.splitlines()[-1]}\n")
+    number = len(content.splitlines()) + 1
+    with pytest.raises(ValueError, match=message) as caught:
+        SampleFile(path, NOW)
+    assert f"line {number} of '{path}'" in str(caught.value)
+    assert line in path.read_text()
+
+
+def test_another_file_is_not_touched(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("my notes")
+    with pytest.raises(ValueError, match="is no result of h2okv evaluation"):
+        SampleFile(path, NOW)
+    assert path.read_text() == "my notes"
+
+
+def test_results_of_something_else_are_refused(path):
+    with SampleFile(path, NOW) as file:
+        file.open_run("a", {"model": "m", "depths": [0, 1]})
+        with pytest.raises(ValueError, match="a was begun with model m, not n"):
+            file.open_run("a", {"model": "n", "depths": [0, 1]})
+
+
+def test_all_code_that_took_part_is_named(path):
+    with SampleFile(path, {"h2okv": "1", "commit": "def"}) as file:
+        assert file.versions("a") == {"h2okv": "1", "commit": "abc"}
+        file.add("a", {4: {}})
+        assert file.versions("a") == {"h2okv": "1", "commit": "abc def"}
+    with SampleFile(path, {"h2okv": "2", "commit": "ghi"}) as file:
+        assert file.versions("a") == {"h2okv": "1", "commit": "abc def"}
+        assert file.versions("new") == {"h2okv": "2", "commit": "ghi"}
+
+
+def test_a_second_run_is_kept_away(path):
+    pytest.importorskip("fcntl")
+    with SampleFile(path, NOW), pytest.raises(ValueError, match="by another run"):
+        SampleFile(path, NOW)
+
+
+def test_lines_are_json_objects(path):
+    assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())

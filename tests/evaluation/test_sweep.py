@@ -1,0 +1,189 @@
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+import h2okv
+from h2okv.config import CacheConfig
+from h2okv.evaluation.plots import plot_sweep
+from h2okv.evaluation.sweep import (
+    Experiment,
+    Published,
+    Surroundings,
+    experiment_names,
+    load_experiment,
+    pivot,
+    report,
+)
+
+
+def loaded(tmp_path, **content):
+    given = {"budgets": [0.2, "full"], "caches": [{"policy": "h2o"}], "tasks": [{"needle": None}]}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(given | content))
+    return load_experiment(str(path))
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_what_comes_along_can_be_made(name, shared, tmp_path):
+    experiment = load_experiment(name)
+    tasks = experiment.make_tasks(Surroundings(shared / "data" / "eval", tmp_path))
+    assert len({task.label for task in tasks}) == len(tasks)
+    assert {config.policy for config in experiment.configs} <= set(h2okv.policy_names())
+    labels = {task.label for task in tasks}
+    for one in experiment.published:
+        label = one.task if one.shots is None else f"{one.task}, shots {one.shots}"
+        assert label in labels
+        assert any(
+            (one.policy, one.budget) == (config.policy_label, config.budget_label)
+            for config in experiment.configs
+        )
+
+
+def test_the_paper_s_experiments_are_there():
+    assert set(experiment_names()) >= {
+        "diversity", "figure4", "figure9", "scoring", "table1", "table10", "table2", "table6",
+        "table8", "table9",
+    }  # fmt: skip
+
+
+def test_the_full_cache_is_run_once(tmp_path):
+    caches = [{"policy": "h2o"}, {"policy": "recent"}, {"policy": "full"}]
+    experiment = loaded(tmp_path, caches=caches)
+    assert [s.label for s in experiment.configs] == ["h2o, 20%", "full", "recent, 20%"]
+
+
+def test_options_of_a_cache_reach_it(tmp_path):
+    caches = [{"policy": "h2o", "kv_bits": 4, "heavy_fraction": 0.25}, {"scoring": "mean"}]
+    experiment = loaded(tmp_path, caches=caches, budgets=[0.2])
+    assert [s.label for s in experiment.configs] == [
+        "h2o, heavy 25%, 4 bits, 20%",
+        "h2o, mean, 20%",
+    ]
+    assert experiment.configs[0].heavy == 0.05
+    placed = experiment.placed("rolling", 64)
+    assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"chaches": []}, "did you mean caches"),
+        ({"caches": [{"policy": "h20"}]}, r"caches\[0\].*'h2o'"),
+        ({"caches": [{"polcy": "h2o"}]}, r"caches\[0\].*did you mean policy"),
+        ({"caches": [{"policy": "h2o", "entropy": 4}]}, r"caches\[0\].*'entropy' is unknown"),
+        ({"caches": []}, "caches: List should have at least 1 item"),
+        ({"budgets": []}, "budgets: List should have at least 1 item"),
+        ({"budgets": None}, r"caches\[0\]: there are no budgets"),
+        ({"budgets": ["most"]}, r"budgets\[0\].*: .* \(there is 'most'\)"),
+        ({"budgets": [True]}, r"budgets\[0\].*: .* \(there is True\)"),
+        ({"budgets": [3.0]}, r"caches\[0\]: budget 3 is out of range"),
+        ({"seeds": [-1]}, r"seeds\[0\]: Input should be greater than or equal to 0"),
+        ({"tasks": None}, "tasks: Input should be a valid list"),
+        ({"published": [{"model": "m"}]}, r"published\[0\].task: Field required"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path, **content)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"needel": None}, "did you mean needle"),
+        ({"needle": None, "dephts": [0]}, "did you mean depths"),
+        ({"needle": None, "tries": "many"}, r"tasks\[0\]: tries: Input should be a valid integer"),
+        ({"needle": None, "compression": "both"}, "query-aware"),
+        ({"summarize": "none.jsonl"}, "needs 'none.jsonl', and .* does not exist"),
+        ({"harness": "coppa"}, "did you mean copa"),
+    ],
+)
+def test_a_mistake_in_a_task_is_named(tmp_path, task, message):
+    experiment = loaded(tmp_path, tasks=[task])
+    with pytest.raises(ValueError, match=message):
+        experiment.make_tasks(Surroundings(tmp_path, tmp_path))
+
+
+def test_without_a_folder_the_file_that_is_needed_is_named(tmp_path):
+    experiment = loaded(tmp_path, tasks=[{"summarize": "x.jsonl"}])
+    with pytest.raises(ValueError, match="needs 'x.jsonl'; say by --data"):
+        experiment.make_tasks(Surroundings(None, tmp_path))
+
+
+def test_an_unknown_experiment_has_near_ones():
+    with pytest.raises(ValueError, match="did you mean figure4"):
+        load_experiment("figure_4")
+
+
+def test_what_is_no_yaml_is_refused(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: [")
+    with pytest.raises(ValueError, match="is not YAML"):
+        load_experiment(str(path))
+
+
+ROW = {
+    "samples": 40, "metric": "acc", "model": "m", "revision": "r", "dtype": "float32",
+    "h2okv": "1", "commit": "abc", "torch": "2", "transformers": "5",
+}  # fmt: skip
+
+
+@dataclass
+class FakeTask:
+    label: str
+
+
+@dataclass
+class FakeRun:
+    task: FakeTask
+    config: CacheConfig
+    seed: int = 0
+
+    @property
+    def label(self):
+        return f"{self.task.label} {self.config.label} {self.seed}"
+
+
+def results():
+    """Two tasks, two policies, two budgets and the full cache, two seeds; one is not done."""
+    configs = [CacheConfig.from_budget(b, policy=p) for p in ("h2o", "recent") for b in (0.1, 0.2)]
+    runs = [
+        FakeRun(FakeTask(task), config, seed)
+        for task in ("copa, shots 5", "rte, shots 5")
+        for config in [*configs, CacheConfig("full")]
+        for seed in (0, 1)
+    ]
+    rows = {run.label: {**ROW, "value": 0.5 + 0.1 * run.seed, "stderr": 0.05} for run in runs[:-1]}
+    del rows["copa, shots 5 h2o, 10% 0"], rows["copa, shots 5 h2o, 10% 1"]
+    return pivot(runs, rows)
+
+
+def test_lines_have_a_policy_and_columns_a_budget():
+    lines = results()
+    assert [(line.task, line.policy) for line in lines] == [
+        (task, policy)
+        for task in ("copa, shots 5", "rte, shots 5")
+        for policy in ("full", "h2o", "recent")
+    ]
+    assert lines[1].values == {"20%": 0.55}
+    assert lines[3].values == {"full": 0.5}  # of the one seed that is done
+    assert lines[5].values == {"10%": 0.55, "20%": 0.55}
+
+
+def test_the_page_has_what_was_published_beside_what_was_found():
+    published = Published(model="OPT", task="copa", shots=5, policy="h2o", budget="20%", value=84.0)
+    experiment = Experiment(
+        name="e", title="A title", source="A source", remark="A\n remark", budgets=[0.2],
+        caches=[{"policy": "h2o"}], seeds=[0, 1], tasks=[{"needle": None}], published=[published],
+    )  # fmt: skip
+    page = report(experiment, results(), ROW)
+    assert "# A title\n\nA source\n\nA remark\n\nModel m (r, float32); h2okv 1 (abc)" in page
+    assert "| copa, shots 5 | 40 | acc | h2o |  | 0.5500 |  |\n" in page
+    assert "As published, OPT:\n\n| task | policy | 20% |\n|---|---|---:|\n" in page
+    assert "| copa, shots 5 | h2o | 84.00 |\n" in page
+
+
+def test_the_picture_is_drawn(tmp_path):
+    plot_sweep(tmp_path / "s.png", results(), "title")
+    assert (tmp_path / "s.png").stat().st_size > 10_000
