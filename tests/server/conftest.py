@@ -22,7 +22,7 @@ from h2okv.engine.outputs import (
 )
 from h2okv.server.app import make_app
 from h2okv.server.config import ServerSettings
-from h2okv.server.launch import Listener, open_port
+from h2okv.server.listener import Listener, open_port
 
 MODEL = "fake"
 
@@ -143,9 +143,8 @@ def start():
 
     def begin(engine, port=0, drain=5.0, **options) -> Served:
         settings = ServerSettings(**{"model_name": MODEL, **options})
-        listener = Listener(make_app(engine, settings), engine, drain)
         started = threading.Event()
-        listener.on_started = started.set
+        listener = Listener(make_app(engine, settings), engine, drain, started.set)
         opened = open_port("127.0.0.1", port)
         address = f"http://127.0.0.1:{opened.getsockname()[1]}"
         thread = threading.Thread(target=listener.run, args=([opened],))

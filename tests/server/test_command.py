@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import openai
 import pytest
 
 from h2okv.cli.app import run
+from h2okv.server.listener import open_port
 
 
 @pytest.fixture
@@ -191,24 +191,40 @@ def test_an_empty_key_is_no_key(command, monkeypatch):
     assert code == 2 and "the API key is empty" in err
 
 
-def test_what_is_not_installed_is_named(command, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else find(name)
+def test_the_port_is_held_while_the_model_is_loaded(command, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def load(*args, **kwargs):
+        with pytest.raises(ValueError, match=f"--port {port} of 127.0.0.1 cannot be opened"):
+            open_port("127.0.0.1", port)
+        raise ValueError("this model was refused")
+
+    monkeypatch.setattr("h2okv.server.launch.AsyncLLM", load)
+    assert command("--port", port) == (2, "h2okv: this model was refused.\n")
+    open_port("127.0.0.1", port).close()
+
+
+def test_what_is_not_installed_is_named():
+    script = (
+        "import sys\n"
+        "for name in ('uvicorn', 'fastapi', 'starlette'): sys.modules[name] = None\n"
+        "from h2okv.cli.app import run\n"
+        "sys.exit(run(['serve', '--port', '0']))"
     )
-    code, err = command("--port", 0)
-    assert code == 2 and "needs uvicorn, not installed here; pip install 'h2okv[serve]'" in err
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    wanted = "needs fastapi, uvicorn, not installed here; pip install 'h2okv[serve]'"
+    assert done.returncode == 2 and wanted in done.stderr, done.stderr
 
 
 def test_a_warning_where_everybody_may_ask(command, monkeypatch):
-    from h2okv.server import launch as listening
-
     def announce_only(listener, sockets):
-        listener.on_started()
+        listener._on_started()
         sockets[0].close()
         asyncio.run(listener._engine.aclose(0))
 
-    monkeypatch.setattr(listening.Listener, "run", announce_only)
+    monkeypatch.setattr("h2okv.server.listener.Listener.run", announce_only)
     warning = "warning: whoever reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
     options = ("--port", 0, "--rows", 1, "--max-prompt", 64)
     assert warning in command("--host", "0.0.0.0", *options)[1]

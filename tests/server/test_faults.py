@@ -33,7 +33,7 @@ def send(served, body, path="/v1/completions"):
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
     data = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
     connection.sendall(head.encode() + data)
@@ -135,7 +135,7 @@ def test_a_body_that_never_ends_is_too_late_as_well(serve, fake):
     served = serve(fake, timeout=0.2)
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100\r\n\r\n{"
         )
         answer = http.client.HTTPResponse(connection)

@@ -55,12 +55,15 @@ def test_what_is_open_and_what_needs_the_key(locked):
 
 
 def test_other_names_are_refused_where_only_this_machine_may_ask(serve, fake):
-    served = serve(fake, hosts=frozenset({"127.0.0.1", "localhost", "::1"}))
+    served = serve(fake)
     assert get(served, "/v1/models")[0] == 200
     assert get(served, "/v1/models", Host=f"localhost:{served.port}")[0] == 200
     assert get(served, "/v1/models", Host="[::1]:80")[0] == 200
     code, body, _ = get(served, "/v1/models", Host="evil.example")
     assert code == 403 and b"evil.example" in body
+    for options in ({"api_key": "a-key"}, {"host": "0.0.0.0"}):
+        served = serve(fake, **options)
+        assert get(served, "/health", Host="evil.example")[0] == 200
 
 
 @pytest.fixture

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,132 +20,19 @@ from h2okv.cli.args import (
     parse_dtype,
     parse_positions,
 )
-from h2okv.cluster.ray_cluster import cluster, count_workers, has_gpus, import_ray, share_cpus
-from h2okv.console import write_remark, write_text
-from h2okv.engine.engine import Engine, EngineSettings
+from h2okv.cluster.ray_cluster import import_ray
+from h2okv.engine.engine import EngineSettings
 from h2okv.engine.memory import parse_memory
 from h2okv.integration.models import BUNDLED
+from h2okv.server.config import ServerSettings
 from h2okv.server.launch import (
     ServeRequest,
     check_installed,
-    engine_options,
+    follow,
+    read_text,
     run_server,
-    settings_of,
+    served_name,
 )
-
-
-def is_first_rank() -> bool:
-    """Tells whether this process, among those of ``torchrun``, has the clients."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def follow(request: ServeRequest) -> int:
-    """Holds a part of the model until the first rank lets go.
-
-    Args:
-        request: What the user asked for; the same on all ranks.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: If the model, or an option, is at fault.
-    """
-    # The first rank gets the signal too, and finishes what runs, for which this one is needed.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    settings = EngineSettings(**engine_options(request))
-    engine = Engine(
-        request.model, settings=settings, dtype=request.dtype, device=request.device, in_parts=True
-    )
-    try:
-        engine.follow()
-    finally:
-        engine.close()
-    return 0
-
-
-_ROWS = 64
-"""Rows that a replica is thought to have until it has told."""
-
-
-def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
-    """Serves on a Ray cluster until a signal.
-
-    Args:
-        request: What the user asked for; its device is not looked at.
-        device: ``auto``, ``cpu`` or ``cuda``, on the machines of the replicas.
-        replicas: Copies of the model; None for one on each GPU, or on each machine without any.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: If an option, the model, the port or the cluster is at fault.
-    """
-    check_installed()
-    import_ray()
-    from h2okv.cluster.serve import Deployed, RayService
-    from h2okv.server.launch import LOOPBACK, open_port
-
-    settings, options = settings_of(request), engine_options(request)
-    opened = open_port(request.host, request.port)
-    port = opened.getsockname()[1]
-    opened.close()
-    is_local = request.host in LOOPBACK
-    shown = f"[{request.host}]" if ":" in request.host else request.host
-    ended, stdout = threading.Event(), sys.stdout
-    with ExitStack() as stack:
-        # Ray tells stdout at length of every actor that ends.
-        silence = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(redirect_stdout(silence))
-        ray = stack.enter_context(cluster())
-        # After Ray, which takes SIGTERM for itself.
-        stack.enter_context(_told_by_signals(ended))
-        on_gpu = has_gpus(ray) if device == "auto" else device == "cuda"
-        copies = replicas or count_workers(ray, on_gpu)
-        service = stack.enter_context(RayService(request.host, port, is_local))
-        description, rows = service.deploy(
-            Deployed(
-                model=request.model,
-                options={**options, "dtype": request.dtype},
-                settings=settings,
-                replicas=copies,
-                rows=request.rows or _ROWS,
-                waiting=request.max_waiting,
-                cpus=1 if on_gpu else share_cpus(ray, copies),
-                gpus=1 if on_gpu else 0,
-                drain=request.drain,
-            )
-        )
-        write_remark(f"{copies} replicas with {rows} rows each. {description}")
-        if not is_local and request.api_key is None:
-            write_remark(
-                f"warning: whoever reaches {shown} may use this server; set H2OKV_API_KEY to ask"
-                " for a key."
-            )
-        write_remark(f"model {settings.model_name!r}; Ctrl-C finishes what runs and ends")
-        with redirect_stdout(stdout):
-            write_text(f"http://{shown}:{port}/v1\n")
-        ended.wait()
-    return 0
-
-
-@contextmanager
-def _told_by_signals(event: threading.Event) -> Iterator[None]:
-    """Sets an event at the first SIGINT or SIGTERM; the second one ends the process."""
-
-    def told(number: int, frame: object) -> None:
-        event.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, told) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
 
 HELP = """Serve a model over HTTP, to clients of OpenAI's API.
 
@@ -257,40 +139,56 @@ def serve(
 ) -> int:
     """Serves until a signal, as `HELP` tells the user."""
     check_copies("--replicas", replicas, ray, device)
+    budget = h2okv.Budget(parse_amount("heavy", heavy), parse_amount("recent", recent), sink)
     cache = {"policy": policy, "positions": parse_positions(positions), "kv_bits": kv_bits}
-    request = ServeRequest(
-        model=model,
-        name=name,
-        host=host,
-        port=port,
-        budget=h2okv.Budget(parse_amount("heavy", heavy), parse_amount("recent", recent), sink),
-        cache={key: value for key, value in cache.items() if value is not None},
+    engine = EngineSettings(
+        heavy=budget.heavy,
+        recent=budget.recent,
+        sink=budget.sink,
         rows=rows,
         memory=None if memory is None else parse_memory(memory),
-        max_prompt=max_prompt,
+        max_prompt_tokens=max_prompt,
         max_waiting=max_waiting,
-        piece=piece,
+        piece_tokens=piece,
         prompt_share=prompt_share,
-        max_new_tokens=max_tokens_limit,
-        max_choices=max_choices,
-        max_body=_body_bytes(max_body),
+        cache={key: value for key, value in cache.items() if value is not None},
+    )
+    server = ServerSettings(
+        model_name=name or served_name(model),
+        budget=budget,
+        host=host,
+        port=port,
+        api_key=os.environ.get(KEY_VARIABLE),
         timeout=timeout,
         drain=drain,
+        max_body=_body_bytes(max_body),
+        max_new_tokens=max_tokens_limit,
+        max_choices=max_choices,
+        view_page=None if view_page is None else read_text("view-page", view_page),
+    )
+    loading: dict[str, Any] = {"dtype": parse_dtype(dtype)}
+    if not ray:  # there, each copy takes what its machine has
+        loading |= {"device": parse_device(device), "in_parts": tensor_parallel}
+    request = ServeRequest(
+        model=model,
+        server=server,
+        engine=engine,
         prefixes=tuple(prefix or ()),
         systems=tuple(system or ()),
-        view_page=view_page,
-        dtype=parse_dtype(dtype),
-        device=parse_device("cpu" if ray else device),
-        api_key=os.environ.get(KEY_VARIABLE),
-        in_parts=tensor_parallel,
+        loading=loading,
     )
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
-    if tensor_parallel and not is_first_rank():
+    if tensor_parallel and os.environ.get("RANK", "0") != "0":
         return follow(request)
-    if ray:
-        return run_server_on_ray(request, device, replicas)
-    return run_server(request)
+    if not ray:
+        return run_server(request)
+    check_installed()
+    import_ray()
+    # Only now: it imports what the extras bring.
+    from h2okv.cluster.serve import run_server_on_ray
+
+    return run_server_on_ray(request, device, replicas)
 
 
 def _body_bytes(text: str) -> int:

@@ -1,95 +1,85 @@
-"""Hands requests to replicas, and retries what was lost."""
+"""Hands requests to replicas, and asks another one where a replica is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.server.errors import ApiError, as_api_error, timed_out
-from h2okv.server.generation import ClientGoneError, closed_after, while_present
+from h2okv.server.generation import while_connected
 
-Ask = Callable[[dict[str, Any], bytes], AsyncIterator[list[Message]]]
-"""Hands a request to a copy: its scope and its body; gives the messages of the answer."""
+Ask = Callable[[dict[str, Any], bytes], AsyncGenerator[list[Message], None]]
+"""Hands a request to a replica: its scope and its body; gives the messages of the answer."""
 
 _TRIES = 5
 _PAUSE = 0.2
 """Seconds before a second try; twice as many before the third, and so on."""
 _GRACE = 1.0
-"""Seconds that a copy has to tell itself that a request took too long."""
+"""Seconds that a replica has to tell itself that a request took too long."""
 _STOPPED = 503
 
 
-class CopyLostError(Exception):
-    """The copy that had a request is no more."""
+class ReplicaLostError(Exception):
+    """The replica that had a request is no more."""
 
 
-@dataclass
-class RelayCounts:
-    """What became of requests; only grows.
+class Router:
+    """An ASGI application that has replicas answer.
+
+    A replica that dies takes with it only streams that had begun: those end with an error event.
+    Whatever was not begun is asked of another one, and the client sees nothing of it.
 
     Attributes:
-        retried: Requests that were given to another copy.
-        broken: Streams that ended with an error, because they had begun.
+        retried: Requests that were given to another replica; only grows.
+        broken: Streams that ended with an error, because they had begun; only grows.
     """
 
-    retried: int = 0
-    broken: int = 0
-
-
-class Relay:
-    """An ASGI application that has others answer.
-
-    A copy that dies takes with it only streams that had begun: those end with an error event.
-    Whatever was not begun is asked of another copy, and the client sees nothing of it.
-    """
-
-    def __init__(self, ask: Ask, timeout: float, counts: RelayCounts) -> None:
-        self._ask, self._timeout, self.counts = ask, timeout, counts
+    def __init__(self, ask: Ask, timeout: float) -> None:
+        self._ask, self._timeout = ask, timeout
+        self.retried = self.broken = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        body = await _read(receive)
-        if body is None:
+        try:
+            body = await HttpRequest(scope, receive).body()
+        except ClientDisconnect:
             return
         answer = _Answer(send)
-        told: ApiError | None = None
         try:
             async with asyncio.timeout(self._timeout + _GRACE):
-                await while_present(receive, self._try_all(plain_scope(scope), body, answer))
-        except ClientGoneError:
+                await while_connected(receive, self._try_all(plain_scope(scope), body, answer))
+            return
+        except ClientDisconnect:
             return
         except TimeoutError:
             told = timed_out(self._timeout)
         except Exception as error:  # the client gets it, whatever it is
             told = as_api_error(error)
-        if told is not None:
-            self.counts.broken += answer.has_begun
-            await answer.end(told, scope, receive)
+        self.broken += answer.has_begun
+        await answer.fail(told, scope, receive)
 
     async def _try_all(self, scope: dict[str, Any], body: bytes, answer: _Answer) -> None:
         for attempt in range(_TRIES):
             if attempt:
-                self.counts.retried += 1
+                self.retried += 1
                 await asyncio.sleep(_PAUSE * attempt)
-            try:
-                async with closed_after(self._ask(scope, body)) as stream:
+            with suppress(ReplicaLostError):
+                async with aclosing(self._ask(scope, body)) as stream:
                     async for messages in stream:
                         await answer.take(messages)
                 if answer.is_over and (answer.status != _STOPPED or attempt == _TRIES - 1):
                     await answer.release()
                     return
-                if answer.has_begun:
-                    raise CopyLostError
-            except CopyLostError:
-                if answer.has_begun:
-                    raise _lost("after the answer had begun, so that it stays incomplete") from None
-            answer.forget()
+            if answer.has_begun:
+                raise _lost("after the answer had begun, so that it stays incomplete")
+            answer.discard()
         raise _lost(f"{_TRIES} times, with whichever copy of the model had the request")
 
 
@@ -98,14 +88,16 @@ class _Answer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._held: list[Message] = []
-        self.status = 0
         self.has_begun = False
-        self.is_over = False
-        self._streams = False
+        self.discard()
+
+    def discard(self) -> None:
+        """Drops what a replica said that is no more."""
+        self._held: list[Message] = []
+        self.status, self.is_over, self._streams = 0, False, False
 
     async def take(self, messages: list[Message]) -> None:
-        """Takes what a copy says; a stream is passed on as soon as it has a first piece."""
+        """Takes what a replica says; a stream is passed on as soon as it has its first text."""
         for message in messages:
             self._held.append(message)
             if message["type"] == "http.response.start":
@@ -124,11 +116,7 @@ class _Answer:
             self.has_begun = True
             await self._send(message)
 
-    def forget(self) -> None:
-        """Drops what a copy said that is no more."""
-        self._held, self.status, self.is_over, self._streams = [], 0, False, False
-
-    async def end(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """Tells the client of an error: as a response, or as the last event of a stream."""
         if not self.has_begun:
             await error.response()(scope, receive, self._send)
@@ -137,8 +125,10 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-    """Runs an application for one request, on the side of the copy."""
+async def messages_of(
+    app: ASGIApp, scope: Scope, body: bytes
+) -> AsyncGenerator[list[Message], None]:
+    """Runs an application for one request, on the side of the replica."""
     coming: asyncio.Queue[Message | None] = asyncio.Queue()
     request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -185,16 +175,6 @@ def plain_scope(scope: Scope) -> dict[str, Any]:
         "client": scope.get("client"),
         "server": scope.get("server"),
     }
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """The whole body; ``None`` if the client goes away before its end."""
-    parts = []
-    while (message := await receive())["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-    return None
 
 
 def _lost(when: str) -> ApiError:

@@ -1,15 +1,18 @@
-"""Server replicas on a Ray cluster."""
+"""Server replicas on a Ray cluster, behind Ray Serve's proxy."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -27,19 +30,85 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h2okv.cluster.metrics import Numbers, make_board, merge_metrics, merge_stats
-from h2okv.cluster.ray_cluster import reason
-from h2okv.cluster.router import CopyLostError, Relay, RelayCounts, messages_of, plain_scope
+from h2okv.cluster.metrics import Board, ReplicaNumbers, merge_metrics, merge_stats
+from h2okv.cluster.ray_cluster import cluster, count_workers, has_gpus, reason, share_cpus
+from h2okv.cluster.router import ReplicaLostError, Router, messages_of
+from h2okv.engine.engine import EngineSettings
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
 from h2okv.server.app import make_app
-from h2okv.server.config import ServerSettings
-from h2okv.server.middleware import Guard
+from h2okv.server.launch import ServeRequest, announce
+from h2okv.server.listener import open_port
+from h2okv.server.middleware import RequestGuard
 
+APP, REPLICA, FRONT = "h2okv", "model", "front"
 _PATIENCE = 2.0
 """Seconds that the board has to tell what is on it."""
 _INERTIA = 0.9
 """How much of the mean time of a request stays with each further one."""
+_HEALTH_PERIOD = 1.0
+_SLACK = 1024
+"""Requests that the front looks at beyond those that wait, to refuse them in our own words."""
+_ROWS = 64
+"""Rows that a replica is thought to have until it has told."""
+_LOGGING = {"enable_access_log": False, "log_level": "ERROR"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """What is served, and on what.
+
+    Attributes:
+        request: What the user asked for; the model must be on every machine.
+        engine: The engine's settings of each copy.
+        replicas: Copies of the model.
+        rows: Requests that a copy takes at once.
+        cpus: Processors of a copy.
+        gpus: GPUs of a copy.
+    """
+
+    request: ServeRequest
+    engine: EngineSettings
+    replicas: int
+    rows: int
+    cpus: float
+    gpus: float
+
+
+class Replica:
+    """Answers what the front hands on."""
+
+    def __init__(self, request: ServeRequest, engine: EngineSettings, board: Any) -> None:
+        self._board = board
+        self._engine = AsyncLLM(request.model, **request.loading, **vars(engine))
+        # The front has checked who asks.
+        self._app = make_app(self._engine, request.server, is_guarded=False)
+
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
+        """Answers one HTTP request."""
+        async for messages in messages_of(self._app, scope, body):
+            yield messages
+
+    async def describe(self) -> tuple[str, int]:
+        """What is served with which memory, and the number of rows."""
+        return self._engine.describe(), self._engine.stats().rows
+
+    async def check_health(self) -> None:
+        """Tells the board how it is doing, and Serve to replace it if its engine has stopped.
+
+        Serve calls this every second, however many requests there are.
+        """
+        if not self._engine.is_healthy:
+            raise RuntimeError("the engine has stopped")
+        name = serve.get_replica_context().replica_id.unique_id
+        handlers = self._app.state.handlers
+        page = handlers.metrics.text().decode()
+        self._board.put.remote(ReplicaNumbers(name, handlers.stats(), page))
+
+    async def __del__(self) -> None:
+        """Stops the engine; Serve calls this after the replica's last request."""
+        if hasattr(self, "_engine"):
+            await self._engine.aclose(drain=0)
 
 
 class Front:
@@ -49,12 +118,13 @@ class Front:
     no room waits here, so that the next row that is free anywhere serves it.
     """
 
-    def __init__(self, replicas: DeploymentHandle, settings: ServerSettings, board: Any) -> None:
+    def __init__(self, replicas: DeploymentHandle, deployed: Deployed, board: Any) -> None:
         self._replicas, self._board = replicas, board
+        self._rows = deployed.replicas * deployed.rows
         self._mean_seconds = 1.0
-        self._counts = RelayCounts()
-        self._relay = Relay(self._ask, settings.timeout, self._counts)
-        self._app = Guard(self._route, settings)
+        settings = deployed.request.server
+        self._router = Router(self._ask, settings.timeout)
+        self._app = RequestGuard(self._route, settings)
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request that Serve's proxy brings."""
@@ -65,11 +135,11 @@ class Front:
         own = {"/health": self._health, "/stats": self._stats, "/metrics": self._metrics}
         page = own.get(scope["path"]) if scope["method"] == "GET" else None
         if page is None:
-            await self._relay(scope, receive, send)
+            await self._router(scope, receive, send)
         else:
             await (await page())(scope, receive, send)
 
-    async def _ask(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
+    async def _ask(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
         """Hands a request to a replica, and tells the router's errors by our names."""
         begin = time.monotonic()
         handle = self._replicas.options(method_name="answer", stream=True)
@@ -81,18 +151,17 @@ class Front:
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
         except BackPressureError as error:
             waiting = int(error.args[0])
-            rows = sum(one.stats["rows"] for one in await self._numbers())
-            raise QueueFullError(waiting, waiting * self._mean_seconds / max(1, rows)) from None
+            raise QueueFullError(waiting, waiting * self._mean_seconds / self._rows) from None
         except DeploymentUnavailableError:
             raise EngineStoppedError("no copy of the model could be started.") from None
         except (RayActorError, ReplicaUnavailableError):
-            raise CopyLostError from None
+            raise ReplicaLostError from None
         except (asyncio.CancelledError, GeneratorExit):
             # The client has gone: its row shall be free at once.
             stream.cancel()
             raise
 
-    async def _numbers(self) -> list[Numbers]:
+    async def _numbers(self) -> list[ReplicaNumbers]:
         try:
             async with asyncio.timeout(_PATIENCE):
                 return await self._board.get.remote()
@@ -105,13 +174,12 @@ class Front:
         return JSONResponse(state, 200 if alive else 503)
 
     async def _stats(self) -> Response:
-        merged = merge_stats([one.stats for one in await self._numbers()], self._counts)
+        merged = merge_stats(await self._numbers(), self._router)
         return JSONResponse(merged, headers={"Cache-Control": "no-store"})
 
     async def _metrics(self) -> Response:
-        texts = {one.replica: one.metrics for one in await self._numbers()}
         # Parsing several pages takes longer than streams should wait for.
-        page = await asyncio.to_thread(merge_metrics, texts, self._counts)
+        page = await asyncio.to_thread(merge_metrics, await self._numbers(), self._router)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -126,158 +194,131 @@ class _Running(Response):
         await self._app(scope, receive, send)
 
 
-class Replica:
-    """Answers what the front hands on."""
-
-    def __init__(
-        self, model: str, options: dict[str, Any], settings: ServerSettings, board: Any
-    ) -> None:
-        self._board = board
-        self._engine = AsyncLLM(model, **options)
-        # The front has checked who asks.
-        self._app = make_app(self._engine, dataclasses.replace(settings, api_key=None, hosts=None))
-
-    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
-        """Answers one HTTP request."""
-        async for messages in messages_of(self._app, scope, body):
-            yield messages
-
-    async def describe(self) -> tuple[str, int]:
-        """Says what is served with which memory, and how many rows there are."""
-        return self._engine.describe(), self._engine.stats().rows
-
-    async def check_health(self) -> None:
-        """Tells the board how it is doing, and Serve to replace it if its engine has stopped.
-
-        Serve calls this every second, however many requests there are.
-        """
-        if not self._engine.is_healthy:
-            raise RuntimeError("the engine has stopped")
-        name = serve.get_replica_context().replica_id.unique_id
-        stats, metrics = [await self._page(path) for path in ("/stats", "/metrics")]
-        self._board.put.remote(Numbers(name, json.loads(stats), metrics.decode()))
-
-    async def __del__(self) -> None:
-        """Stops the engine; Serve calls this after the replica's last request."""
-        if hasattr(self, "_engine"):
-            await self._engine.aclose(drain=0)
-
-    async def _page(self, path: str) -> bytes:
-        scope = plain_scope({"method": "GET", "path": path, "headers": []})
-        found = [one async for messages in messages_of(self._app, scope, b"") for one in messages]
-        return b"".join(message.get("body", b"") for message in found)
-
-
-REPLICA = "model"
-FRONT = "front"
-_HEALTH_PERIOD = 1.0
-_SLACK = 1024
-"""Requests that the front looks at beyond those that wait, to refuse them in our own words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployed:
-    """What is served, and on what.
-
-    Attributes:
-        model: What `AsyncLLM` takes first: a folder, a Hub id or ``"bundled"``, on every machine.
-        options: What it takes else.
-        settings: Of the server.
-        replicas: Copies of the model.
-        rows: Requests that a copy takes at once.
-        waiting: Requests that may wait for a row; more get HTTP 429.
-        cpus: Processors of a copy.
-        gpus: GPUs of a copy.
-        drain: Seconds that running requests have at the end.
-    """
-
-    model: str
-    options: dict[str, Any]
-    settings: ServerSettings
-    replicas: int
-    rows: int
-    waiting: int
-    cpus: float
-    gpus: float
-    drain: float
-
-
 def application(deployed: Deployed, board: Any) -> Application:
     """Puts the application together."""
+    waiting = deployed.engine.max_waiting
+    common: dict[str, Any] = {
+        "health_check_period_s": _HEALTH_PERIOD,
+        "graceful_shutdown_timeout_s": deployed.request.server.drain,
+        "graceful_shutdown_wait_loop_s": 0.2,
+    }
     replica = serve.deployment(
         name=REPLICA,
         num_replicas=deployed.replicas,
         max_ongoing_requests=deployed.rows,
         # The queue is the front's: whichever replica has a free row takes its first request.
-        max_queued_requests=max(1, deployed.waiting),
-        health_check_period_s=_HEALTH_PERIOD,
-        graceful_shutdown_timeout_s=deployed.drain,
-        graceful_shutdown_wait_loop_s=0.2,
+        max_queued_requests=max(1, waiting),
         ray_actor_options={"num_cpus": deployed.cpus, "num_gpus": deployed.gpus},
-    )(Replica).bind(deployed.model, deployed.options, deployed.settings, board)
+        **common,
+    )(Replica).bind(deployed.request, deployed.engine, board)
     return serve.deployment(
         name=FRONT,
         num_replicas=1,
-        max_ongoing_requests=deployed.replicas * deployed.rows + deployed.waiting + _SLACK,
-        health_check_period_s=_HEALTH_PERIOD,
-        graceful_shutdown_timeout_s=deployed.drain,
-        graceful_shutdown_wait_loop_s=0.2,
+        max_ongoing_requests=deployed.replicas * deployed.rows + waiting + _SLACK,
         ray_actor_options={"num_cpus": 0},
-    )(Front).bind(replica, deployed.settings, board)
+        **common,
+    )(Front).bind(replica, deployed, board)
 
 
-APP = "h2okv"
+def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
+    """Serves on a Ray cluster until a signal.
 
+    Args:
+        request: What the user asked for.
+        device: ``auto``, ``cpu`` or ``cuda``, on the machines of the replicas.
+        replicas: Copies of the model; None for one on each GPU, or on each machine without any.
 
-class RayService:
-    """Serve on a cluster that was joined before; ended on leaving."""
+    Returns:
+        The exit code, 0.
 
-    def __init__(self, host: str, port: int, is_local: bool) -> None:
-        _quieten()
-        if serve.status().proxies:
-            raise ValueError(
-                "Ray Serve runs on this cluster already, with a host and a port of its own; end it"
-                " with `serve shutdown`, or use another cluster"
-            )
-        serve.start(
-            proxy_location="HeadOnly" if is_local else "EveryNode",
-            http_options={"host": host, "port": port},
-            logging_config={"enable_access_log": False, "log_level": "ERROR"},
+    Raises:
+        ValueError: If an option, the model, the port or the cluster is at fault.
+    """
+    settings, engine = request.server, request.engine_settings()
+    # Serve's proxy, a process of its own, opens it again.
+    with open_port(settings.host, settings.port) as opened:
+        port = opened.getsockname()[1]
+    ended, stdout = threading.Event(), sys.stdout
+    with ExitStack() as stack:
+        # Ray tells stdout at length of every actor that ends.
+        silence = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(redirect_stdout(silence))
+        joined = stack.enter_context(cluster())
+        # After Ray, which takes SIGTERM for itself.
+        stack.enter_context(_set_by_signals(ended))
+        on_gpu = has_gpus(joined) if device == "auto" else device == "cuda"
+        copies = replicas or count_workers(joined, on_gpu)
+        deployed = Deployed(
+            request=request,
+            engine=engine,
+            replicas=copies,
+            rows=engine.rows or _ROWS,
+            cpus=1 if on_gpu else share_cpus(joined, copies),
+            gpus=1 if on_gpu else 0,
         )
+        board = stack.enter_context(_serving(settings.host, port, settings.is_local))
+        description, rows = _deploy(deployed, board)
+        with redirect_stdout(stdout):
+            announce(settings, port, f"{copies} replicas with {rows} rows each. {description}")
+        ended.wait()
+    return 0
 
-        self._board = make_board()
 
-    def __enter__(self) -> RayService:
-        return self
+@contextmanager
+def _set_by_signals(event: threading.Event) -> Iterator[None]:
+    """Sets an event at the first SIGINT or SIGTERM; the second one ends the process."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Takes no more requests, and ends when those that run have finished."""
+    def told(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _serving(host: str, port: int, is_local: bool) -> Iterator[Any]:
+    """Runs Serve, and a board for its replicas; at the end it takes no more requests, and those that run are finished."""
+    # Its progress stays away from the command's own remarks; its log files have it.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+    if serve.status().proxies:
+        raise ValueError(
+            "Ray Serve runs on this cluster already, with a host and a port of its own; end it"
+            " with `serve shutdown`, or use another cluster"
+        )
+    serve.start(
+        proxy_location="HeadOnly" if is_local else "EveryNode",
+        http_options={"host": host, "port": port},
+        logging_config=_LOGGING,
+    )
+    # It lives until it is killed, as the application does.
+    options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
+    board = ray.remote(Board).options(**options).remote()
+    try:
+        yield board
+    finally:
         serve.delete(APP)
         serve.shutdown()
-        ray.kill(self._board)
+        ray.kill(board)
 
-    def deploy(self, deployed: Deployed) -> tuple[str, int]:
-        """Loads the models, and begins to take requests."""
-        logs = {"enable_access_log": False, "log_level": "ERROR"}
-        try:
-            serve.run(application(deployed, self._board), name=APP, logging_config=logs)
-            handle = serve.get_deployment_handle(REPLICA, APP)
-            told: Any = handle.broadcast("describe").results(timeout_s=60)
-            description, rows = min(told, key=lambda one: one[1])
-            if rows != deployed.rows:
-                serve.run(
-                    application(dataclasses.replace(deployed, rows=rows), self._board),
-                    name=APP,
-                    logging_config=logs,
-                )
-        except RuntimeError as error:
-            raise ValueError(f"the model cannot be served ({_why(error)})") from error
-        return description, rows
+
+def _deploy(deployed: Deployed, board: Any) -> tuple[str, int]:
+    """Loads the models, and begins to take requests."""
+    try:
+        serve.run(application(deployed, board), name=APP, logging_config=_LOGGING)
+        handle = serve.get_deployment_handle(REPLICA, APP)
+        told: Any = handle.broadcast("describe").results(timeout_s=60)
+        description, rows = min(told, key=lambda one: one[1])
+        if rows != deployed.rows:
+            fitted = dataclasses.replace(deployed, rows=rows)
+            serve.run(application(fitted, board), name=APP, logging_config=_LOGGING)
+    except RuntimeError as error:
+        raise ValueError(f"the model cannot be served ({_why(error)})") from error
+    return description, rows
 
 
 def _why(error: BaseException) -> str:
@@ -287,8 +328,3 @@ def _why(error: BaseException) -> str:
         if "Error" in deployment.message:
             return reason(RuntimeError(deployment.message))
     return reason(error)
-
-
-def _quieten() -> None:
-    """Keeps Serve's progress away from the command's own remarks; its log files have it."""
-    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from transformers import PreTrainedTokenizerBase
 
 from h2okv.config import Budget
-from h2okv.engine.outputs import EngineStats, Piece
-from h2okv.engine.sampling_params import SamplingParams
 
-MEBIBYTE = 2**20
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What is decided when the server starts.
+    """Everything about the server that is decided when it starts.
 
     Attributes:
         model_name: What clients call the model.
         budget: Of requests that name none; ``{"h2o": {...}}`` changes parts of it.
+        host: The address to listen at.
+        port: The port; 0 for any that is free.
         api_key: Asked of every request but ``/health`` and the pages; ``None`` for none.
-        hosts: Names that the ``Host`` header may have; ``None`` for any.
         timeout: Seconds that a request may take, waiting included.
+        drain: Seconds that running requests have when the server ends.
         max_body: Bytes of a request's body.
         max_new_tokens: The most new tokens that a request may ask for.
         max_choices: The most outputs of a request: prompts times ``n``.
@@ -34,10 +30,12 @@ class ServerSettings:
 
     model_name: str
     budget: Budget = field(default_factory=Budget)
+    host: str = "127.0.0.1"
+    port: int = 8000
     api_key: str | None = None
-    hosts: frozenset[str] | None = None
     timeout: float = 600.0
-    max_body: int = 8 * MEBIBYTE
+    drain: float = 30.0
+    max_body: int = 8 << 20
     max_new_tokens: int = 4096
     max_choices: int = 128
     view_page: str | None = None
@@ -49,40 +47,18 @@ class ServerSettings:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too little; give more than 0.")
         if not math.isfinite(self.timeout):
             raise ValueError(f"timeout={self.timeout!r} is no time; give a number of seconds.")
+        if not 0 <= self.drain < math.inf:
+            raise ValueError(f"--drain {self.drain:g} is out of range; give seconds, 0 or more.")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("the API key is empty; set one of some length, or none at all.")
 
-
-class ServedEngine(Protocol):
-    """An engine that generates for many requests at once, such as `h2okv.AsyncLLM`."""
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in LOOPBACK
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-
-    @property
-    def max_context(self) -> int | None:
-        """The most tokens of a prompt and its output together; ``None`` for no limit."""
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The most tokens of a prompt."""
-
-    @property
-    def row_budget(self) -> int:
-        """The largest budget of a request, in tokens."""
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether it takes requests."""
-
-    def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, budget: Budget | None = None
-    ) -> AsyncIterator[Piece]:
-        """Generates; closing the iterator ends the request."""
-
-    def stats(self) -> EngineStats:
-        """Returns what it is doing."""
-
-    async def aclose(self, drain: float = 30.0) -> None:
-        """Takes no more requests, and ends when those that run have finished."""
+    def allowed_hosts(self) -> tuple[str, ...] | None:
+        """Names that the ``Host`` header may have; ``None`` for any."""
+        # A page elsewhere that points its own name at this machine must not get in.
+        return LOOPBACK if self.is_local and self.api_key is None else None

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from starlette.responses import JSONResponse
 
 from h2okv.engine.outputs import (
     EngineStoppedError,
@@ -16,7 +16,6 @@ from h2okv.engine.outputs import (
 )
 
 LOG = logging.getLogger("h2okv.server")
-INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
 
@@ -38,7 +37,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = INVALID,
+        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         outcome: str = "refused",
@@ -50,26 +49,26 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON object."""
+        """The JSON object."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def headers(self) -> dict[str, str]:
-        """Returns what goes with it in the head of a response."""
-        headers = {}
+    def response(self, **headers: str) -> JSONResponse:
+        """The HTTP response."""
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return headers
+        return JSONResponse(self.body(), self.status, headers)
 
-    def response(self) -> JSONResponse:
-        """Makes the response."""
-        return JSONResponse(self.body(), self.status, self.headers())
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The error of a field whose value cannot be used."""
+    return ApiError(400, message, param=param, code=code)
 
 
 def timed_out(seconds: float) -> ApiError:
-    """Makes the error of a request that took too long."""
+    """The error of a request that took too long."""
     return ApiError(
         504,
         f"the request took longer than {seconds:g} s and was stopped; ask for fewer tokens, try"
@@ -81,30 +80,24 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Turns what went wrong into what the client is told."""
+    """Translates an exception into what the client is told."""
+    told = str(error)
     match error:
         case ApiError():
             return error
         case QueueFullError():
-            return ApiError(
-                429,
-                str(error),
-                kind="rate_limit_error",
-                code="queue_full",
-                outcome="queue_full",
-                retry_after=error.retry_after,
-            )
+            code, wait = "queue_full", error.retry_after
+            kind = "rate_limit_error"
+            return ApiError(429, told, kind=kind, code=code, outcome=code, retry_after=wait)
         case EngineStoppedError():
-            return ApiError(
-                503, str(error), kind=_SERVER, code="engine_stopped", outcome="stopped",
-                retry_after=5,
-            )  # fmt: skip
+            code = "engine_stopped"
+            return ApiError(503, told, kind=_SERVER, code=code, outcome="stopped", retry_after=5)
         case RequestFailedError():
-            return ApiError(500, str(error), kind=_SERVER, code="request_failed", outcome="failed")
+            return ApiError(500, told, kind=_SERVER, code="request_failed", outcome="failed")
         case PromptTooLongError():
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return invalid(told, code="context_length_exceeded")
         case ValueError():
-            return ApiError(400, str(error), code="invalid_value")
+            return invalid(told)
     LOG.error("a request failed", exc_info=error)
     return ApiError(
         500,

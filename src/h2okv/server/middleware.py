@@ -1,12 +1,13 @@
-"""Key, host and size of a request."""
+"""Host, key and size of a request, checked before anything of it is read."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import Mapping
+from contextlib import suppress
 
+from fastapi.security import HTTPBearer
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.server.config import ServerSettings
@@ -23,21 +24,24 @@ class BodyTooLargeError(Exception):
     """A body came without its length, and went on and on."""
 
 
-class Guard:
-    """Refuses requests by their head, and bodies by their size. A pure ASGI middleware."""
+class RequestGuard:
+    """Refuses requests by their head, and bodies by their size; pure ASGI.
+
+    Starlette's own check of the host answers in plain text, and would not count bytes.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.settings = app, settings
+        self._bearer = HTTPBearer(auto_error=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a refused request itself, and hands on the others."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        refusal = self._refusal(scope, headers)
+        refusal = await self._refusal(Request(scope))
         if refusal is not None:
-            await _refuse(refusal, receive, send)
+            await _refuse(refusal, scope, receive, send)
             return
         started = False
 
@@ -47,46 +51,48 @@ class Guard:
             await send(message)
 
         try:
-            await self.app(scope, self._counted(receive), sending)
+            await self.app(scope, self._limited(receive), sending)
         except BodyTooLargeError:
             if not started:
-                await _refuse(self._too_large(), receive, send)
+                await _refuse(self._too_large(), scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError | None:
-        """What is wrong with a request's head."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        hosts = self.settings.hosts
-        if hosts is not None and _host_name(host) not in hosts:
+    async def _refusal(self, request: Request) -> ApiError | None:
+        """The error in a request's head, if there is one."""
+        host, allowed = request.headers.get("host", ""), self.settings.allowed_hosts
+        if allowed is not None and _host_name(host) not in allowed:
             return ApiError(
                 403,
                 f"Host {host!r} is not this server's; use its own address, or start it with an API"
                 " key (H2OKV_API_KEY), which takes requests under any name.",
                 code="wrong_host",
             )
-        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+        if request.url.path not in OPEN_PATHS and not await self._has_key(request):
             return ApiError(
                 401,
                 "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'.",
                 code="invalid_api_key",
             )
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.settings.max_body:
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self.settings.max_body:
             return self._too_large()
         return None
 
-    def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
+    async def _has_key(self, request: Request) -> bool:
         if self.settings.api_key is None:
             return True
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        # In constant time, so that the time tells nothing of how much of a guess is right.
-        is_right = secrets.compare_digest(key.strip(), self.settings.api_key.strip().encode())
-        return is_right and scheme.lower() == b"bearer"
+        given = await self._bearer(request)
+        if given is None:
+            return False
+        # As bytes: headers are read as Latin-1, whatever the client meant. In constant time, so
+        # that the time tells nothing of how much of a guess is right.
+        sent = given.credentials.strip().encode("latin-1")
+        return secrets.compare_digest(sent, self.settings.api_key.strip().encode())
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive) -> Receive:
         """Receives no more than may come."""
         left = self.settings.max_body
 
-        async def counting() -> Message:
+        async def limited() -> Message:
             nonlocal left
             message = await receive()
             left -= len(message.get("body", b""))
@@ -94,7 +100,7 @@ class Guard:
                 raise BodyTooLargeError
             return message
 
-        return counting
+        return limited
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -105,29 +111,22 @@ class Guard:
         )
 
 
-async def _refuse(refusal: ApiError, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers, then lets the client finish sending for a while, or it would not see the answer."""
-    body = json.dumps(refusal.body()).encode()
-    head = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "connection": "close",
-        **refusal.headers(),
-    }
-    headers = [(name.lower().encode(), value.encode()) for name, value in head.items()]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-    try:
+
+    async def sending(message: Message) -> None:
+        # The answer stays open while the rest of the body comes.
+        await send({**message, "more_body": True} if "body" in message else message)
+
+    await refusal.response(connection="close")(scope, receive, sending)
+    with suppress(TimeoutError):
         async with asyncio.timeout(_LINGER):
             while (await receive()).get("more_body", False):
                 pass
-    except TimeoutError:
-        pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _host_name(host: str) -> str:
     """The name in a ``Host`` header, without the port."""
-    if host.startswith("["):
-        return host.partition("]")[0].lstrip("[").lower()
-    return host.partition(":")[0].lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from h2okv.config import Budget
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
-from h2okv.server.errors import ApiError
+from h2okv.server.errors import ApiError, invalid
 from h2okv.server.tokenization import off_the_loop
 
 _MOST_STOPS = 64
@@ -21,36 +29,35 @@ _MOST_STOP_TOKENS = 1024
 _SEEDS = 2**63
 _TOKEN_DIGITS = 18
 _SHOWN = 60
-"""Characters of a wrong key that an error repeats."""
+"""Characters of a wrong value that an error repeats."""
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _NAME = re.compile(r"(\w+)[\[=:]")
 
-REFUSED: Mapping[str, str] = {
-    "tools": "this server calls no tools; leave it out",
-    "tool_choice": "this server calls no tools; leave it out",
-    "functions": "this server calls no functions; leave it out",
-    "function_call": "this server calls no functions; leave it out",
-    "audio": "this server writes text only; leave it out",
-    "web_search_options": "this server searches nothing; leave it out",
-    "reasoning_effort": "this server has no such setting; leave it out",
-    "verbosity": "this server has no such setting; leave it out",
-    "suffix": "this server only continues a prompt; leave it out",
-    "response_format": "this server writes plain text; leave it out, or give {'type': 'text'}",
-    "modalities": "this server writes text only; leave it out, or give ['text']",
+_REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "tools": ("calls no tools; leave it out", ([],)),
+    "tool_choice": ("calls no tools; leave it out", ("none", "auto")),
+    "functions": ("calls no functions; leave it out", ([],)),
+    "function_call": ("calls no functions; leave it out", ("none", "auto")),
+    "audio": ("writes text only; leave it out", ()),
+    "web_search_options": ("searches nothing; leave it out", ()),
+    "reasoning_effort": ("has no such setting; leave it out", ("none",)),
+    "verbosity": ("has no such setting; leave it out", ("medium",)),
+    "suffix": ("only continues a prompt; leave it out", ("",)),
+    "response_format": (
+        "writes plain text; leave it out, or give {'type': 'text'}",
+        ({"type": "text"},),
+    ),
+    "modalities": ("writes text only; leave it out, or give ['text']", (["text"],)),
 }
-"""Fields of OpenAI's that ask for what there is not, each with its remedy."""
+"""OpenAI's fields for what this server lacks: why not, and the values that change nothing."""
 
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-"""Values of these fields that change nothing."""
+
+class FieldError(ValueError):
+    """The error of a field that does not fit to others, found when all fields were there."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Strict(BaseModel):
@@ -74,13 +81,11 @@ class BudgetChoice(Strict):
     sink: int | None = None
 
     def budget(self, standard: Budget) -> Budget:
-        """Makes the budget."""
-        given = self.model_dump(exclude_none=True)
-        parts = {"heavy": standard.heavy, "recent": standard.recent, "sink": standard.sink}
+        """The whole budget."""
         try:
-            return Budget(**{**parts, **given})
+            return dataclasses.replace(standard, **self.model_dump(exclude_none=True))
         except ValueError as error:
-            raise ApiError(400, f"h2o: {error}", param="h2o", code="invalid_value") from error
+            raise invalid(f"h2o: {error}", "h2o") from error
 
 
 class SampledRequest(Strict):
@@ -127,20 +132,18 @@ class SampledRequest(Strict):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
 
-    @field_validator(*REFUSED, mode="after", check_fields=False)
+    @field_validator(*_REFUSED, mode="after", check_fields=False)
     @classmethod
-    def _refused(cls, value: Any, info: Any) -> Any:
-        name = info.field_name
-        if value is not None and value not in _HARMLESS.get(name, ()):
-            shown = repr(value)
-            shown = shown if len(shown) < 60 else shown[:60] + "..."
-            raise ValueError(f"{name}={shown}: {REFUSED[name]}.")
+    def _refused(cls, value: Any, info: ValidationInfo) -> Any:
+        why, harmless = _REFUSED[info.field_name or ""]
+        if value is not None and value not in harmless:
+            raise ValueError(f"{info.field_name}={_short(value)}: this server {why}.")
         return value
 
     @model_validator(mode="after")
     def _together(self) -> SampledRequest:
         if self.stream_options is not None and not self.stream:
-            raise field_error(
+            raise FieldError(
                 "stream_options", "stream_options needs stream=true; set it, or leave this out."
             )
         for name, value, most in (
@@ -148,9 +151,8 @@ class SampledRequest(Strict):
             ("stop_token_ids", self.stop_token_ids, _MOST_STOP_TOKENS),
         ):
             if len(value or ()) > most:
-                raise field_error(
-                    name, f"{name} has {len(value or ())} entries; give {most} at most."
-                )
+                entries = f"{name} has {len(value or ())} entries"
+                raise FieldError(name, f"{entries}; give {most} at most.")
         return self
 
     @property
@@ -159,56 +161,26 @@ class SampledRequest(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self, settings: ServerSettings, **further: Any) -> SamplingParams:
-        """Makes what the engine takes, but for the number of tokens."""
-        values = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "n": self.n,
-            "stop": self.stop,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": None if self.logit_bias is None else _biases(self.logit_bias),
-            # In vLLM's requests -1 stands for all tokens.
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "ignore_eos": self.ignore_eos,
-            "stop_token_ids": self.stop_token_ids,
-            "seed": None if self.seed is None else self.seed % _SEEDS,
-            **further,
-        }
-        most = settings.max_new_tokens
-        wanted = values.get("max_tokens")
+        """The parameters as the engine takes them."""
+        values = self.model_dump(include=_SAMPLING) | further
+        if self.logit_bias is not None:
+            values["logit_bias"] = _biases(self.logit_bias)
+        if self.top_k == -1:  # all tokens, in vLLM's requests
+            values["top_k"] = 0
+        if self.seed is not None:
+            values["seed"] = self.seed % _SEEDS
+        wanted, most = values["max_tokens"], settings.max_new_tokens
         if wanted is not None and wanted > most:
-            raise ApiError(
-                400,
+            raise invalid(
                 f"max_tokens={wanted} is more than this server writes; give {most} at most.",
-                param="max_tokens",
-                code="invalid_value",
+                "max_tokens",
             )
         try:
             return SamplingParams(**{k: v for k, v in values.items() if v is not None})
         except ValueError as error:
             found = _NAME.match(str(error))
             name = found.group(1) if found and found.group(1) in type(self).model_fields else None
-            raise ApiError(400, str(error), param=name, code="invalid_value") from error
-
-
-class FieldError(ValueError):
-    """What is wrong with a field, found when all fields were there.
-
-    Attributes:
-        field: Its name.
-    """
-
-    field: str
-
-
-def field_error(field: str, message: str) -> FieldError:
-    """Makes the error of a field that does not fit to others."""
-    error = FieldError(message)
-    error.field = field
-    return error
+            raise invalid(str(error), name) from error
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
@@ -217,11 +189,9 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token, bias in biases.items():
         if not (token.isascii() and token.isdigit() and len(token) <= _TOKEN_DIGITS):
             shown = token if len(token) <= _SHOWN else f"{token[:_SHOWN]}..."
-            raise ApiError(
-                400,
+            raise invalid(
                 f"logit_bias has the key {shown!r}, which is no token; give its number.",
-                param="logit_bias",
-                code="invalid_value",
+                "logit_bias",
             )
         found[int(token)] = bias
     return found
@@ -267,7 +237,7 @@ class ChatMessage(Strict):
 
     @field_validator("refusal", "annotations", "tool_calls", "function_call", "audio")
     @classmethod
-    def _none(cls, value: Any, info: Any) -> None:
+    def _none(cls, value: Any, info: ValidationInfo) -> None:
         if value not in _EMPTY:
             raise ValueError(
                 f"{info.field_name} in a message: this server reads text only; leave it out."
@@ -297,14 +267,14 @@ class ChatRequest(SampledRequest):
     @model_validator(mode="after")
     def _fit(self) -> ChatRequest:
         if not self.messages:
-            raise field_error("messages", "messages is empty; give at least one.")
+            raise FieldError("messages", "messages is empty; give at least one.")
         if self.top_logprobs is not None and not self.logprobs:
-            raise field_error(
+            raise FieldError(
                 "top_logprobs", "top_logprobs needs logprobs=true; set it, or leave this out."
             )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise field_error(
+            raise FieldError(
                 "max_tokens",
                 f"max_tokens={self.max_tokens} and max_completion_tokens="
                 f"{self.max_completion_tokens} contradict each other; give one of them.",
@@ -321,7 +291,7 @@ class ChatRequest(SampledRequest):
         ]
 
     def params(self, settings: ServerSettings, stops: tuple[str, ...]) -> SamplingParams:
-        """Makes what the engine takes; see `SampledRequest.sampling`."""
+        """The parameters as the engine takes them."""
         wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self.sampling(
             settings,
@@ -345,11 +315,7 @@ def _part(part: Any) -> str:
 
 
 class CompletionRequest(SampledRequest):
-    """A prompt or several, to be continued.
-
-    Attributes:
-        prompts: Each as text or as tokens.
-    """
+    """A prompt or several, as text or as tokens, to be continued."""
 
     default_max_tokens: ClassVar[int | None] = 16
 
@@ -372,36 +338,24 @@ class CompletionRequest(SampledRequest):
                 return [value]
             if all(_are_tokens(one) for one in value):
                 return value
-        shown = repr(value)
-        shown = shown if len(shown) < 60 else shown[:60] + "..."
         raise ValueError(
-            f"prompt={shown} does not fit; give a text, a list of texts, a list of tokens or a list"
-            " of lists of tokens, none of the lists empty."
+            f"prompt={_short(value)} does not fit; give a text, a list of texts, a list of tokens,"
+            " or a list of lists of tokens, none of the lists empty."
         )
 
     @model_validator(mode="after")
     def _best(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise field_error(
+            raise FieldError(
                 "best_of",
                 f"best_of={self.best_of}: this server chooses among no outputs; leave it out, or"
                 " give as many as n.",
             )
         return self
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts."""
-        return self.prompt
-
     def params(self, settings: ServerSettings) -> SamplingParams:
-        """Makes what the engine takes; see `SampledRequest.sampling`."""
-        return self.sampling(
-            settings,
-            max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-        )
+        """The parameters as the engine takes them."""
+        return self.sampling(settings, prompt_logprobs=self.logprobs if self.echo else None)
 
 
 def _are_tokens(value: Any) -> bool:
@@ -410,8 +364,6 @@ def _are_tokens(value: Any) -> bool:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-_SHOWN_REQUEST_BODY = 80
-"""Characters of a wrong value that an error repeats."""
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
@@ -425,11 +377,10 @@ async def read_body(request: Request, model: type[Body]) -> Body:
             code="unsupported_media_type",
         )
     raw = await request.body()
-    return await off_the_loop(len(raw), lambda: parse(raw, model))
+    return await off_the_loop(len(raw), lambda: _parse(raw, model))
 
 
-def parse(raw: bytes, model: type[Body]) -> Body:
-    """Checks a body; see `read_body`."""
+def _parse(raw: bytes, model: type[Body]) -> Body:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
@@ -444,11 +395,8 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
     field, kind, value = _path(problem["loc"]), problem["type"], problem["input"]
     if kind == "json_invalid":
         reason = problem["ctx"]["error"]
-        return ApiError(
-            400,
-            f"the body is not JSON in UTF-8 ({reason}); send one JSON object.",
-            code="invalid_json",
-        )
+        message = f"the body is not JSON in UTF-8 ({reason}); send one JSON object."
+        return invalid(message, code="invalid_json")
     if kind == "extra_forbidden":
         message, code = f"{field} is not known; {_hint(problem['loc'], model)}.", "unknown_field"
     elif kind == "missing":
@@ -464,7 +412,7 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
         should = problem["msg"].removeprefix("Input should be ").rstrip(".")
         message = f"{field}={_short(value)} does not fit; give {should}."
         code = "invalid_value"
-    return ApiError(400, message, param=field or None, code=code)
+    return invalid(message, field or None, code)
 
 
 def _path(location: tuple[str | int, ...]) -> str:
@@ -485,4 +433,4 @@ def _hint(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_REQUEST_BODY else text[:_SHOWN_REQUEST_BODY] + "..."
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -27,8 +27,10 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.engine.outputs import Piece, TokenLogprob
-from h2okv.server.generation import Progress
+from h2okv.engine.outputs import Completion as Output
+from h2okv.engine.outputs import Piece, PromptRead, TokenLogprob
+from h2okv.server.generation import PreparedRequest
+from h2okv.server.protocol import SampledRequest
 from h2okv.server.tokenization import Prompt
 
 _UNFINISHED = "\ufffd"
@@ -37,7 +39,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText:
-    """Says what a token stands for, even where it is only a part of a character."""
+    """The text of single tokens, even where one is only a part of a character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -46,11 +48,11 @@ class TokenText:
         self._bytes = lru_cache(maxsize=65536)(self._find_bytes)
 
     def data(self, token: int) -> bytes:
-        """Returns a token's bytes in UTF-8; a part of a character may be all there is."""
+        """A token's bytes in UTF-8; a part of a character may be all there is."""
         return self._bytes(token)
 
     def text(self, token: int) -> str:
-        """Returns a token's text; for a part of a character its bytes in hexadecimal."""
+        """A token's text; for a part of a character its bytes in hexadecimal."""
         data = self.data(token)
         try:
             return data.decode("utf-8")
@@ -58,7 +60,7 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def length(self, token: int) -> int:
-        """Returns how many characters begin in a token."""
+        """The number of characters that begin in a token."""
         return sum(byte & 0xC0 != 0x80 for byte in self.data(token))
 
     def _find_bytes(self, token: int) -> bytes:
@@ -93,229 +95,226 @@ FINGERPRINT = "h2okv"
 """OpenAI's ``system_fingerprint``: the same seed gives the same text only on the same server."""
 
 
-class Reply(ABC):
-    """An answer in OpenAI's types, whole or as a stream."""
+class ResponseBuilder(ABC):
+    """An answer in OpenAI's types, whole or as chunks of a stream, made while outputs come.
 
-    def __init__(
-        self, prefix: str, model_name: str, tokens: TokenText, wants_usage: bool = False
-    ) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
-        self.created = int(time.time())
-        self.model_name, self.tokens, self.wants_usage = model_name, tokens, wants_usage
+    Attributes:
+        request: What was asked for.
+        outputs: What has come so far, one for each choice, prompt by prompt.
+    """
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, request: PreparedRequest, body: SampledRequest, tokens: TokenText) -> None:
+        self.request, self._tokens = request, tokens
+        self.outputs = [Output(index) for index in range(request.num_choices)]
+        self._read: dict[int, PromptRead] = {}
+        self._has_logprobs = request.params[0].logprobs is not None
+        self._wants_usage = body.wants_usage
+        self._shared: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def take(self, piece: Piece) -> None:
+        """Adds what has come to its output."""
+        if piece.prompt is not None:
+            self._read[piece.index // self.request.choices_per_prompt] = piece.prompt
+        self.outputs[piece.index].add(piece)
 
     @abstractmethod
-    def whole(self, progress: Progress) -> BaseModel:
-        """Makes the answer of a finished job."""
+    def whole(self) -> BaseModel:
+        """The answer to a finished request."""
+
+    def opening(self) -> Iterable[BaseModel]:
+        """The chunks that come before any text."""
+        return ()
 
     @abstractmethod
-    def opening(self, progress: Progress) -> Iterable[BaseModel]:
-        """Makes the chunks that come before any text."""
+    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+        """The chunks of a piece that was taken already."""
+
+    def closing(self) -> Iterable[BaseModel]:
+        """The chunks that come after all text."""
+        if self._wants_usage:
+            yield self._chunk(usage=self._usage())
 
     @abstractmethod
-    def chunks(self, piece: Piece, progress: Progress) -> Iterable[BaseModel]:
-        """Makes the chunks of a piece, which ``progress`` has taken already."""
+    def _chunk(self, *choices: BaseModel, **usage: Any) -> BaseModel:
+        """A chunk of a stream, in its type."""
 
-    @abstractmethod
-    def closing(self, progress: Progress) -> Iterable[BaseModel]:
-        """Makes the chunks that come after all text."""
+    def _choice_chunk(self, choice: BaseModel) -> BaseModel:
+        # With the counts asked for, all chunks have the field, and only the last one a value.
+        return self._chunk(choice, **({"usage": None} if self._wants_usage else {}))
+
+    def _usage(self) -> CompletionUsage:
+        read = sum(len(prompt.token_ids) for prompt in self.request.prompts)
+        new = sum(len(output.token_ids) for output in self.outputs)
+        reused = sum(prompt.num_reused for prompt in self._read.values())
+        return CompletionUsage(
+            prompt_tokens=read,
+            completion_tokens=new,
+            total_tokens=read + new,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=reused),
+        )
 
 
-def usage_of(progress: Progress) -> CompletionUsage:
-    """Counts a job's tokens."""
-    read, new = progress.prompt_tokens, progress.new_tokens
-    return CompletionUsage(
-        prompt_tokens=read,
-        completion_tokens=new,
-        total_tokens=read + new,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=progress.reused_tokens),
-    )
-
-
-class ChatReply(Reply):
+class ChatResponseBuilder(ResponseBuilder):
     """An assistant's messages."""
+
+    id_prefix = "chatcmpl"
 
     def __init__(
         self,
-        model_name: str,
+        request: PreparedRequest,
+        body: SampledRequest,
         tokens: TokenText,
-        wants_usage: bool = False,
         *,
-        logprobs: bool = False,
-        strips_start: bool = False,
+        strips_start: bool,
     ) -> None:
-        super().__init__("chatcmpl", model_name, tokens, wants_usage)
-        self.logprobs, self.strips_start = logprobs, strips_start
+        super().__init__(request, body, tokens)
+        self._strips_start = strips_start
         self._begun: set[int] = set()
 
-    def whole(self, progress: Progress) -> ChatCompletion:
-        """See `Reply.whole`."""
-        choices = []
-        for completion in progress.completions:
-            text = completion.text.lstrip() if self.strips_start else completion.text
-            logprobs = None
-            if self.logprobs:
-                logprobs = ChoiceLogprobs(content=self._table(completion.logprobs))
-            choices.append(
-                Choice.construct(
-                    index=completion.index,
-                    message=ChatCompletionMessage(role="assistant", content=text),
-                    # None is told where nothing was asked for.
-                    finish_reason=completion.finish_reason or "length",
-                    logprobs=logprobs,
-                )
+    def whole(self) -> ChatCompletion:
+        """See `ResponseBuilder.whole`."""
+        choices = [
+            Choice.construct(
+                index=output.index,
+                message=ChatCompletionMessage(
+                    role="assistant",
+                    content=output.text.lstrip() if self._strips_start else output.text,
+                ),
+                # None is told where nothing was asked for.
+                finish_reason=output.finish_reason or "length",
+                logprobs=ChoiceLogprobs(content=self._table(output.logprobs))
+                if self._has_logprobs
+                else None,
             )
+            for output in self.outputs
+        ]
         return ChatCompletion.construct(
-            id=self.id,
-            object="chat.completion",
-            created=self.created,
-            model=self.model_name,
-            system_fingerprint=FINGERPRINT,
-            choices=choices,
-            usage=usage_of(progress),
+            object="chat.completion", choices=choices, usage=self._usage(), **self._shared
         )
 
-    def opening(self, progress: Progress) -> Iterable[ChatCompletionChunk]:
-        """See `Reply.opening`: who speaks."""
-        for index in range(progress.job.num_choices):
-            yield self._chunk(index, ChoiceDelta(role="assistant", content=""))
+    def opening(self) -> Iterable[BaseModel]:
+        """See `ResponseBuilder.opening`: who speaks."""
+        for index in range(self.request.num_choices):
+            yield self._delta(index, ChoiceDelta(role="assistant", content=""))
 
-    def chunks(self, piece: Piece, progress: Progress) -> Iterable[ChatCompletionChunk]:
-        """See `Reply.chunks`."""
+    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+        """See `ResponseBuilder.chunks`."""
         text = piece.text
-        if self.strips_start and piece.index not in self._begun:
+        if self._strips_start and piece.index not in self._begun:
             text = text.lstrip()
         if text:
             self._begun.add(piece.index)
-        if text or (self.logprobs and piece.logprobs):
-            yield self._chunk(piece.index, ChoiceDelta(content=text), piece.logprobs)
+        if text or (self._has_logprobs and piece.logprobs):
+            yield self._delta(piece.index, ChoiceDelta(content=text), piece.logprobs)
         if piece.finish_reason is not None:
-            yield self._chunk(piece.index, ChoiceDelta(), finish_reason=piece.finish_reason)
+            yield self._delta(piece.index, ChoiceDelta(), finish_reason=piece.finish_reason)
 
-    def closing(self, progress: Progress) -> Iterable[ChatCompletionChunk]:
-        """See `Reply.closing`."""
-        if self.wants_usage:
-            yield self._chunks([], usage=usage_of(progress))
-
-    def _chunk(
+    def _delta(
         self,
         index: int,
         delta: ChoiceDelta,
         logprobs: Sequence[TokenLogprob] = (),
         finish_reason: str | None = None,
-    ) -> ChatCompletionChunk:
+    ) -> BaseModel:
         told = None
-        if self.logprobs and logprobs:
+        if self._has_logprobs and logprobs:
             told = ChunkLogprobs(content=self._table(logprobs))
-        choice = ChunkChoice.construct(
-            index=index, delta=delta, finish_reason=finish_reason, logprobs=told
+        return self._choice_chunk(
+            ChunkChoice.construct(
+                index=index, delta=delta, finish_reason=finish_reason, logprobs=told
+            )
         )
-        # With the counts asked for, all chunks have the field, and only the last one a value.
-        return self._chunks([choice], **({"usage": None} if self.wants_usage else {}))
 
-    def _chunks(self, choices: list[ChunkChoice], **usage: Any) -> ChatCompletionChunk:
+    def _chunk(self, *choices: BaseModel, **usage: Any) -> BaseModel:
+        kind = "chat.completion.chunk"
         return ChatCompletionChunk.construct(
-            id=self.id,
-            object="chat.completion.chunk",
-            created=self.created,
-            model=self.model_name,
-            system_fingerprint=FINGERPRINT,
-            choices=choices,
-            **usage,
+            object=kind, choices=[*choices], **self._shared, **usage
         )
 
     def _table(self, logprobs: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:
+        def told(token: int, logprob: float) -> dict[str, Any]:
+            data = list(self._tokens.data(token))
+            return {"token": self._tokens.text(token), "bytes": data, "logprob": logprob}
+
         return [
             ChatCompletionTokenLogprob(
-                token=self.tokens.text(one.token),
-                bytes=list(self.tokens.data(one.token)),
-                logprob=one.logprob,
-                top_logprobs=[
-                    TopLogprob(
-                        token=self.tokens.text(token),
-                        bytes=list(self.tokens.data(token)),
-                        logprob=logprob,
-                    )
-                    for token, logprob in one.top
-                ],
+                **told(one.token, one.logprob),
+                top_logprobs=[TopLogprob(**told(*other)) for other in one.top],
             )
             for one in logprobs
         ]
 
 
-class CompletionReply(Reply):
+class CompletionResponseBuilder(ResponseBuilder):
     """Texts that go on from prompts."""
 
+    id_prefix = "cmpl"
+
     def __init__(
-        self,
-        model_name: str,
-        tokens: TokenText,
-        wants_usage: bool = False,
-        *,
-        echo: bool = False,
-        logprobs: bool = False,
+        self, request: PreparedRequest, body: SampledRequest, tokens: TokenText, *, echo: bool
     ) -> None:
-        super().__init__("cmpl", model_name, tokens, wants_usage)
-        self.echo, self.logprobs = echo, logprobs
+        super().__init__(request, body, tokens)
+        self._echo = echo
         # Where the next token of each choice's text begins, for streams.
         self._offsets: dict[int, int] = {}
         self._echoed: set[int] = set()
 
-    def whole(self, progress: Progress) -> Completion:
-        """See `Reply.whole`."""
+    def whole(self) -> Completion:
+        """See `ResponseBuilder.whole`."""
         choices = []
-        for completion in progress.completions:
-            number = completion.index // progress.job.choices_per_prompt
-            text = completion.text
-            table = _LogprobTable(self.tokens) if self.logprobs else None
-            if self.echo:
-                text = progress.job.prompts[number].text + text
-                if table is not None:
-                    self._add_prompt(table, progress, number)
+        for output in self.outputs:
+            number = output.index // self.request.choices_per_prompt
+            text, table = output.text, self._new_table()
+            if self._echo:
+                text = self.request.prompts[number].text + text
+                self._add_prompt(table, number)
             if table is not None:
-                table.add(completion.logprobs)
+                table.add(output.logprobs)
             # No end is told of an output for which no token was asked.
-            ending = completion.finish_reason or "length"
-            choices.append(self._choice(completion.index, text, ending, table))
-        return self._completion(choices, usage=usage_of(progress))
+            ending = output.finish_reason or "length"
+            choices.append(self._choice(output.index, text, ending, table))
+        return self._chunk(*choices, usage=self._usage())
 
-    def opening(self, progress: Progress) -> Iterable[Completion]:
-        """See `Reply.opening`; echoed prompts come with their first piece instead."""
-        return ()
-
-    def chunks(self, piece: Piece, progress: Progress) -> Iterable[Completion]:
-        """See `Reply.chunks`."""
-        per_prompt = progress.job.choices_per_prompt
+    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+        """See `ResponseBuilder.chunks`; an echoed prompt comes with its first piece."""
+        per_prompt = self.request.choices_per_prompt
         number = piece.index // per_prompt
-        if self.echo and number not in self._echoed:
+        if self._echo and number not in self._echoed:
             self._echoed.add(number)
             for index in range(number * per_prompt, (number + 1) * per_prompt):
-                yield self._echo_chunk(index, number, progress)
+                yield self._echo_chunk(index, number)
         if not (piece.text or piece.logprobs or piece.finish_reason):
             return
-        table = None
-        if self.logprobs:
-            table = _LogprobTable(self.tokens, self._offsets.get(piece.index, 0))
+        table = self._new_table(self._offsets.get(piece.index, 0))
+        if table is not None:
             table.add(piece.logprobs)
             self._offsets[piece.index] = table.offset
-        yield self._chunk(self._choice(piece.index, piece.text, piece.finish_reason, table))
+        choice = self._choice(piece.index, piece.text, piece.finish_reason, table)
+        yield self._choice_chunk(choice)
 
-    def closing(self, progress: Progress) -> Iterable[Completion]:
-        """See `Reply.closing`."""
-        if self.wants_usage:
-            yield self._completion([], usage=usage_of(progress))
-
-    def _echo_chunk(self, index: int, number: int, progress: Progress) -> Completion:
+    def _echo_chunk(self, index: int, number: int) -> BaseModel:
         """A prompt as the first text of a choice."""
-        table = _LogprobTable(self.tokens) if self.logprobs else None
+        table = self._new_table()
+        self._add_prompt(table, number)
         if table is not None:
-            self._add_prompt(table, progress, number)
             self._offsets[index] = table.offset
-        return self._chunk(self._choice(index, progress.job.prompts[number].text, None, table))
+        text = self.request.prompts[number].text
+        return self._choice_chunk(self._choice(index, text, None, table))
 
-    def _add_prompt(self, table: _LogprobTable, progress: Progress, number: int) -> None:
-        prompt, read = progress.job.prompts[number], progress.read.get(number)
-        known = read.logprobs if read is not None and read.logprobs is not None else ()
-        table.add_prompt(prompt, known)
+    def _new_table(self, offset: int = 0) -> _LogprobTable | None:
+        return _LogprobTable(self._tokens, offset) if self._has_logprobs else None
+
+    def _add_prompt(self, table: _LogprobTable | None, number: int) -> None:
+        if table is not None:
+            read = self._read.get(number)
+            table.add_prompt(self.request.prompts[number], (read and read.logprobs) or ())
 
     def _choice(
         self, index: int, text: str, finish_reason: str | None, table: _LogprobTable | None
@@ -328,26 +327,16 @@ class CompletionReply(Reply):
             logprobs=None if table is None else table.logprobs(),
         )
 
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        # With the counts asked for, all chunks have the field, and only the last one a value.
-        return self._completion([choice], **({"usage": None} if self.wants_usage else {}))
-
-    def _completion(self, choices: list[CompletionChoice], **usage: Any) -> Completion:
+    def _chunk(self, *choices: BaseModel, **usage: Any) -> Completion:
         return Completion.construct(
-            id=self.id,
-            object="text_completion",
-            created=self.created,
-            model=self.model_name,
-            system_fingerprint=FINGERPRINT,
-            choices=choices,
-            **usage,
+            object="text_completion", choices=[*choices], **self._shared, **usage
         )
 
 
 class _LogprobTable:
     """The parallel lists of OpenAI's older form, as they grow."""
 
-    def __init__(self, tokens: TokenText, offset: int = 0) -> None:
+    def __init__(self, tokens: TokenText, offset: int) -> None:
         self._tokens, self.offset = tokens, offset
         self._texts: list[str] = []
         self._logprobs: list[float | None] = []
@@ -369,7 +358,7 @@ class _LogprobTable:
             self._add(token, known, length)
 
     def logprobs(self) -> Logprobs:
-        """Returns the lists."""
+        """The lists."""
         return Logprobs.construct(
             tokens=self._texts,
             token_logprobs=self._logprobs,
@@ -382,15 +371,11 @@ class _LogprobTable:
         self._offsets.append(self.offset)
         self.offset += length
         self._logprobs.append(None if known is None else known.logprob)
-        self._tops.append(None if known is None else self._alternatives(known))
-
-    def _alternatives(self, known: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens by text, and the chosen one among them."""
-        found: dict[str, float] = {}
-        for token, logprob in (*known.top, (known.token, known.logprob)):
+        tops: dict[str, float] = {}
+        for one, logprob in () if known is None else (*known.top, (token, known.logprob)):
             # Where two tokens read the same, the likelier one is told.
-            found.setdefault(self._tokens.text(token), logprob)
-        return found
+            tops.setdefault(self._tokens.text(one), logprob)
+        self._tops.append(None if known is None else tops)
 
 
 def _length_in(prompt: str, first: str) -> int:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text
-from h2okv.server.errors import ApiError
+from h2okv.server.errors import ApiError, invalid
 
 Result = TypeVar("Result")
 
@@ -35,7 +35,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Turns prompts into tokens, and refuses what no row can read."""
+    """Tokenises prompts, and refuses what no row can read."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
@@ -58,12 +58,10 @@ class PromptReader:
         token_ids = self._checked(tuple(prompt))
         least, most = min(token_ids), max(token_ids)
         if least < 0 or most >= self._vocabulary:
-            raise ApiError(
-                400,
+            raise invalid(
                 f"prompt has the token {least if least < 0 else most}, but the model's tokens are"
                 f" 0 to {self._vocabulary - 1}; encode it with the model's own tokenizer.",
-                param="prompt",
-                code="invalid_value",
+                "prompt",
             )
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return Prompt(token_ids, str(text), False)
@@ -73,14 +71,14 @@ class PromptReader:
         try:
             text = chat_text(self.tokenizer, messages)
         except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+            raise invalid(str(error), "messages") from error
         self._check_characters(text, "messages")
         has_special = bool(self.tokenizer.chat_template)
         ids = self._checked(self.encode(text, special=not has_special), "messages")
         return Prompt(ids, text, not has_special)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Returns the tokens of a text."""
+        """The tokens of a text."""
         encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return tuple(encoded["input_ids"])
 
@@ -90,19 +88,16 @@ class PromptReader:
 
     def _checked(self, token_ids: tuple[int, ...], field: str = "prompt") -> tuple[int, ...]:
         if not token_ids:
-            raise ApiError(
-                400, f"{field} has no tokens; give at least one.", param=field, code="invalid_value"
-            )
+            raise invalid(f"{field} has no tokens; give at least one.", field)
         if len(token_ids) > self.max_tokens:
             raise self._too_long(f"{len(token_ids)} tokens", field)
         return token_ids
 
     def _too_long(self, amount: str, field: str) -> ApiError:
-        return ApiError(
-            400,
+        return invalid(
             f"{field} has {amount}, but this server reads prompts of at most {self.max_tokens}"
             " tokens; send a shorter one.",
-            param=field,
+            field,
             code="context_length_exceeded",
         )
 
@@ -118,13 +113,13 @@ _ANY_LENGTH = 1 << 40
 
 
 def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Finds what prompts that begin with a text have in common."""
+    """The tokens that all prompts share which begin with a text."""
     reader = PromptReader(tokenizer, _ANY_LENGTH)
     return _shared([reader.read(text + end).token_ids for end in _FOLLOWING])
 
 
 def system_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Finds what chats with the same system message have in common."""
+    """The tokens that all chats share which have the same system message."""
     reader = PromptReader(tokenizer, _ANY_LENGTH)
     system = {"role": "system", "content": text}
     chats = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]

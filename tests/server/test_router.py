@@ -7,14 +7,13 @@ import httpx2 as httpx
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from h2okv.cluster import router as relay
-from h2okv.cluster.router import CopyLostError, Relay, RelayCounts, messages_of
+from h2okv.cluster.router import ReplicaLostError, Router, messages_of
 from h2okv.engine.outputs import QueueFullError
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(relay, "_PAUSE", 0.0)
+    monkeypatch.setattr("h2okv.cluster.router._PAUSE", 0.0)
 
 
 async def whole(scope, receive, send):
@@ -35,8 +34,8 @@ async def stopped(scope, receive, send):
     await JSONResponse({"error": "stopped"}, 503)(scope, receive, send)
 
 
-class Copies:
-    """Copies of an application; each request gets the next one.
+class Replicas:
+    """Replicas of an application; each request gets the next one.
 
     Attributes:
         plan: For each of them the application and after how many messages it dies, if it does.
@@ -56,7 +55,7 @@ class Copies:
             async for messages in messages_of(app, scope, body):
                 for message in messages:
                     if lives is not None and count >= lives:
-                        raise CopyLostError
+                        raise ReplicaLostError
                     count += 1
                     yield [message]
         finally:
@@ -65,67 +64,66 @@ class Copies:
 
 @pytest.fixture
 def call():
-    """Sends one request through a relay to some copies."""
+    """Sends one request through a router to some replicas."""
 
-    def send(copies, timeout=5.0, body="hello"):
-        counts = RelayCounts()
-        app = Relay(copies.ask, timeout, counts)
+    def send(replicas, timeout=5.0, body="hello"):
+        router = Router(replicas.ask, timeout)
 
         async def run():
-            transport = httpx.ASGITransport(app=app)
+            transport = httpx.ASGITransport(app=router)
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
                 return await client.post("/v1/completions", content=body)
 
-        return asyncio.run(run()), counts
+        return asyncio.run(run()), router
 
     return send
 
 
 def test_an_answer_comes_through_as_it_is(call):
-    answer, counts = call(Copies((whole, None)))
+    answer, router = call(Replicas((whole, None)))
     assert answer.json() == {"path": "/v1/completions", "body": "hello"}
-    assert (counts.retried, counts.broken) == (0, 0)
+    assert (router.retried, router.broken) == (0, 0)
 
 
 def test_a_stream_comes_through_as_it_is(call):
-    answer, _ = call(Copies((streamed, None)))
+    answer, _ = call(Replicas((streamed, None)))
     assert answer.text == "data: 0\n\ndata: 1\n\ndata: 2\n\ndata: 3\n\n"
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
 @pytest.mark.parametrize("lives", [0, 1])
 @pytest.mark.parametrize("app", [whole, streamed])
-def test_what_has_not_begun_is_asked_of_another_copy(call, app, lives):
-    expected, _ = call(Copies((app, None)))
-    copies = Copies((app, lives), (app, lives), (app, None))
-    answer, counts = call(copies)
+def test_what_has_not_begun_is_asked_of_another_replica(call, app, lives):
+    expected, _ = call(Replicas((app, None)))
+    replicas = Replicas((app, lives), (app, lives), (app, None))
+    answer, router = call(replicas)
     assert (answer.status_code, answer.text) == (200, expected.text)
-    assert (counts.retried, counts.broken) == (2, 0)
-    assert copies.closed == 3
+    assert (router.retried, router.broken) == (2, 0)
+    assert replicas.closed == 3
 
 
 def test_a_stream_that_has_begun_ends_with_an_error(call):
-    copies = Copies((streamed, 3), (streamed, None))
-    answer, counts = call(copies)
+    replicas = Replicas((streamed, 3), (streamed, None))
+    answer, router = call(replicas)
     *events, last = answer.text.removesuffix("\n\n").split("\n\n")
     assert events == ["data: 0", "data: 1"]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
-    assert copies.asked == 1
-    assert (counts.retried, counts.broken) == (0, 1)
+    assert replicas.asked == 1
+    assert (router.retried, router.broken) == (0, 1)
 
 
-def test_a_copy_that_has_stopped_is_left(call):
-    answer, counts = call(Copies((stopped, None), (whole, None)))
+def test_a_replica_that_has_stopped_is_left(call):
+    answer, router = call(Replicas((stopped, None), (whole, None)))
     assert answer.status_code == 200
-    assert counts.retried == 1
+    assert router.retried == 1
 
 
-def test_all_copies_are_lost(call):
-    answer, counts = call(Copies((whole, 0)))
+def test_all_replicas_are_lost(call):
+    answer, router = call(Replicas((whole, 0)))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "replica_lost"
     assert answer.headers["retry-after"] == "5"
-    answer, _ = call(Copies((stopped, None)))
+    answer, _ = call(Replicas((stopped, None)))
     assert (answer.status_code, answer.json()) == (503, {"error": "stopped"})
 
 
@@ -142,15 +140,15 @@ def test_no_room(call):
 
 
 def test_a_request_that_takes_too_long(call, monkeypatch):
-    monkeypatch.setattr(relay, "_GRACE", 0.0)
+    monkeypatch.setattr("h2okv.cluster.router._GRACE", 0.0)
 
     async def slow(scope, receive, send):
         await asyncio.sleep(60)
 
-    copies = Copies((slow, None))
-    answer, _ = call(copies, timeout=0.05)
+    replicas = Replicas((slow, None))
+    answer, _ = call(replicas, timeout=0.05)
     assert answer.status_code == 504
-    assert copies.closed == 1
+    assert replicas.closed == 1
 
 
 def test_a_client_that_goes_away_ends_the_work():
@@ -162,7 +160,7 @@ def test_a_client_that_goes_away_ends_the_work():
         finally:
             ended.append(scope["path"])
 
-    copies = Copies((endless, None))
+    replicas = Replicas((endless, None))
     incoming = [{"type": "http.request", "body": b""}, {"type": "http.disconnect"}]
 
     async def receive():
@@ -171,12 +169,12 @@ def test_a_client_that_goes_away_ends_the_work():
     async def send(message):
         raise AssertionError("nobody is there")
 
-    scope = {"method": "POST", "path": "/", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
     async def run():
         async with asyncio.timeout(5):
-            await Relay(copies.ask, 60, RelayCounts())(scope, receive, send)
+            await Router(replicas.ask, 60)(scope, receive, send)
 
     asyncio.run(run())
     assert ended == ["/"]
-    assert copies.closed == 1
+    assert replicas.closed == 1
