@@ -65,7 +65,7 @@ def address(server):
 
 @pytest.fixture
 def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
         yield client
 
 

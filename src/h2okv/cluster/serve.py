@@ -282,7 +282,7 @@ def _set_by_signals(event: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def _serving(host: str, port: int, is_local: bool) -> Iterator[Any]:
-    """Runs Serve, and a board for its replicas; at the end it takes no more requests, and those that run are finished."""
+    """Runs Serve and a board for its replicas; ends it when what runs has finished."""
     # Its progress stays away from the command's own remarks; its log files have it.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     if serve.status().proxies:
@@ -297,7 +297,7 @@ def _serving(host: str, port: int, is_local: bool) -> Iterator[Any]:
     )
     # It lives until it is killed, as the application does.
     options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
-    board = ray.remote(Board).options(**options).remote()
+    board: Any = ray.remote(Board).options(**options).remote()
     try:
         yield board
     finally:
