@@ -36,31 +36,27 @@ def drop_pages(folder: str) -> None:
 def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     """The engine of `h2okv batch`, with a time for every pass."""
     import h2okv
-    from h2okv.cli.args import CacheChoice, Sampling
+    from h2okv.config import CacheConfig
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.loading import describe
-    from h2okv.offload.batch_runner import BatchSequence as Sequence
-    from h2okv.offload.batch_runner import Runner
-    from h2okv.offload.offload_engine import BatchRequest, make_engine
+    from h2okv.offload.batch_runner import BatchSequence
+    from h2okv.offload.offload_engine import BatchRequest, OffloadEngine
 
     described = describe(setting["folder"])
     request = BatchRequest(
         model=setting["folder"],
         input=Path("none"),
         output=Path(tempfile.gettempdir()) / "none",
-        choice=CacheChoice(setting["policy"], 0.1, 0.1, 0),
-        sampling=Sampling(setting["new"]),
+        cache=CacheConfig(setting["policy"]),
+        sampling=SamplingParams(max_tokens=setting["new"], temperature=0),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        rows=setting["rows"],
-        shares={"disk": 1.0} if setting.get("disk") else None,
-        cache_shares={"device": 1.0},
+        batch_size=setting["rows"],
+        weight_placement={"disk": 1.0} if setting.get("disk") else None,
+        cache_placement={"device": 1.0},
         memory=setting["limit"] or None,
     )
-
-    def make_cache() -> h2okv.H2OCache:
-        return request.choice.make(described.config, 0)
 
     class Lengths:
         """What the planner asks a job."""
@@ -71,18 +67,15 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
         def lengths(self) -> list[int]:
             return [setting["prompt"]] * setting["batch"]
 
-    engine = make_engine(request, described, Lengths(), make_cache)  # type: ignore[arg-type]
+    engine = OffloadEngine.open(request, described, Lengths())  # type: ignore[arg-type]
     tokens = prompts_of(setting, setting["vocabulary"]).tolist()
     if setting.get("one_batch"):
-        tokens = tokens[: engine.limits.rows]
-    sequences = [Sequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
-    runner = Runner(
-        engine.model, engine.passing, SamplingParams(temperature=0), make_cache, engine.limits,
-        request.device,
-    )  # fmt: skip
+        tokens = tokens[: engine.limits.batch_size]
+    sequences = [BatchSequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
+    runner = engine.make_runner()
     passes: list[tuple[float, int]] = []
-    done: list[Sequence] = []
-    stream = engine.assembled.stream if engine.assembled else None
+    done: list[BatchSequence] = []
+    stream = engine.offloaded.stream if engine.offloaded else None
     start = last = time.perf_counter()
     read = 0
     with h2okv.enable(engine.model):
@@ -94,7 +87,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
             done.extend(finished)
     seconds = time.perf_counter() - start
     engine.close()
-    units = engine.assembled.skeleton.units if engine.assembled else ()
+    units = engine.offloaded.meta.units if engine.offloaded else ()
     places = engine.plan.placement.units if engine.plan else ()
     streamed = sum(u.nbytes for u, p in zip(units, places, strict=True) if p == "disk")
     done.sort(key=lambda own: int(own.id))
@@ -104,8 +97,8 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
         "streamed_bytes": streamed,
         "bytes_read": stream.bytes_read if stream else 0,
         "wait_seconds": stream.wait_seconds if stream else 0.0,
-        "rows": engine.limits.rows,
-        "predicted": engine.plan.forecast.tokens_per_second if engine.plan else None,
+        "rows": engine.limits.batch_size,
+        "predicted": engine.plan.estimate.tokens_per_second if engine.plan else None,
         "tokens": [own.new_tokens for own in done],
         "data_bytes": data_bytes(),
         "peak_bytes": peak_resident_bytes(),
@@ -148,27 +141,27 @@ def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
     """The weights' stream alone: what a pass takes if nothing is computed."""
     from transformers import AutoConfig
 
-    from h2okv.offload.assembly import assemble
+    from h2okv.offload.assembly import materialise
     from h2okv.offload.checkpoint import CheckpointFiles
     from h2okv.offload.conversion import map_weights
-    from h2okv.offload.meta_model import make_skeleton
-    from h2okv.offload.planner import place_by_shares
+    from h2okv.offload.meta_model import make_meta_model
+    from h2okv.offload.planner import place_by_fractions
 
     folder = setting["folder"]
-    skeleton = make_skeleton(AutoConfig.from_pretrained(folder), torch.bfloat16, folder)
+    meta = make_meta_model(AutoConfig.from_pretrained(folder), torch.bfloat16, folder)
     files = CheckpointFiles.in_folder(Path(folder))
-    placement = place_by_shares({"disk": 1.0}, len(skeleton.units))
-    found = map_weights(skeleton, files)
-    assembled = assemble(skeleton, files, found, placement, torch.device("cpu"))
-    assert assembled.stream is not None
+    placement = place_by_fractions({"disk": 1.0}, len(meta.units))
+    found = map_weights(meta, files)
+    offloaded = materialise(meta, files, found, placement, torch.device("cpu"))
+    assert offloaded.stream is not None
     passes = []
     for _ in range(setting["new"]):
         before = time.perf_counter()
-        for unit in skeleton.units:
-            assembled.stream.bring(unit)
-        assembled.stream.release()
+        for unit in meta.units:
+            offloaded.stream.load(unit)
+        offloaded.stream.release()
         passes.append((time.perf_counter() - before, 0))
-    assembled.close()
+    offloaded.close()
     return {"passes": passes, "seconds": sum(own for own, _ in passes)}
 
 

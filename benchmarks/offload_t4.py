@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from h2okv.offload.planner import Traffic, forecast
-from h2okv.offload.profile import Speeds
+from h2okv.offload.planner import CostModel, Traffic
+from h2okv.offload.profile import HardwareProfile
 
 GIB = 2**30
 
@@ -46,9 +46,9 @@ PUBLISHED = {
 }
 
 
-def speeds(link: float, memory: float, flops: float) -> Speeds:
+def profile(link: float, memory: float, flops: float) -> HardwareProfile:
     """A T4 and what it hangs on."""
-    return Speeds(disk=3e9, link=link, memory=memory, products=((1, flops), (4096, flops)))
+    return HardwareProfile(3e9, link, memory, ((1, flops), (4096, flops)))
 
 
 def largest(free: float, per_row: float) -> int:
@@ -60,7 +60,7 @@ def row(
     args: argparse.Namespace, model: Opt, prompt: int, new: int, slots: int, published: float
 ) -> str:
     """One line of the table, without its first two cells."""
-    machine = speeds(args.link * 1e9, args.bandwidth * 1e9, args.tflops * 1e12)
+    machine = profile(args.link * 1e9, args.bandwidth * 1e9, args.tflops * 1e12)
     weights = model.parameters * 2
     per_row = slots * model.entry_bytes
     room = (args.memory - args.temporaries) * GIB
@@ -71,9 +71,9 @@ def row(
     else:
         # Weights and caches are in the CPU's memory, and come over the link in every step.
         rows = largest(args.host * GIB - weights, per_row)
-        traffic = Traffic(0, weights, weights, model.parameters, per_row, far_bytes=per_row)
-        brought = weights / machine.link
-    told = forecast(traffic, machine, rows, prompt, new, rows)
+        traffic = Traffic(0, weights, weights, model.parameters, per_row, host_cache_bytes=per_row)
+        brought = weights / machine.host_device
+    told = CostModel(machine).estimate(traffic, rows, prompt, new, rows, rows)
     return (
         f"{brought:.3f} | {published} | {published * brought:.1f} | {rows} |"
         f" {told.step.seconds:.2f} ({told.step.limit}) | {told.tokens_per_second:.1f} |"

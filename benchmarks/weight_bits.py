@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from record import Target, append_csv, environment, interleave, rows_for, show
 
-from h2okv.offload.meta_model import Slot
+from h2okv.offload.meta_model import ParameterSlot
 from h2okv.offload.quantized_linear import Int4Slot, Int8Slot
 
 RESULTS = Path(__file__).parent / "results" / "weight_bits.csv"
@@ -30,7 +30,7 @@ def packed(
     """A layer with the weight in few bits, and its bytes."""
     outputs, inputs = weight.shape
     layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
-    slot = kind.of(Slot("layer.weight", layer, "weight", weight.shape, weight.dtype))
+    slot = kind.of(ParameterSlot("layer.weight", layer, "weight", weight.shape, weight.dtype))
     stored = slot.to_bytes(weight)
     slot.fill(stored)
     return layer, stored.nbytes

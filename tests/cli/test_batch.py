@@ -184,7 +184,7 @@ def test_output_of_other_weights(job, save_model, prompts, tmp_path, h2okv_comma
     save_file(weights, path, metadata={"format": "pt"})
     refused = h2okv_command(*args)
     assert refused.code == 2
-    assert "was begun with weights " in refused.err and "give another --output" in refused.err
+    assert "was begun with weights " in refused.err and "choose another file" in refused.err
 
 
 def run_quietly(args, file_size=None):

@@ -103,7 +103,7 @@ def test_int8_weights(job, model_folder, tmp_path):
     assert (converted.stat().st_size - rest) < 0.4 * (before - rest)
     # Another result: a job of its own.
     error, _ = job(model_folder, output="b.jsonl", code=2)
-    assert "begun with weight_bits 8, not None" in error
+    assert "begun with weight_bits 8, not unset" in error
 
 
 def test_int4_weights(job, model_folder, tmp_path):
@@ -124,7 +124,7 @@ def test_int4_weights(job, model_folder, tmp_path):
     (converted,) = folder.iterdir()
     assert converted.stat().st_size == pytest.approx(sum(layers) * 4.5 / 8 + 2 * rest, rel=0.1)
     error, _ = job(model_folder, *dtype, output="b.jsonl", code=2)
-    assert "begun with weight_bits 4, not None" in error
+    assert "begun with weight_bits 4, not unset" in error
     error, _ = job(model_folder, "--weight-bits", 4, code=2)
     assert "--dtype bfloat16" in error and "--weight-bits 8" in error
 

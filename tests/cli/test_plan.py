@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import h2okv.cli.batch
 from h2okv.engine.memory import data_bytes
-from h2okv.offload.profile import Speeds
+from h2okv.offload import offload_engine
+from h2okv.offload.profile import HardwareProfile
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def plan(h2okv_command, model_folder):
 
 def test_what_is_shown(plan):
     text = plan()
-    for words in ("layers and head", "prompts under way", "GB/s", "the longest counts", "tokens/s"):
+    for words in ("layers and head", "batch size", "GB/s", "the longest counts", "tokens/s"):
         assert words in text
 
 
@@ -36,10 +36,10 @@ def test_the_plan_fits_and_its_parts_agree(plan):
     assert made["process_bytes"] + made["total_bytes"] <= promise
     parts = ("cache_bytes", "weight_bytes", "buffer_bytes", "temporary_bytes")
     assert made["total_bytes"] == sum(made[part] for part in parts)
-    step = made["forecast"]["step"]
+    step = made["estimate"]["step"]
     assert made["limit"] == max(step, key=step.get)
-    decode = made["forecast"]["decode_tokens_per_second"]
-    assert decode == pytest.approx(made["rows"] / max(step.values()))
+    decode = made["estimate"]["decode_tokens_per_second"]
+    assert decode == pytest.approx(made["batch_size"] / max(step.values()))
 
 
 def test_a_smaller_cache_makes_room_for_more_prompts(plan):
@@ -47,27 +47,31 @@ def test_a_smaller_cache_makes_room_for_more_prompts(plan):
     ample = ("--json", "--memory", promise, "--cache", "device", "--weights", "disk")
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
-    assert h2o["cache_bytes"] / h2o["rows"] < 0.25 * full["cache_bytes"] / full["rows"]
+    assert sequence_bytes(h2o) < 0.25 * sequence_bytes(full)
     packed = plan(*ample, "--kv-bits", 4)
-    assert packed["cache_bytes"] / packed["rows"] < 0.6 * h2o["cache_bytes"] / h2o["rows"]
+    assert sequence_bytes(packed) < 0.6 * sequence_bytes(h2o)
+
+
+def sequence_bytes(made):
+    return made["cache_bytes"] / made["batch_size"]
 
 
 def test_on_the_disk_if_told(plan):
     made = plan("--json", "--weights", "disk", "--cache", "file", "--batch", 3)
     assert made["placement"] == {"disk": 3}
-    assert made["rows"] == 3
-    assert made["forecast"]["step"]["weights"] > 0
+    assert made["batch_size"] == 3
+    assert made["estimate"]["step"]["weights"] > 0
 
 
-SLOW = Speeds(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5)))
+SLOW = HardwareProfile(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5)))
 
 
 def test_a_first_result_that_is_far_off(plan, h2okv_command, model_folder, monkeypatch):
-    monkeypatch.setattr(h2okv.cli.batch, "measure_speeds", lambda *_: SLOW)
+    monkeypatch.setattr(offload_engine, "measure_hardware", lambda *_: SLOW)
     assert "0.0004 GFLOP/s at 8 rows" in plan()
     args = ("plan", model_folder, "--prompt", 50, "--gen", 5, "--weights", "disk", "--json")
     outcome = h2okv_command(*args)
-    first = json.loads(outcome.out)["forecast"]["first_seconds"]
+    first = json.loads(outcome.out)["estimate"]["first_result_seconds"]
     assert first > 120
     said = re.fullmatch(
         r"the first result comes after about (.+); --batch (\d+) gives one after .+ s, with .+ new"
@@ -76,7 +80,7 @@ def test_a_first_result_that_is_far_off(plan, h2okv_command, model_folder, monke
     )
     assert said[1] in (f"{first / 60:.0f} min", f"{first / 3600:.1f} h")
     sooner = h2okv_command(*args, "--batch", said[2])
-    assert json.loads(sooner.out)["forecast"]["first_seconds"] <= 60
+    assert json.loads(sooner.out)["estimate"]["first_result_seconds"] <= 60
     assert sooner.err == ""
     more = h2okv_command(*args, "--batch", int(said[2]) + 2)
     assert "the first result comes after" in more.err

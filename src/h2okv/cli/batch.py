@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json as json_format
 import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,7 +16,6 @@ from h2okv.cli.args import (
     KV_BITS_HELP,
     MODEL_HELP,
     SCORING_HELP,
-    CacheChoice,
     Model,
     Sampling,
     check_copies,
@@ -27,29 +25,30 @@ from h2okv.cli.args import (
     parse_positions,
 )
 from h2okv.cluster.batch import run_batch_on_ray
+from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, format_bytes, format_table, write_remark, write_text
-from h2okv.engine.memory import give_memory_back, parse_memory
-from h2okv.integration.loading import describe
+from h2okv.engine.memory import parse_memory
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.models import BUNDLED
-from h2okv.offload.kv_tiers import CACHE_PLACES
+from h2okv.offload.kv_tiers import CACHE_TIERS
 from h2okv.offload.offload_engine import (
     BatchRequest,
-    Stopped,
-    find_room,
-    measure_speeds,
-    open_model,
-    own_memory,
-    run_batch,
+    Interrupted,
+    OffloadRequest,
+    PlannedJob,
 )
-from h2okv.offload.planner import PLACES, Plan, Planner, Workload, parse_shares
-from h2okv.offload.profile import Speeds
+from h2okv.offload.offload_engine import plan as plan_job
+from h2okv.offload.offload_engine import run as run_job
+from h2okv.offload.planner import PLACES, Workload, parse_placement
 from h2okv.offload.quantized_linear import WEIGHT_BITS
 
 HELP = """Generate for a file of prompts, as many at a time as there is room for.
 
-The input has a line {"id": ..., "prompt": "..."} for each prompt, the output a line {"id", "text",
-...} or {"id", "error"}. Every result is on the disk as soon as it is there: after Ctrl-C or a kill
-the same command goes on with what is left.
+The input has a line {"id": ..., "prompt": "..."} for each prompt, or {"id": ..., "messages": [...]}
+with messages as in OpenAI's API; the output a line {"id", "text", ...} or {"id", "error"}. If the
+model has a chat template, a prompt is a user's message to be answered; --raw continues its text.
+Every result is on the disk as soon as it is there: after Ctrl-C or a kill the same command goes on
+with what is left.
 
 Examples:
 
@@ -101,9 +100,12 @@ def batch(
         typer.Option(help="The most tokens that are attended to at once.", show_default="all"),
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random numbers; each prompt has its own.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus (top-p) sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed; each prompt draws with its own.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue prompts as they are, without a chat template.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     weight_bits: Annotated[
@@ -127,32 +129,39 @@ def batch(
     json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
 ) -> int:
     """Runs a job, as `HELP` tells the user."""
-    choice = CacheChoice(
-        policy,
-        parse_amount("heavy", heavy),
-        parse_amount("recent", recent),
-        sink,
-        parse_positions(positions),
-        prefill_chunk,
-        scoring,
-        decay,
-        kv_bits,
-    )
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     request = BatchRequest(
         model=model,
         input=input,
         output=output,
-        choice=choice,
-        sampling=Sampling(max_new_tokens, temperature, top_p, seed),
+        cache=CacheConfig(
+            policy=policy,
+            heavy=parse_amount("heavy", heavy),
+            recent=parse_amount("recent", recent),
+            sink=sink,
+            scoring=scoring,
+            decay=decay,
+            positions=parse_positions(positions),
+            prefill_chunk=prefill_chunk,
+            kv_bits=kv_bits,
+            seed=seed,
+        ),
+        sampling=SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+        ),
+        is_raw=raw,
         dtype=parse_dtype(dtype),
         device=parse_device("cpu" if ray else device),
-        rows=parse_rows(batch),
-        shares=parse_shares("weights", weights, PLACES),
-        cache_shares=parse_shares("cache", cache, CACHE_PLACES),
+        batch_size=_parse_batch(batch),
+        weight_placement=parse_placement("weights", weights, PLACES),
+        cache_placement=parse_placement("cache", cache, CACHE_TIERS),
         cache_folder=cache_folder,
         memory=None if memory is None else parse_memory(memory),
         converted=converted,
-        weight_bits=check_weight_bits(weight_bits),
+        weight_bits=_check_weight_bits(weight_bits),
         keep_pages=keep_pages,
     )
     if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
@@ -162,10 +171,10 @@ def batch(
         )
     check_copies("--actors", actors, ray, device)
     if ray:
-        check_whole(request)
+        _check_for_ray(request)
     try:
-        summary = run_batch_on_ray(request, device, actors) if ray else run_batch(request)
-    except Stopped as stopped:
+        summary = run_batch_on_ray(request, device, actors) if ray else run_job(request)
+    except Interrupted as stopped:
         write_remark(str(stopped))
         return INTERRUPTED
     if json:
@@ -175,19 +184,19 @@ def batch(
     return 0
 
 
-def check_weight_bits(bits: int | None) -> int | None:
+def _check_weight_bits(bits: int | None) -> int | None:
     """Refuses a number of bits that there is no format for."""
     if bits is not None and bits not in WEIGHT_BITS:
         raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
     return bits
 
 
-def check_whole(request: BatchRequest) -> None:
+def _check_for_ray(request: BatchRequest) -> None:
     """Refuses with --ray what is planned for one machine alone."""
     given = {
         "--memory": request.memory,
-        "--weights": request.shares,
-        "--cache": request.cache_shares,
+        "--weights": request.weight_placement,
+        "--cache": request.cache_placement,
         "--cache-folder": request.cache_folder,
         "--converted": request.converted,
         "--weight-bits": request.weight_bits,
@@ -201,26 +210,23 @@ def check_whole(request: BatchRequest) -> None:
             )
 
 
-def parse_rows(text: str) -> int | None:
-    """Reads a number of prompts; None for `auto`."""
+def _parse_batch(text: str) -> int | None:
+    """Parses a batch size; ``None`` for ``auto``."""
     if text == "auto":
         return None
     try:
-        rows = int(text)
+        size = int(text)
     except ValueError:
-        rows = 0
-    if rows < 1:
+        size = 0
+    if size < 1:
         raise ValueError(f"--batch {text!r} is no number of prompts; give 1 or more, or auto")
-    return rows
+    return size
 
 
-_PATIENCE = 60.0
-"""Seconds until the first result, above which the user hears of it."""
+PLAN_HELP = """Plan a job: where the weights go, the batch size, and the speed to expect.
 
-PLAN_HELP = """Plan a job: where the weights go, how many prompts together, and the speed to expect.
-
-Bandwidths and products are measured here, in a few seconds; the step takes the longest of bringing
-the weights, reading the caches and computing.
+Bandwidths, GEMM throughput and the overhead of a layer are measured here, in a few seconds; a
+decode step takes the longest of loading the weights, reading the caches and computing.
 
 Examples:
 
@@ -257,43 +263,42 @@ def plan(
         if value < 1:
             raise ValueError(f"--{name} {value} is too few; give 1 or more")
     amounts = parse_amount("heavy", heavy), parse_amount("recent", recent)
-    choice = CacheChoice(policy, *amounts, sink=0, kv_bits=kv_bits)
-    promised = None if memory is None else parse_memory(memory)
-    shares = parse_shares("weights", weights, PLACES)
-    cache_shares = parse_shares("cache", cache, CACHE_PLACES)
-    wanted_device = parse_device(device)
-    described = describe(model)
-    empty = choice.make(described.config, 0)
-    if promised is not None:
-        give_memory_back()
-    bits = check_weight_bits(weight_bits)
-    opened = open_model(described, parse_dtype(dtype), wanted_device, bits)
-    demand = opened.demand(empty)
-    room = find_room(wanted_device, promised)
-    speeds = measure_speeds(opened, demand, room)
-    work = Workload(typical=prompt, longest=prompt, new=gen, prompts=prompts)
-    planner = Planner(opened.skeleton, demand, empty, speeds, room, work, wanted_device)
-    rows, caches = parse_rows(batch), own_memory(cache_shares, wanted_device)
-    chosen = planner.choose(rows, shares, caches)
+    request = OffloadRequest(
+        model=model,
+        cache=CacheConfig(policy, *amounts, kv_bits=kv_bits),
+        dtype=parse_dtype(dtype),
+        device=parse_device(device),
+        batch_size=_parse_batch(batch),
+        weight_placement=parse_placement("weights", weights, PLACES),
+        cache_placement=parse_placement("cache", cache, CACHE_TIERS),
+        memory=None if memory is None else parse_memory(memory),
+        weight_bits=_check_weight_bits(weight_bits),
+    )
+    planned = plan_job(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
     if json:
-        write_text(json_format.dumps(_as_json(chosen, speeds, room.used)) + "\n")
+        write_text(json_format.dumps(planned.to_dict()) + "\n")
     else:
-        _show(chosen, speeds, room.used)
-    if chosen.forecast.first_seconds > _PATIENCE:
-        write_remark(_warning(chosen, planner.sooner(chosen, _PATIENCE, shares, caches)))
+        write_text(format_table((), _plan_rows(planned)))
+    if planned.plan.estimate.first_result_seconds > _PATIENCE:
+        write_remark(_warning(planned))
     return 0
 
 
-def _warning(chosen: Plan, sooner: Plan | None) -> str:
+_PATIENCE = 60.0
+"""Seconds until the first result, above which the user is told."""
+
+
+def _warning(planned: PlannedJob) -> str:
     """Says that the first result is far off, and with which batch it is not."""
-    first, speed = chosen.forecast.first_seconds, chosen.forecast.tokens_per_second
-    text = f"the first result comes after about {_duration(first)}"
+    estimate, sooner = planned.plan.estimate, planned.sooner
+    text = f"the first result comes after about {_duration(estimate.first_result_seconds)}"
     if sooner is None:
         return text
     return (
-        f"{text}; --batch {sooner.rows} gives one after {_duration(sooner.forecast.first_seconds)},"
-        f" with {_number(sooner.forecast.tokens_per_second)} new tokens/s in place of"
-        f" {_number(speed)}"
+        f"{text}; --batch {sooner.batch_size} gives one after"
+        f" {_duration(sooner.estimate.first_result_seconds)}, with"
+        f" {_number(sooner.estimate.tokens_per_second)} new tokens/s in place of"
+        f" {_number(estimate.tokens_per_second)}"
     )
 
 
@@ -309,57 +314,40 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _as_json(chosen: Plan, speeds: Speeds, used: int) -> dict[str, Any]:
-    places = chosen.placement.units
-    return {
-        **asdict(chosen),
-        "placement": {place: places.count(place) for place in sorted(set(places))},
-        "process_bytes": used,
-        "total_bytes": chosen.total_bytes,
-        "limit": chosen.forecast.step.limit,
-        "speeds": asdict(speeds),
-    }
-
-
-def _show(chosen: Plan, speeds: Speeds, used: int) -> None:
-    step = chosen.forecast.step
-    places = chosen.placement.units
-    layers = ", ".join(f"{places.count(p)} {_where(p)}" for p in PLACES if p in places)
-    caches = ", ".join(f"{100 * s:.0f} % {_where(p)}" for p, s in chosen.cache_shares.items() if s)
-    rows = [
+def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
+    chosen, hardware, used = planned.plan, planned.hardware, planned.budget.used
+    estimate, step = chosen.estimate, chosen.estimate.step
+    names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
+    names["file"] = "in a file"
+    layers = ", ".join(f"{n} {names[place]}" for place, n in chosen.placement.counts().items())
+    caches = [f"{100 * own:.0f} % {names[place]}" for place, own in chosen.cache_placement.items()]
+    gemm = [f"{_number(rate / 1e9)} GFLOP/s at {n} rows" for n, rate in hardware.gemm]
+    return [
         ("layers and head", layers),
-        ("keys and values", caches),
+        ("keys and values", ", ".join(caches)),
         (
-            "prompts under way",
-            f"{chosen.rows}, {chosen.lane_tokens} tokens of prompts read at once",
+            "batch size",
+            f"{chosen.batch_size}, prefill of {chosen.micro_batch_tokens} tokens",
         ),
         ("", ""),
         ("process before", format_bytes(used)),
-        ("weights that stay", format_bytes(chosen.weight_bytes)),
-        ("two buffers", format_bytes(chosen.buffer_bytes)),
+        ("resident weights", format_bytes(chosen.weight_bytes)),
+        ("stream buffers", format_bytes(chosen.buffer_bytes)),
         ("caches", format_bytes(chosen.cache_bytes)),
         ("temporaries", format_bytes(chosen.temporary_bytes)),
-        ("together", format_bytes(used + chosen.total_bytes)),
+        ("total", format_bytes(used + chosen.total_bytes)),
         ("", ""),
-        ("measured: disk", f"{speeds.disk / 1e9:.2f} GB/s"),
-        ("memory", f"{speeds.memory / 1e9:.2f} GB/s"),
-        (
-            "products",
-            ", ".join(f"{_number(r / 1e9)} GFLOP/s at {n} rows" for n, r in speeds.products),
-        ),
+        ("measured: disk", f"{hardware.disk / 1e9:.2f} GB/s"),
+        ("memory", f"{hardware.memory / 1e9:.2f} GB/s"),
+        ("matrix products", ", ".join(gemm)),
+        ("overhead", f"{1e3 * hardware.layer_seconds:.2f} ms for each layer"),
         ("", ""),
-        ("a step: weights", f"{step.weights:.3f} s"),
+        ("decode step: weights", f"{step.weights:.3f} s"),
         ("caches", f"{step.cache:.3f} s"),
         ("computing", f"{step.compute:.3f} s"),
         ("the longest counts", f"{step.seconds:.3f} s ({step.limit})"),
-        ("reading the prompts", f"{chosen.forecast.prompt_seconds:.1f} s for each batch"),
-        ("the first result", f"after {_duration(chosen.forecast.first_seconds)}"),
-        ("while decoding", f"{_number(chosen.forecast.decode_tokens_per_second)} tokens/s"),
-        ("prompts included", f"{_number(chosen.forecast.tokens_per_second)} new tokens/s"),
+        ("prefill", f"{estimate.prefill_seconds:.1f} s for each batch"),
+        ("the first result", f"after {_duration(estimate.first_result_seconds)}"),
+        ("decoding", f"{_number(estimate.decode_tokens_per_second)} tokens/s"),
+        ("prefill included", f"{_number(estimate.tokens_per_second)} new tokens/s"),
     ]
-    write_text(format_table((), rows))
-
-
-def _where(place: str) -> str:
-    names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
-    return names.get(place, "in a file")

@@ -17,7 +17,6 @@ import pyarrow
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-import h2okv
 from h2okv.cli.args import parse_device
 from h2okv.cluster.ray_cluster import (
     cluster,
@@ -28,17 +27,15 @@ from h2okv.cluster.ray_cluster import (
     share_cpus,
 )
 from h2okv.console import Progress
-from h2okv.engine.sampling_params import SamplingParams
-from h2okv.offload.batch_runner import Runner
 from h2okv.offload.job import Job, JobResultFile, PromptFile, PromptLine, PromptList, ResultList
 from h2okv.offload.offload_engine import (
     BatchRequest,
+    OffloadEngine,
     Summary,
-    described_of,
-    make_engine,
-    settings_of,
-    stopped,
-    wording_of,
+    describe_for,
+    interrupted,
+    job_settings,
+    make_codec,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +206,7 @@ def _reader(path: str, starts: np.ndarray, sizes: np.ndarray) -> Callable[[], It
     return read
 
 
-_ROWS = 32
+_BATCH_SIZE = 32
 _BATCHES = 8
 """Batches of prompts that an actor gets at once: at the end of each its rows run empty."""
 
@@ -229,20 +226,21 @@ def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> 
 
     Raises:
         ValueError: If something about the input, the output, the model or the cluster is wrong.
-        Stopped: If Ctrl-C ended it.
+        Interrupted: If Ctrl-C ended it.
     """
     import_ray()
-    described = described_of(request)
+    described = describe_for(request)
     prompts = PromptFile(request.input)
-    with JobResultFile(request.output, settings_of(request, described.config)) as results:
-        job = Job(prompts, results, wording_of(request, described))
+    with JobResultFile(request.output, job_settings(request, described)) as results:
+        results.check_prompts(prompts.lines)
+        job = Job(prompts, results, make_codec(request, described), request.max_new_tokens)
         summary = Summary(len(prompts), job.num_skipped, results.num_errors)
         if job.num_finished == len(prompts):
             return summary
         try:
             return _run(request, job, summary, device, actors)
         except KeyboardInterrupt:
-            raise stopped(job) from None
+            raise interrupted(job) from None
 
 
 def _run(
@@ -251,7 +249,7 @@ def _run(
     pool = Pool(
         actors=actors,
         on_gpu=None if device == "auto" else device.startswith("cuda"),
-        block=_BATCHES * (request.rows or _ROWS),
+        block=_BATCHES * (request.batch_size or _BATCH_SIZE),
     )
     start = time.perf_counter()
     new_tokens = prompt_tokens = 0
@@ -288,17 +286,11 @@ class Worker:
         request, device = asked
         # The whole model in the actor's memory, which is what `device` says.
         self._request = request = replace(
-            request, device=parse_device(device), shares={"device": 1.0}
+            request, device=parse_device(device), weight_placement={"device": 1.0}
         )
-        described = described_of(request)
-        self._config = described.config
-        self._wording = wording_of(request, described)
-        job = Job(PromptList([]), ResultList(), self._wording)
-        self._engine = make_engine(request, described, job, self._make_cache)
-        sampling = request.sampling
-        self._params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed
-        )
+        described = describe_for(request)
+        self._codec = make_codec(request, described)
+        self._engine = OffloadEngine.open(request, described, self._job([], ResultList()))
 
     def __call__(self, batch: Any) -> Any:
         """Generates for a block of prompts.
@@ -312,21 +304,11 @@ class Worker:
         import pyarrow
 
         results = ResultList()
-        job = Job(PromptList(batch[COLUMN].to_pylist()), results, self._wording)
-        engine = self._engine
-        runner = Runner(
-            engine.model,
-            engine.passing,
-            self._params,
-            self._make_cache,
-            engine.limits,
-            self._request.device,
-        )
-        with h2okv.enable(engine.model):
-            for _ in job.run(runner):
-                pass
+        job = self._job(batch[COLUMN].to_pylist(), results)
+        for _ in self._engine.generate(job, self._engine.make_runner()):
+            pass
         # As JSON in ASCII: ids are texts or numbers, and half a pair of surrogates is no text.
         return pyarrow.table({RECORD: [json.dumps(record) for record in results.records]})
 
-    def _make_cache(self) -> h2okv.H2OCache:
-        return self._request.choice.make(self._config, self._request.sampling.seed)
+    def _job(self, lines: list[bytes], results: ResultList) -> Job:
+        return Job(PromptList(lines), results, self._codec, self._request.max_new_tokens)

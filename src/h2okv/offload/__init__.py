@@ -1,1 +1,1 @@
-"""Models and caches larger than memory, and jobs over files of prompts."""
+"""Batch jobs with models larger than memory (`h2okv batch`): weights and caches are streamed."""

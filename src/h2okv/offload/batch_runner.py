@@ -1,4 +1,4 @@
-"""The loop of an offloaded batch."""
+"""The generation loop of a batch job: micro-batches that are prefilled, merged and decoded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.slots import SlotLayer
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.offload.kv_tiers import CacheStore
+from h2okv.offload.kv_tiers import CacheStore, can_merge, merge_caches
 
 PromptId = str | int
-"""What a job's file may call a prompt."""
+"""A prompt's name in a job."""
 
 
 @dataclass
@@ -30,19 +29,19 @@ class BatchSequence:
     Attributes:
         id: The prompt's name in the job.
         prompt: Its tokens.
-        room: The most tokens that may be generated for it.
-        digest: A short name of the prompt's text, by which a resumed job knows it again.
-        is_cut: Whether `room` is what the model's context leaves, not what was asked for.
+        max_new_tokens: The most tokens that are generated for it.
+        digest: Of the prompt's text, by which a resumed job recognises it.
+        is_context_limited: Whether the context window, not the request, sets `max_new_tokens`.
         new_tokens: What was generated.
-        finish_reason: ``"eos"``, ``"length"`` or ``"context"``; ``None`` while it goes on.
-        sampler: Chooses its tokens; ``None`` until the first one.
+        finish_reason: ``"eos"``, ``"length"`` or ``"context"``; ``None`` while it runs.
+        sampler: Draws its tokens; ``None`` until the first one is chosen.
     """
 
     id: PromptId
     prompt: list[int]
-    room: int
+    max_new_tokens: int
     digest: str = ""
-    is_cut: bool = False
+    is_context_limited: bool = False
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     sampler: Sampler | None = None
@@ -53,52 +52,31 @@ class BatchSequence:
         return self.finish_reason is not None
 
     def take(self, token: int, ends: frozenset[int]) -> None:
-        """Takes the next token; mutates the sequence."""
+        """Appends the next token; mutates the sequence."""
         self.new_tokens.append(token)
         if token in ends:
             self.finish_reason = "eos"
-        elif len(self.new_tokens) >= self.room:
-            self.finish_reason = "context" if self.is_cut else "length"
+        elif len(self.new_tokens) >= self.max_new_tokens:
+            self.finish_reason = "context" if self.is_context_limited else "length"
 
 
-def seed_of(seed: int, prompt_id: PromptId) -> int:
+def sequence_seed(seed: int, prompt_id: PromptId) -> int:
     """Derives a prompt's own seed, the same in every batch, order and run."""
     name = json.dumps([seed, prompt_id]).encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
-
-
-def can_join(cache: H2OCache) -> bool:
-    """Tells whether a cache's rows can be put beside another's."""
-    return all(isinstance(layer, SlotLayer) for layer in cache.layers)
-
-
-def join(first: H2OCache, second: H2OCache, store: CacheStore | None = None) -> H2OCache:
-    """Puts one cache's rows below another's, layer by layer."""
-    layers: Any = zip(first.layers, second.layers, strict=True)
-    for index, (upper, lower) in enumerate(layers):
-        if store is not None:
-            store.bring(first, index)
-            # The next layer needs the workspace that it lies in.
-            entries = upper.state.entry_tensors().items()
-            upper.state.set_tensors({name: tensor.clone() for name, tensor in entries})
-            store.bring(second, index)
-        upper.join(lower)
-        if store is not None:
-            store.put_back(first, index, is_new=True)
-    return first
 
 
 _MASK_STEPS = 64
 
 
 class MicroBatch:
-    """Rows of one forward: a left-padded prompt first, then one token at a time.
+    """Sequences of one forward: left-padded prompts first, then one token at a time.
 
     Attributes:
-        row_bytes: What the cache of the largest row took that ever was among them.
+        sequence_bytes: Cache of the largest sequence that was ever in it; all have as many slots.
     """
 
-    row_bytes = 0
+    sequence_bytes = 0
 
     def __init__(
         self, sequences: list[BatchSequence], cache: H2OCache, device: torch.device
@@ -109,7 +87,7 @@ class MicroBatch:
         self.columns = max(len(sequence.prompt) for sequence in sequences)
         lengths = torch.tensor([len(sequence.prompt) for sequence in sequences])
         self._lengths = lengths.to(device)
-        self._mask = self._room_for(0)
+        self._mask = self._ones(0)
         self._mask[:, : self.columns] = torch.arange(self.columns) >= (
             self.columns - lengths.unsqueeze(1)
         )
@@ -119,19 +97,19 @@ class MicroBatch:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether the next forward reads the prompts."""
+        """Whether the next forward is the prefill."""
         return not self.sequences[0].new_tokens
 
     @property
     def num_live(self) -> int:
-        """Rows that are not finished."""
+        """Sequences that are not finished."""
         return sum(not sequence.is_finished for sequence in self.sequences)
 
     def forward(self, model: PreTrainedModel) -> torch.Tensor:
-        """Runs the model on what comes next; mutates the cache.
+        """Runs the model on the prompts or the newest tokens; mutates the cache.
 
         Returns:
-            The last column's logits, ``[B, V]``.
+            Logits of the last position, ``[B, V]``.
         """
         if self.is_prompt:
             tokens = self._padded_prompts()
@@ -167,44 +145,44 @@ class MicroBatch:
         self._lengths += 1
 
     def drop_finished(self, store: CacheStore | None = None) -> None:
-        """Takes the finished rows out, of the cache too; at least one row must be left."""
+        """Removes finished sequences, also from the cache; at least one must be left."""
         rows = [row for row, own in enumerate(self.sequences) if not own.is_finished]
         if len(rows) == len(self):
             return
         indices: Any = torch.tensor(rows, device=self.device)
         for index, layer in enumerate(self.cache.layers):
             if store is not None:
-                store.bring(self.cache, index)
+                store.load(self.cache, index)
             # Unlike batch_select_indices, every kind of layer has it.
             layer.reorder_cache(indices)
             if store is not None:
-                store.put_back(self.cache, index, is_new=True)
+                store.save(self.cache, index, is_new=True)
         self.sequences = [self.sequences[row] for row in rows]
         self._mask, self._lengths = self._mask[indices], self._lengths[indices]
 
     def append(self, other: MicroBatch, cache: H2OCache) -> None:
-        """Takes another micro-batch's rows, both past their prompts; mutates this one."""
+        """Adds another micro-batch's sequences, both past their prefill; mutates this one."""
         columns = max(self.columns, other.columns)
         masks = [
             torch.nn.functional.pad(part.mask, (columns - part.columns, 0))
             for part in (self, other)
         ]
-        self.row_bytes = max(self.row_bytes, other.row_bytes)
+        self.sequence_bytes = max(self.sequence_bytes, other.sequence_bytes)
         self.sequences = self.sequences + other.sequences
         self.columns = columns
-        self._mask = self._room_for(columns)
+        self._mask = self._ones(columns)
         self._mask[:, :columns] = torch.cat(masks)
         self._lengths = torch.cat([self._lengths, other._lengths])
         self.cache = cache
 
-    def _room_for(self, columns: int) -> torch.Tensor:
-        """A mask of ones with some columns to grow into."""
+    def _ones(self, columns: int) -> torch.Tensor:
+        """A mask of ones with spare columns."""
         columns = max(columns, self.columns)
         shape = (len(self), columns + _MASK_STEPS)
         return torch.ones(shape, dtype=torch.int64, device=self.device)
 
     def _padded_prompts(self) -> torch.Tensor:
-        """int64 ``[B, columns]``; any token will do for padding, the mask says where it is."""
+        """int64 ``[B, columns]``; padding is masked, so that any token will do for it."""
         rows = [
             [own.prompt[0]] * (self.columns - len(own.prompt)) + own.prompt
             for own in self.sequences
@@ -217,11 +195,11 @@ def _takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-class Passing(Protocol):
-    """How the forwards of several micro-batches share the weights.
+class ForwardScheduler(Protocol):
+    """Runs the forwards of several micro-batches, which may share each load of the weights.
 
     Attributes:
-        store: Where their caches are between two layers; ``None`` if they stay.
+        store: Keeps their caches between two layers; ``None`` if they stay on the device.
     """
 
     store: CacheStore | None
@@ -229,231 +207,234 @@ class Passing(Protocol):
     def run(
         self, model: PreTrainedModel, batches: list[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Runs one forward of each micro-batch; mutates their caches.
+        """Runs one forward of each micro-batch; yields each with its logits, ``[B, V]``."""
 
-        Yields:
-            Each micro-batch with its last column's logits, ``[B, V]``.
-        """
-        ...
-
-    def forget(self, batch: MicroBatch) -> None:
-        """Gives back what is held for a micro-batch."""
-        ...
+    def drop(self, batch: MicroBatch) -> None:
+        """Frees what is stored for a micro-batch."""
 
 
-class OneByOne:
-    """All weights are in memory: one forward after the other."""
+class SequentialScheduler:
+    """A `ForwardScheduler` for resident weights: one forward after the other."""
 
     store: CacheStore | None = None
 
     def run(
         self, model: PreTrainedModel, batches: list[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """See `Passing.run`."""
+        """See `ForwardScheduler.run`."""
         for batch in batches:
             yield batch, batch.forward(model)
 
-    def forget(self, batch: MicroBatch) -> None:
-        """See `Passing.forget`."""
+    def drop(self, batch: MicroBatch) -> None:
+        """See `ForwardScheduler.drop`."""
 
 
-_AHEAD = 8
+_SORT_WINDOW = 8
 """Batches of prompts that are sorted by length together, so that little is padded."""
 _REFILL = 4
-"""New prompts come in when this share of a batch is free: a quarter."""
+"""New prompts are admitted when this fraction of a batch is free: a quarter."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is in memory at once.
+    """What is in memory at once; at least one sequence always is.
 
     Attributes:
-        rows: Sequences under way.
-        prompt_tokens: Tokens, padding included, of the prompts that one micro-batch reads; at
-            least one prompt is read whatever its length.
-        decode_rows: Sequences that are decoded together.
-        pass_tokens: Tokens of the prompts that one pass reads; ``None`` for no limit. At least one
-            prompt is read.
-        cache_bytes: For all caches; ``None`` for no limit. At least one sequence is under way.
-        bytes_of: Of one sequence's cache, from the tokens of its prompt and its text.
+        batch_size: Running sequences.
+        micro_batch_tokens: Prompt tokens, padding included, of a micro-batch's prefill.
+        decode_batch: Sequences that are decoded in one micro-batch.
+        pass_tokens: Prompt tokens that one weight pass prefills; ``None`` for no limit.
+        cache_bytes: Of all caches; ``None`` for no limit.
+        sequence_bytes: Of one sequence's cache, from its prompt tokens and its new tokens.
     """
 
-    rows: int
-    prompt_tokens: int
-    decode_rows: int
+    batch_size: int
+    micro_batch_tokens: int
+    decode_batch: int
     pass_tokens: int | None = None
     cache_bytes: int | None = None
-    bytes_of: Callable[[int, int], int] = lambda prompt, new: 0
+    sequence_bytes: Callable[[int, int], int] = lambda prompt, new: 0
 
 
 class Runner:
-    """Reads prompts in micro-batches, joins them, and decodes them together."""
+    """Prefills prompts in micro-batches, merges these, and decodes them together.
+
+    A sequence's tokens depend on its id, its prompt and the sampling parameters' seed, not on the
+    batch that it is in.
+
+    Attributes:
+        num_passes: Weight passes so far.
+        num_prompt_tokens: Of the prompts that were admitted.
+        num_new_tokens: Generated so far, also for unfinished sequences.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        passing: Passing,
-        params: SamplingParams,
+        scheduler: ForwardScheduler,
+        sampling: SamplingParams,
         make_cache: Callable[[], H2OCache],
         limits: Limits,
         device: torch.device,
     ) -> None:
         self._model = model
-        self._passing = passing
-        self._params = params
-        self._ends = eos_token_ids(model)
+        self._scheduler = scheduler
+        self._sampling = sampling
+        self._ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ends |= eos_token_ids(model)
         self._make_cache = make_cache
         self._limits = limits
         self._device = device
         self._batches: list[MicroBatch] = []
-        self._is_filling = False
-        """Whether there is room for prompts that the last pass could not take too."""
+        self._has_headroom = False
+        """Whether the last weight pass had no tokens left for prompts that there is memory for."""
         self.num_passes = 0
         self.num_prompt_tokens = 0
-        self.num_tokens = 0
-        """Tokens generated so far, of unfinished sequences too."""
+        self.num_new_tokens = 0
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens generated for sequences that are still under way."""
-        return sum(
-            len(sequence.new_tokens)
-            for batch in self._batches
-            for sequence in batch.sequences
-            if not sequence.is_finished
-        )
+        """Tokens generated for sequences that still run."""
+        running = (own for batch in self._batches for own in batch.sequences)
+        return sum(len(own.new_tokens) for own in running if not own.is_finished)
 
     @torch.inference_mode()
     def run(self, sequences: Iterable[BatchSequence]) -> Iterator[list[BatchSequence]]:
-        """Generates for every sequence."""
-        waiting = _Queue(_sorted_ahead(iter(sequences), self._limits.rows * _AHEAD))
+        """Generates for every sequence; yields those that each weight pass finishes."""
+        size = self._limits.batch_size
+        waiting = _Queue(_sorted_ahead(iter(sequences), size * _SORT_WINDOW))
         while True:
-            free = self._limits.rows - sum(batch.num_live for batch in self._batches)
-            if self._is_filling or not self._batches or free * _REFILL >= self._limits.rows:
-                self._batches.extend(self._begin(self._admit(waiting, free)))
+            free = size - sum(batch.num_live for batch in self._batches)
+            if self._has_headroom or not self._batches or free * _REFILL >= size:
+                self._batches.extend(self._micro_batches(self._admit(waiting, free)))
             if not self._batches:
                 return
-            yield self._step()
+            yield self._weight_pass()
 
     def _admit(self, waiting: _Queue, free: int) -> list[BatchSequence]:
-        """Takes prompts for which there are rows, cache and room for their states."""
+        """Takes prompts from the queue as far as batch, cache and prefill limits allow."""
         limits = self._limits
-        self._is_filling = False
-        if waiting.peek() is None:
+        self._has_headroom = False
+        if waiting.first is None:
             return []
         for batch in self._batches:
-            batch.drop_finished(self._passing.store)
-        going = sum(len(batch) for batch in self._batches)
-        # Rows that are decoded together have as many slots each as the largest of them had.
-        largest = max((batch.row_bytes for batch in self._batches), default=0)
-        chosen: list[BatchSequence] = []
+            batch.drop_finished(self._scheduler.store)
+        running = sum(len(batch) for batch in self._batches)
+        # Sequences that are decoded together have as many slots each as the largest of them had.
+        largest = max((batch.sequence_bytes for batch in self._batches), default=0)
+        admitted: list[BatchSequence] = []
         tokens = 0
-        while len(chosen) < free and (following := waiting.peek()) is not None:
+        while len(admitted) < free and (following := waiting.first) is not None:
             largest = max(largest, self._bytes_of(following))
             tokens += len(following.prompt)
-            count = going + len(chosen) + 1
-            full = limits.cache_bytes is not None and count * largest > limits.cache_bytes
-            long = limits.pass_tokens is not None and tokens > limits.pass_tokens
-            if (full and count > 1) or (long and chosen):
-                self._is_filling = not full
+            count = running + len(admitted) + 1
+            is_full = limits.cache_bytes is not None and count * largest > limits.cache_bytes
+            is_long = limits.pass_tokens is not None and tokens > limits.pass_tokens
+            if (is_full and count > 1) or (is_long and admitted):
+                self._has_headroom = not is_full
                 break
-            chosen.append(waiting.take())
+            admitted.append(waiting.take())
             self.num_prompt_tokens += len(following.prompt)
-        return chosen
+        return admitted
 
     def _bytes_of(self, sequence: BatchSequence) -> int:
-        return self._limits.bytes_of(len(sequence.prompt), sequence.room)
+        return self._limits.sequence_bytes(len(sequence.prompt), sequence.max_new_tokens)
 
-    def _begin(self, sequences: list[BatchSequence]) -> Iterator[MicroBatch]:
-        """Cuts new sequences into micro-batches that are small enough to be read."""
-        own: list[BatchSequence] = []
+    def _micro_batches(self, sequences: list[BatchSequence]) -> Iterator[MicroBatch]:
+        """Splits new sequences into micro-batches that can be prefilled."""
+        group: list[BatchSequence] = []
         for sequence in sequences:
-            longest = max(len(other.prompt) for other in [*own, sequence])
-            full = longest * (len(own) + 1) > self._limits.prompt_tokens
-            if own and (full or len(own) == self._limits.decode_rows):
-                yield self._micro_batch(own)
-                own = []
-            own.append(sequence)
-        if own:
-            yield self._micro_batch(own)
+            longest = max(len(own.prompt) for own in [*group, sequence])
+            is_full = longest * (len(group) + 1) > self._limits.micro_batch_tokens
+            if group and (is_full or len(group) == self._limits.decode_batch):
+                yield self._micro_batch(group)
+                group = []
+            group.append(sequence)
+        if group:
+            yield self._micro_batch(group)
 
     def _micro_batch(self, sequences: list[BatchSequence]) -> MicroBatch:
         batch = MicroBatch(sequences, self._make_cache(), self._device)
-        batch.row_bytes = max(self._bytes_of(own) for own in sequences)
+        batch.sequence_bytes = max(self._bytes_of(own) for own in sequences)
         return batch
 
-    def _step(self) -> list[BatchSequence]:
-        """One pass: every micro-batch reads its prompts or makes one token."""
+    def _weight_pass(self) -> list[BatchSequence]:
+        """Each micro-batch is prefilled or makes one token; returns finished sequences."""
         done: list[BatchSequence] = []
-        for batch, logits in self._passing.run(self._model, self._batches):
-            going = [sequence for sequence in batch.sequences if not sequence.is_finished]
-            batch.take(self._sample(batch.sequences, logits), self._ends)
-            self.num_tokens += len(going)
-            done.extend(sequence for sequence in going if sequence.is_finished)
+        for batch, logits in self._scheduler.run(self._model, self._batches):
+            running = [own for own in batch.sequences if not own.is_finished]
+            batch.take(self._choose(batch.sequences, logits), self._ends)
+            self.num_new_tokens += len(running)
+            done.extend(own for own in running if own.is_finished)
         self.num_passes += 1
-        self._tidy()
+        self._compact()
         return done
 
-    def _sample(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
-        """Chooses a token for each sequence, with a seed of its own: the batch does not matter."""
-        for own in sequences:
-            if own.sampler is None:
-                params = replace(self._params, seed=seed_of(self._params.seed or 0, own.id))
-                own.sampler = Sampler(self._model, params, own.prompt)
-        samplers = [own.sampler for own in sequences if own.sampler is not None]
+    def _choose(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
+        """Chooses a token for each sequence from logits ``[B, V]``."""
+        samplers = [own.sampler or self._sampler(own) for own in sequences]
         tokens: list[int] = []
-        for token in sample(samplers, [own.new_tokens for own in sequences], logits):
+        chosen = sample(samplers, [own.new_tokens for own in sequences], logits)
+        for sequence, token in zip(sequences, chosen, strict=True):
             if isinstance(token, Exception):
-                raise ValueError(str(token)) from token
+                raise ValueError(f"prompt {json.dumps(sequence.id)}: {token}") from token
             tokens.append(token)
         return tokens
 
-    def _tidy(self) -> None:
-        """Leaves out finished rows, and puts small micro-batches together."""
+    def _sampler(self, sequence: BatchSequence) -> Sampler:
+        seed = sequence_seed(self._sampling.seed or 0, sequence.id)
+        params = replace(self._sampling, seed=seed)
+        sequence.sampler = Sampler(self._model, params, sequence.prompt)
+        return sequence.sampler
+
+    def _compact(self) -> None:
+        """Removes finished sequences, and merges small micro-batches."""
         kept: list[MicroBatch] = []
         for batch in self._batches:
             if batch.num_live == 0:
-                self._passing.forget(batch)
+                self._scheduler.drop(batch)
                 continue
-            # Rows that are copied for nothing cost more than rows computed for nothing.
+            # Copying the live sequences for a few finished ones costs more than it saves.
             if (len(batch) - batch.num_live) * _REFILL >= len(batch):
-                batch.drop_finished(self._passing.store)
+                batch.drop_finished(self._scheduler.store)
             last = kept[-1] if kept else None
-            if last is not None and self._fits(last, batch):
-                last.append(batch, join(last.cache, batch.cache, self._passing.store))
-                self._passing.forget(batch)
+            if last is not None and self._fit_together(last, batch):
+                last.append(batch, merge_caches(last.cache, batch.cache, self._scheduler.store))
+                self._scheduler.drop(batch)
             else:
                 kept.append(batch)
         self._batches = kept
 
-    def _fits(self, first: MicroBatch, second: MicroBatch) -> bool:
-        if len(first) + len(second) > self._limits.decode_rows:
+    def _fit_together(self, first: MicroBatch, second: MicroBatch) -> bool:
+        if len(first) + len(second) > self._limits.decode_batch:
             return False
-        return can_join(first.cache) and can_join(second.cache)
+        return can_merge(first.cache) and can_merge(second.cache)
 
 
 class _Queue:
-    """Sequences that can be looked at before they are taken."""
+    """An iterator whose next item can be looked at."""
 
     def __init__(self, sequences: Iterator[BatchSequence]) -> None:
         self._sequences = sequences
-        self._next: BatchSequence | None = None
+        self._first: BatchSequence | None = None
 
-    def peek(self) -> BatchSequence | None:
-        """The next one; ``None`` at the end."""
-        if self._next is None:
-            self._next = next(self._sequences, None)
-        return self._next
+    @property
+    def first(self) -> BatchSequence | None:
+        """The next item; ``None`` at the end."""
+        if self._first is None:
+            self._first = next(self._sequences, None)
+        return self._first
 
     def take(self) -> BatchSequence:
-        """Takes the one that was looked at."""
-        assert self._next is not None
-        taken, self._next = self._next, None
+        """Removes the next item."""
+        taken, self._first = self.first, None
+        assert taken is not None
         return taken
 
 
 def _sorted_ahead(sequences: Iterator[BatchSequence], window: int) -> Iterator[BatchSequence]:
-    """Sequences in an order in which neighbours are of similar length."""
+    """Reorders sequences within a window, so that neighbours are of similar length."""
     while chunk := list(islice(sequences, window)):
         # The longest first: if one does not fit into memory, it shows at the beginning.
         yield from sorted(chunk, key=lambda sequence: -len(sequence.prompt))

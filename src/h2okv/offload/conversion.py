@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
-import hashlib
 import json
 import os
 import shutil
@@ -26,27 +25,21 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from h2okv.offload.checkpoint import DTYPES, CheckpointFiles, Stored, bytes_of
-from h2okv.offload.meta_model import Skeleton, Slot, Unit, split_model
+from h2okv.offload.checkpoint import DTYPES, CheckpointFiles, StoredTensor, bytes_of
+from h2okv.offload.meta_model import MetaModel, ParameterSlot, Unit, split_model
+from h2okv.provenance import digest
 
 _ALIGNMENT = 64
-_SMALL_PIECE = 1 << 20
-"""A disk is as fast on pieces of this size as on a whole layer; in smaller ones it is not."""
-_FEW_PIECES = 4
+_SMALL_EXTENT = 1 << 20
+"""Disks read extents of this size as fast as whole layers, and smaller ones slower."""
+_FEW_EXTENTS = 4
 _COMPARED = 1 << 20
 """Bytes of an embedding that are compared with the head's at once."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes that are read at once.
-
-    Attributes:
-        file: Index of the checkpoint's file.
-        start: The first byte there.
-        nbytes: How many.
-        offset: Where they go in the unit's buffer.
-    """
+class Extent:
+    """Consecutive bytes of a file, read to an offset of the unit's buffer."""
 
     file: int
     start: int
@@ -56,28 +49,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """How a unit lies in the files and in a buffer.
-
-    Attributes:
-        unit: The unit.
-        pieces: What is read.
-        offsets: For each of the unit's slots, the first byte in the buffer.
-        buffer_bytes: Size of the buffer.
-    """
+    """How a unit lies in the files and in a buffer; ``offsets`` are those of its slots."""
 
     unit: Unit
-    pieces: tuple[Piece, ...]
+    extents: tuple[Extent, ...]
     offsets: tuple[int, ...]
     buffer_bytes: int
+
+    def fill(self, buffer: torch.Tensor) -> None:
+        """Installs views of a uint8 buffer as the unit's parameters."""
+        for slot, offset in zip(self.unit.slots, self.offsets, strict=True):
+            slot.fill_from(buffer, offset)
 
 
 class NeedsConversion(Exception):
     """A checkpoint cannot be read as it is; says why."""
 
 
-def named_keys(skeleton: Skeleton, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:
-    """For each tensor in the files the parameter's name, and the pattern by which it is changed."""
-    model = skeleton.model
+def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:
+    """Maps each stored tensor to its parameter's name, and the pattern by which it is changed."""
+    model = meta.model
     state = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [own for own in transforms if isinstance(own, WeightRenaming)]
@@ -86,33 +77,33 @@ def named_keys(skeleton: Skeleton, files: CheckpointFiles) -> dict[str, tuple[st
         key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         for key in files.tensors
     }
-    table = skeleton.table.name
-    if skeleton.is_tied and all(name != table for name, _ in named.values()):
+    table = meta.embedding.name
+    if meta.is_tied and all(name != table for name, _ in named.values()):
         # Some checkpoints store tied weights as the head's.
         named = {
-            key: (table if name == skeleton.head_name else name, pattern)
+            key: (table if name == meta.head_name else name, pattern)
             for key, (name, pattern) in named.items()
         }
     return named
 
 
-def untie_if_stored_apart(skeleton: Skeleton, files: CheckpointFiles) -> Skeleton:
+def untie_if_stored_apart(meta: MetaModel, files: CheckpointFiles) -> MetaModel:
     """Gives the head its own weights where the files have others than the embedding's for it.
 
     `from_pretrained` believes the files rather than the config too.
     """
-    if not skeleton.is_tied:
-        return skeleton
-    stored = {name: files.tensors[key] for key, (name, _) in named_keys(skeleton, files).items()}
-    table, own = stored.get(skeleton.table.name), stored.get(skeleton.head_name)
+    if not meta.is_tied:
+        return meta
+    stored = {name: files.tensors[key] for key, (name, _) in named_keys(meta, files).items()}
+    table, own = stored.get(meta.embedding.name), stored.get(meta.head_name)
     if table is None or own is None or _are_equal(files, table, own):
-        return skeleton
-    head: Any = skeleton.units[-1].module
+        return meta
+    head: Any = meta.units[-1].module
     head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
-    return split_model(skeleton.model)
+    return split_model(meta.model)
 
 
-def _are_equal(files: CheckpointFiles, first: Stored, second: Stored) -> bool:
+def _are_equal(files: CheckpointFiles, first: StoredTensor, second: StoredTensor) -> bool:
     """Compares two tensors, a part at a time."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
@@ -126,14 +117,14 @@ def _are_equal(files: CheckpointFiles, first: Stored, second: Stored) -> bool:
     return True
 
 
-def map_weights(skeleton: Skeleton, files: CheckpointFiles) -> dict[str, Stored]:
+def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTensor]:
     """Finds every parameter in the files."""
-    found: dict[str, Stored] = {}
-    for key, (name, pattern) in named_keys(skeleton, files).items():
+    found: dict[str, StoredTensor] = {}
+    for key, (name, pattern) in named_keys(meta, files).items():
         if pattern is not None:
             raise NeedsConversion(f"transformers changes {key} when it loads it")
         found[name] = files.tensors[key]
-    slots = skeleton.slots
+    slots = meta.slots
     missing = sorted(slot.name for slot in slots if slot.name not in found)
     if missing:
         raise ValueError(
@@ -145,7 +136,7 @@ def map_weights(skeleton: Skeleton, files: CheckpointFiles) -> dict[str, Stored]
     return found
 
 
-def _check(slot: Slot, stored: Stored) -> None:
+def _check(slot: ParameterSlot, stored: StoredTensor) -> None:
     if stored.dtype != slot.dtype:
         raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
     if stored.shape != tuple(slot.shape):
@@ -155,47 +146,59 @@ def _check(slot: Slot, stored: Stored) -> None:
         )
 
 
-def lay_out(unit: Unit, found: dict[str, Stored]) -> UnitLayout:
+def lay_out(unit: Unit, found: dict[str, StoredTensor]) -> UnitLayout:
     """Finds the fewest reads that bring a unit into a buffer."""
     order = sorted(unit.slots, key=lambda slot: (found[slot.name].file, found[slot.name].start))
-    pieces: list[Piece] = []
+    extents: list[Extent] = []
     places: dict[int, int] = {}
     end = 0
     for slot in order:
         stored = found[slot.name]
-        last = pieces[-1] if pieces else None
+        last = extents[-1] if extents else None
         if last and (last.file, last.start + last.nbytes) == (stored.file, stored.start):
-            pieces[-1] = Piece(last.file, last.start, last.nbytes + stored.nbytes, last.offset)
+            extents[-1] = Extent(last.file, last.start, last.nbytes + stored.nbytes, last.offset)
         else:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            pieces.append(Piece(stored.file, stored.start, stored.nbytes, end))
+            extents.append(Extent(stored.file, stored.start, stored.nbytes, end))
         places[id(slot)] = end
         if end % slot.dtype.itemsize:
             raise NeedsConversion(f"{slot.name} is not aligned in its file")
         end += stored.nbytes
-    if len(pieces) > _FEW_PIECES and end / len(pieces) < _SMALL_PIECE:
-        raise NeedsConversion(f"{unit.name} is scattered over {len(pieces)} places")
+    if len(extents) > _FEW_EXTENTS and end / len(extents) < _SMALL_EXTENT:
+        raise NeedsConversion(f"{unit.name} is scattered over {len(extents)} places")
     offsets = tuple(places[id(slot)] for slot in unit.slots)
-    return UnitLayout(unit, tuple(pieces), offsets, end)
+    return UnitLayout(unit, tuple(extents), offsets, end)
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PADDING = 64
 
 
-def converted_path(folder: Path, files: CheckpointFiles, skeleton: Skeleton) -> Path:
-    """Names the file that a checkpoint is converted to."""
-    forms = sorted({slot.form for unit in skeleton.units for slot in unit.slots})
-    source = [str(files.paths[0].resolve()), files.identity, forms, type(skeleton.model).__name__]
-    digest = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:16]
-    return folder / f"{files.paths[0].resolve().parent.name}-{digest}.safetensors"
+def open_converted(
+    meta: MetaModel,
+    files: CheckpointFiles,
+    folder: Path,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[CheckpointFiles, dict[str, StoredTensor]]:
+    """Opens a checkpoint's converted copy in a folder, and writes it first if it is not there.
 
-
-def read_converted(path: Path, skeleton: Skeleton) -> tuple[CheckpointFiles, dict[str, Stored]]:
-    """Opens a file that `convert` made."""
+    Copies of what the checkpoint held before it changed are deleted then.
+    """
+    source = files.paths[0].absolute()
+    forms = sorted({slot.form for unit in meta.units for slot in unit.slots})
+    parts = (str(source), files.identity, [forms, type(meta.model).__name__])
+    place, content, form = (digest(json.dumps(part))[:12] for part in parts)
+    stem = f"{source.parent.name}-{place}"
+    path = folder / f"{stem}-{content}-{form}.safetensors"
+    if not path.exists():
+        convert(meta, files, path, report)
+        for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors"):
+            if not other.name.startswith(f"{stem}-{content}-"):
+                with contextlib.suppress(OSError):
+                    other.unlink()
     try:
-        files = CheckpointFiles([path])
-        return files, map_weights(skeleton, files)
+        copy = CheckpointFiles([path])
+        return copy, map_weights(meta, copy)
     except (ValueError, NeedsConversion) as error:
         raise ValueError(
             f"'{path}', a copy of the weights for streaming, is damaged; delete it, and it is made"
@@ -204,30 +207,30 @@ def read_converted(path: Path, skeleton: Skeleton) -> tuple[CheckpointFiles, dic
 
 
 def convert(
-    skeleton: Skeleton,
+    meta: MetaModel,
     files: CheckpointFiles,
     path: Path,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Writes every layer in one piece, changed as transformers changes it when it loads it.
+    """Writes each layer contiguously, changed as transformers changes it when it loads it.
 
-    No more than one layer is in memory. The file appears when it is complete.
+    At most one layer is in memory. The file appears when it is complete.
     """
-    groups = _new_slots(skeleton, files)
+    groups = _new_slots(meta, files)
     header, total = _header([slot for group in groups for slot in group])
     try:
         with _draft(path, len(header) + total) as file:
             file.write(header)
             done = 0
-            for group, part in zip(groups, _parts(skeleton, files, groups), strict=True):
-                for tensor in _load(skeleton.model, group, part):
+            for group, part in zip(groups, _parts(meta, files, groups), strict=True):
+                for tensor in _load(meta.model, group, part):
                     file.write(bytes_of(tensor))
                     done += tensor.nbytes
                 written = {slot.name for slot in group}
-                for slot in skeleton.slots:
+                for slot in meta.slots:
                     if slot.name in written:
                         slot.empty()
-                show(done, total)
+                report(done, total)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(
@@ -275,54 +278,52 @@ def _lock(file: Any) -> None:
 class _LazyTensor:
     """What transformers takes for a tensor that is not read yet."""
 
-    def __init__(self, files: CheckpointFiles, stored: Stored) -> None:
+    def __init__(self, files: CheckpointFiles, stored: StoredTensor) -> None:
         self._files = files
         self._stored = stored
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        host = torch.empty(self._stored.shape, dtype=self._stored.dtype)
-        self._files.read_into(self._stored.file, self._stored.start, bytes_of(host))
-        return host[index]
+        return self._files.read(self._stored)[index]
 
     def get_shape(self) -> list[int]:
         """Its shape."""
         return list(self._stored.shape)
 
 
-class _Buffer(Slot):
+class _Buffer(ParameterSlot):
     """A buffer that the files hold, such as an expert's bias; the model keeps it."""
 
 
-def _new_slots(skeleton: Skeleton, files: CheckpointFiles) -> list[list[Slot]]:
+def _new_slots(meta: MetaModel, files: CheckpointFiles) -> list[list[ParameterSlot]]:
     """What is written, in groups that are loaded together; tied weights once."""
-    modules = dict(skeleton.model.named_modules())
-    sizes = dict(skeleton.model.named_buffers())
+    modules = dict(meta.model.named_modules())
+    sizes = dict(meta.model.named_buffers())
     buffers = []
-    for full in sorted({name for name, _ in named_keys(skeleton, files).values()} & set(sizes)):
+    for full in sorted({name for name, _ in named_keys(meta, files).values()} & set(sizes)):
         owner, _, attribute = full.rpartition(".")
         own = sizes[full]
         buffers.append(_Buffer(full, modules[owner], attribute, own.shape, own.dtype))
     seen: set[str] = set()
-    groups: list[list[Slot]] = []
-    for group in (*(u.slots for u in skeleton.units), (skeleton.table,), skeleton.rest, buffers):
+    groups: list[list[ParameterSlot]] = []
+    for group in (*(u.slots for u in meta.units), (meta.embedding,), meta.others, buffers):
         groups.append([slot for slot in group if slot.name not in seen])
         seen |= {slot.name for slot in group}
     return groups
 
 
 def _parts(
-    skeleton: Skeleton, files: CheckpointFiles, groups: list[list[Slot]]
+    meta: MetaModel, files: CheckpointFiles, groups: list[list[ParameterSlot]]
 ) -> list[dict[str, _LazyTensor]]:
     """For each group the tensors in the files that fill it."""
     group_of = {slot.name: index for index, group in enumerate(groups) for slot in group}
     parts: list[dict[str, _LazyTensor]] = [{} for _ in groups]
-    for key, (name, _) in named_keys(skeleton, files).items():
+    for key, (name, _) in named_keys(meta, files).items():
         if name in group_of:
             parts[group_of[name]][key] = _LazyTensor(files, files.tensors[key])
     return parts
 
 
-def _load(model: Any, group: list[Slot], part: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _load(model: Any, group: list[ParameterSlot], part: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Fills parameters as transformers does, and gives what is to be written for them."""
     if not group:
         return
@@ -339,7 +340,7 @@ def _load(model: Any, group: list[Slot], part: dict[str, Any]) -> Iterator[torch
         yield slot.to_bytes(own.detach())
 
 
-def _why_missing(slot: Slot, info: Any) -> str:
+def _why_missing(slot: ParameterSlot, info: Any) -> str:
     if any(slot.name in entry for entry in info.mismatched_keys):
         return (
             f"the weights have {slot.name} in another shape than the config asks for; get the"
@@ -353,7 +354,7 @@ def _why_missing(slot: Slot, info: Any) -> str:
     )
 
 
-def _header(slots: list[Slot]) -> tuple[bytes, int]:
+def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
     """The beginning of a safetensors file, and the bytes of the tensors after it."""
     entries: dict[str, Any] = {}
     end = 0

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
+from h2okv.engine.detokenizer import Detokenizer
+from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
+from h2okv.provenance import digest
+from h2okv.records import Record, ResultFile, file_error
+
+_LINE = '{"id": 1, "prompt": "..."}'
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """Where a prompt stands in the file.
-
-    Attributes:
-        id: The prompt's name.
-        start: Of its line, in bytes from the beginning of the file.
-        size: Of its line, in bytes.
-        digest: A short name of the line's prompt.
-    """
+    """A prompt's line in the file: its bytes ``start`` to ``start + size``, and their digest."""
 
     id: PromptId
     start: int
@@ -32,34 +30,31 @@ class PromptLine:
 
 
 class PromptFile:
-    """Lines ``{"id": ..., "prompt": ...}``, looked through once and then read where needed.
+    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, scanned once, then read on demand.
 
-    Only the ids are kept in memory. A line is checked against what was there at first, so that a
-    file that changes meanwhile is noticed.
+    Only ids, places and digests are kept in memory. A line that changes after the scan is noticed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = list(self._scan())
+        self.lines: Sequence[PromptLine] = list(self._scan())
         if not self.lines:
-            raise ValueError(
-                f'\'{path}\' has no prompts; give lines such as {{"id": 1, "prompt": "..."}}'
-            )
+            raise ValueError(f"'{path}' has no prompts; give lines such as {_LINE}")
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def read(self, line: PromptLine) -> Any:
-        """Reads a prompt."""
+        """Reads a prompt: a text, or a list of messages."""
         try:
             with self.path.open("rb") as file:
                 file.seek(line.start)
-                _, prompt, digest = parse_line(file.read(line.size))
+                _, prompt, found = parse_line(file.read(line.size))
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise self._unreadable(error) from error
         except ValueError:
-            digest = ""
-        if digest != line.digest:
+            found = ""
+        if found != line.digest:
             raise ValueError(
                 f"'{self.path}' has changed while it was read (id {json.dumps(line.id)}); leave it"
                 " as it is during a job, and run the command again"
@@ -73,198 +68,90 @@ class PromptFile:
             with self.path.open("rb") as file:
                 for number, data in enumerate(file, start=1):
                     if data.strip(b"\xef\xbb\xbf \t\r\n"):
-                        try:
-                            prompt_id, _, digest = parse_line(data)
-                        except ValueError as error:
-                            raise ValueError(f"'{self.path}', line {number}: {error}") from error
-                        name = json.dumps(prompt_id)
-                        if name in known:
-                            raise ValueError(
-                                f"'{self.path}', line {number}: id {name} is that of line"
-                                f" {known[name]} too; give every prompt an id of its own"
-                            )
-                        known[name] = number
-                        yield PromptLine(prompt_id, start, len(data), digest)
+                        yield self._parse(number, start, data, known)
                     start += len(data)
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise self._unreadable(error) from error
+
+    def _parse(self, number: int, start: int, data: bytes, known: dict[str, int]) -> PromptLine:
+        try:
+            prompt_id, _, found = parse_line(data)
+            name = json.dumps(prompt_id)
+            if name in known:
+                raise ValueError(
+                    f"id {name} is that of line {known[name]} too; give every prompt an id of its"
+                    " own"
+                )
+        except ValueError as error:
+            raise ValueError(f"'{self.path}', line {number}: {error}") from error
+        known[name] = number
+        return PromptLine(prompt_id, start, len(data), found)
+
+    def _unreadable(self, error: OSError) -> ValueError:
+        return file_error(self.path, "read", error, "give a JSONL file with prompts")
 
 
 def parse_line(data: bytes) -> tuple[PromptId, Any, str]:
-    """Takes a line apart."""
+    """Parses a line to the prompt's id, its text or messages, and their digest."""
     try:
-        content = json.loads(data.decode("utf-8-sig"))
+        fields = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise ValueError("this is not UTF-8 text; convert the file to UTF-8") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError('this is no JSON object; write {"id": 1, "prompt": "..."}')
-    prompt_id = content.get("id")
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(f"this is no JSON object; write {_LINE}")
+    prompt_id = fields.get("id")
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
         raise ValueError(f"id {json.dumps(prompt_id)} is no name; give a text or a whole number")
-    prompt = content.get("prompt")
-    written = json.dumps(prompt, sort_keys=True).encode()
-    return prompt_id, prompt, hashlib.sha256(written).hexdigest()[:16]
+    if "prompt" in fields and "messages" in fields:
+        raise ValueError("it has both prompt and messages; leave one of them out")
+    prompt = fields.get("prompt", fields.get("messages"))
+    if "messages" in fields and not isinstance(prompt, list):
+        raise ValueError('messages are no list; write [{"role": "user", "content": "..."}]')
+    return prompt_id, prompt, digest(json.dumps(prompt, sort_keys=True))
 
 
-def _unreadable(path: Path, error: OSError) -> ValueError:
-    reason = error.strerror or type(error).__name__
-    return ValueError(f"'{path}' cannot be read ({reason}); give a JSONL file with prompts")
+class JobResultFile(ResultFile):
+    """A job's results; its settings are in a file beside it.
 
-
-_SETTINGS_SUFFIX = ".job.json"
-Setting = str | int | float | None
-
-
-class JobResultFile:
-    """One line for each finished prompt, on the disk before the job goes on.
-
-    The job's settings stand in a file beside it, so that results of two jobs do not mix. A line
-    that was torn by a kill is dropped when the file is opened again.
+    Attributes:
+        finished: The digest of each prompt that has a result, by its id as JSON.
+        num_errors: Results that say why a prompt could not be served.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Setting]) -> None:
-        self.path = path
-        self.settings_path = path.with_name(path.name + _SETTINGS_SUFFIX)
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.finished: dict[str, str] = {}
         self.num_errors = 0
-        self._descriptor = -1
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._size = self._read_finished()
-            if self._size:
-                self._check_settings(settings)
-            os.ftruncate(self._descriptor, self._size)
-            if not self._size:
-                self._write_settings(settings)
-        except OSError as error:
-            self.close()
-            raise _unwritable(path, error) from error
-        except ValueError:
-            self.close()
-            raise
+        super().__init__(path, "h2okv batch", settings=settings)
 
-    def __enter__(self) -> JobResultFile:
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the file; everything in it is on the disk already."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def take(self, record: Record) -> None:
+        """See `ResultFile.take`."""
+        if not {"id", "prompt_digest"} <= record.fields.keys():
+            raise ValueError(f"{record.place} is no result of {self.kind}; choose another file")
+        self.finished[json.dumps(record.fields["id"])] = record.fields["prompt_digest"]
+        self.num_errors += "error" in record.fields
 
     def check_prompts(self, lines: Sequence[PromptLine]) -> None:
-        """Refuses results that are of other prompts."""
+        """Refuses results of other prompts."""
         digests = {json.dumps(line.id): line.digest for line in lines}
-        for name, digest in self.finished.items():
-            if name not in digests:
+        for name, found in self.finished.items():
+            if digests.get(name) != found:
+                what = f"a result for another prompt with id {name}"
+                if name not in digests:
+                    what = f"a result for id {name}, which is not in the input"
                 raise ValueError(
-                    f"'{self.path}' has a result for id {name}, which is not in the input; give"
-                    " another --output, or the input that it was begun with"
+                    f"'{self.path}' has {what}; choose another file, or give the input that it was"
+                    " begun with"
                 )
-            if digests[name] != digest:
-                raise ValueError(
-                    f"'{self.path}' has a result for another prompt with id {name}; give another"
-                    " --output, or the input that it was begun with"
-                )
-
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds results; they are on the disk when it returns."""
-        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        # Half of a pair of surrogates, which a tokenizer may give, is no UTF-8.
-        encoded = data.encode("utf-8", errors="replace")
-        try:
-            written = 0
-            while written < len(encoded):
-                written += os.pwrite(
-                    self._descriptor, memoryview(encoded)[written:], self._size + written
-                )
-            os.fsync(self._descriptor)
-        except OSError as error:
-            os.ftruncate(self._descriptor, self._size)
-            raise _unwritable(self.path, error) from error
-        self._size += len(encoded)
-        for record in records:
-            self.finished[json.dumps(record["id"])] = record["prompt_digest"]
-            self.num_errors += "error" in record
-
-    def _read_finished(self) -> int:
-        """Notes the results that are there; returns their bytes, a torn last line left out."""
-        size = 0
-        with open(self._descriptor, "rb", closefd=False) as file:
-            for number, data in enumerate(file, start=1):
-                if not data.endswith(b"\n"):
-                    break
-                try:
-                    record = json.loads(data)
-                    name, digest = json.dumps(record["id"]), record["prompt_digest"]
-                except (ValueError, TypeError, KeyError):
-                    raise ValueError(
-                        f"'{self.path}', line {number}, is no result of h2okv batch; give another"
-                        " --output"
-                    ) from None
-                self.finished[name] = digest
-                self.num_errors += "error" in record
-                size += len(data)
-            else:
-                return size
-            if not size and not self.settings_path.exists():
-                # Nothing says that this text is ours to cut off.
-                raise ValueError(
-                    f"'{self.path}' is no result of h2okv batch; give another --output"
-                )
-        return size
-
-    def _check_settings(self, settings: Mapping[str, Setting]) -> None:
-        try:
-            saved = json.loads(self.settings_path.read_text(encoding="utf-8"))
-            before = dict(saved)
-        except (OSError, ValueError, TypeError):
-            raise ValueError(
-                f"'{self.path}' has results, but '{self.settings_path.name}' beside it, which says"
-                " what made them, cannot be read; give another --output"
-            ) from None
-        for name, value in settings.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"'{self.path}' was begun with {name} {before.get(name)}, not {value}; go on"
-                    " with what it was begun with, or give another --output"
-                )
-
-    def _write_settings(self, settings: Mapping[str, Setting]) -> None:
-        """Puts the settings on the disk, at once or not at all, before the first result."""
-        draft = self.settings_path.with_name(self.settings_path.name + ".tmp")
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(dict(settings), indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.settings_path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _unwritable(path: Path, error: OSError) -> ValueError:
-    reason = error.strerror or type(error).__name__
-    return ValueError(
-        f"'{path}' cannot be written ({reason}); what was finished before is kept, and the same"
-        " command goes on from there when there is room, or choose another --output"
-    )
 
 
 class Prompts(Protocol):
-    """Where a job's prompts come from, such as a `PromptFile`."""
+    """A job's prompts, such as a `PromptFile`."""
 
     @property
-    def lines(self) -> SequenceOf[PromptLine]:
-        """Names of all prompts."""
+    def lines(self) -> Sequence[PromptLine]:
+        """All prompts' names."""
 
     def __len__(self) -> int: ...
 
@@ -273,7 +160,7 @@ class Prompts(Protocol):
 
 
 class Results(Protocol):
-    """Where a job's results go, such as a `ResultFile`."""
+    """A job's results, such as a `JobResultFile`."""
 
     num_errors: int
 
@@ -281,145 +168,19 @@ class Results(Protocol):
     def finished(self) -> Mapping[str, str]:
         """The digest of each prompt that has a result, by its id as JSON."""
 
-    def check_prompts(self, lines: SequenceOf[PromptLine]) -> None:
-        """Refuses results that are of other prompts."""
-
-    def append(self, records: SequenceOf[Mapping[str, Any]]) -> None:
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds results."""
 
 
-class _RefusedError(Exception):
-    """A prompt cannot be served; says why."""
-
-
-@dataclass(frozen=True)
-class Wording:
-    """How text becomes tokens and tokens become text.
-
-    Attributes:
-        encode: Gives a prompt's tokens.
-        decode: Gives a finished sequence's text.
-        max_new_tokens: The most tokens for a prompt.
-        context: The most tokens of prompt and text together; ``None`` for no limit.
-        vocabulary: Tokens that the model knows.
-        most_prompt: The most tokens of a prompt that the memory allows; ``None`` for no limit.
-    """
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[BatchSequence], str]
-    max_new_tokens: int
-    context: int | None
-    vocabulary: int
-    most_prompt: int | None = None
-
-
-class Job:
-    """Goes through the prompts that have no result yet."""
-
-    def __init__(self, prompts: Prompts, results: Results, wording: Wording) -> None:
-        results.check_prompts(prompts.lines)
-        self.prompts = prompts
-        self.results = results
-        self.num_skipped = len(results.finished)
-        self.wording = wording
-        self._refused: list[dict[str, Any]] = []
-
-    @property
-    def num_finished(self) -> int:
-        """Prompts that have a result, those of earlier runs too."""
-        return len(self.results.finished)
-
-    def run(self, runner: Runner) -> Iterator[int]:
-        """Runs what is left."""
-        for done in runner.run(self._sequences()):
-            records = [self._record(sequence) for sequence in done]
-            self._append(records)
-            yield self.num_finished
-        self._append([])
-
-    def lengths(self) -> Iterator[int]:
-        """Counts the tokens of each prompt that has no result and can be served."""
-        for line in self.unfinished():
-            try:
-                yield len(self._sequence(line, self.prompts.read(line)).prompt)
-            except _RefusedError:
-                continue
-
-    def unfinished(self) -> Iterator[PromptLine]:
-        """Goes through the prompts that have no result."""
-        for line in self.prompts.lines:
-            if json.dumps(line.id) not in self.results.finished:
-                yield line
-
-    def _append(self, records: list[dict[str, Any]]) -> None:
-        records, self._refused = [*self._refused, *records], []
-        if records:
-            self.results.append(records)
-
-    def _sequences(self) -> Iterator[BatchSequence]:
-        for line in self.unfinished():
-            try:
-                yield self._sequence(line, self.prompts.read(line))
-            except _RefusedError as error:
-                self._refused.append(
-                    {"id": line.id, "error": str(error), "prompt_digest": line.digest}
-                )
-
-    def _sequence(self, line: PromptLine, prompt: Any) -> BatchSequence:
-        """Checks a prompt and turns it into tokens; raises what its record shall say."""
-        wording = self.wording
-        if not isinstance(prompt, str):
-            raise _RefusedError('the prompt is no text; write {"id": 1, "prompt": "..."}')
-        if not prompt.strip():
-            raise _RefusedError("the prompt is empty; give some text to go on from")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise _RefusedError("the prompt is not UTF-8 text; convert it to UTF-8") from None
-        tokens = wording.encode(prompt)
-        if not tokens:
-            raise _RefusedError("the prompt has no tokens for this model; give some text")
-        if max(tokens) >= wording.vocabulary:
-            raise _RefusedError(
-                f"the tokenizer gives token {max(tokens)}, but the model knows only"
-                f" {wording.vocabulary}; get the model again, with its own tokenizer"
-            )
-        if wording.context is not None and len(tokens) >= wording.context:
-            raise _RefusedError(
-                f"the prompt has {len(tokens)} tokens, but the model's context is"
-                f" {wording.context}; shorten it to {wording.context - 1} or fewer"
-            )
-        if wording.most_prompt is not None and len(tokens) > wording.most_prompt:
-            raise _RefusedError(
-                f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
-                f" for {wording.most_prompt}; shorten it or give more --memory"
-            )
-        room = wording.max_new_tokens
-        if wording.context is not None:
-            room = min(room, wording.context - len(tokens))
-        is_cut = room < wording.max_new_tokens
-        return BatchSequence(line.id, tokens, room, line.digest, is_cut)
-
-    def _record(self, sequence: BatchSequence) -> dict[str, Any]:
-        return {
-            "id": sequence.id,
-            "text": self.wording.decode(sequence),
-            "finish_reason": sequence.finish_reason,
-            "prompt_tokens": len(sequence.prompt),
-            "new_tokens": len(sequence.new_tokens),
-            "prompt_digest": sequence.digest,
-        }
-
-
 class PromptList:
-    """Prompts that came as lines of a file."""
+    """Prompts given as lines of a file."""
 
     def __init__(self, data: Sequence[bytes]) -> None:
         parsed = [parse_line(line) for line in data]
         self._prompts = [prompt for _, prompt, _ in parsed]
-        self.lines = [
-            PromptLine(prompt_id, index, len(data[index]), digest)
-            for index, (prompt_id, _, digest) in enumerate(parsed)
+        self.lines: Sequence[PromptLine] = [
+            PromptLine(prompt_id, index, len(data[index]), found)
+            for index, (prompt_id, _, found) in enumerate(parsed)
         ]
 
     def __len__(self) -> int:
@@ -431,17 +192,183 @@ class PromptList:
 
 
 class ResultList:
-    """Results that go elsewhere to be written."""
+    """Results that somebody else writes."""
 
     def __init__(self) -> None:
         self.records: list[Mapping[str, Any]] = []
         self.finished: dict[str, str] = {}
         self.num_errors = 0
 
-    def check_prompts(self, lines: Sequence[PromptLine]) -> None:
-        """Refuses nothing: there is no result yet."""
-
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds results."""
         self.records.extend(records)
-        self.num_errors += sum("error" in record for record in records)
+
+
+class PromptError(ValueError):
+    """A prompt cannot be served; says why in its result."""
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """Encodes prompts and decodes results.
+
+    Attributes:
+        tokenizer: The model's.
+        vocabulary: Tokens that the model knows.
+        context: The context window; ``None`` for no limit.
+        max_prompt: The longest prompt that the memory allows, in tokens; ``None`` for no limit.
+        is_raw: Whether texts are continued as they are, not answered through the chat template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: int
+    context: int | None
+    max_prompt: int | None = None
+    is_raw: bool = False
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether a text is a user's message for the model's chat template."""
+        return not self.is_raw and bool(self.tokenizer.chat_template)
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Encodes a text or messages.
+
+        Raises:
+            PromptError: If it is neither, is empty, or does not fit.
+        """
+        tokens = self._tokens(prompt)
+        if not tokens:
+            raise PromptError("the prompt has no tokens for this model; give some text")
+        if max(tokens) >= self.vocabulary:
+            raise PromptError(
+                f"the tokenizer gives token {max(tokens)}, but the model knows only"
+                f" {self.vocabulary}; get the model again, with its own tokenizer"
+            )
+        if self.context is not None and len(tokens) >= self.context:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, but the model's context is {self.context};"
+                f" shorten it to {self.context - 1} or fewer"
+            )
+        if self.max_prompt is not None and len(tokens) > self.max_prompt:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
+                f" for {self.max_prompt}; shorten it or give more --memory"
+            )
+        return tokens
+
+    def decode(self, sequence: BatchSequence) -> str:
+        """Decodes a sequence's new tokens, with the space that follows its prompt."""
+        text = Detokenizer(self.tokenizer, sequence.prompt)
+        return text.add(sequence.new_tokens) + text.end()
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            _check_text(prompt)
+            if not self.uses_template:
+                return self._encode(prompt, special=True)
+            prompt = [{"role": "user", "content": prompt}]
+        elif not isinstance(prompt, list):
+            raise PromptError(f"the prompt is no text; write {_LINE}")
+        elif self.is_raw:
+            raise PromptError("messages need the chat template; leave out --raw, or give a prompt")
+        try:
+            text = chat_text(self.tokenizer, [_message(own) for own in prompt])
+        except ChatTemplateError as error:
+            raise PromptError(str(error).rstrip(".")) from error
+        return self._encode(text, special=not self.tokenizer.chat_template)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        return list(encoded["input_ids"])
+
+
+def _message(message: Any) -> dict[str, str]:
+    fields = message if isinstance(message, dict) else {}
+    role, content = fields.get("role"), fields.get("content")
+    if role not in ("system", "user", "assistant") or not isinstance(content, str):
+        raise PromptError(
+            'a message is not {"role": "user", "content": "..."}, with role system, user or'
+            " assistant; write it so"
+        )
+    _check_text(content)
+    return {"role": role, "content": content}
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise PromptError("the prompt is empty; give some text to go on from")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is not UTF-8 text; convert it to UTF-8") from None
+
+
+class Job:
+    """The prompts that have no result yet, on their way through a `Runner`."""
+
+    def __init__(
+        self, prompts: Prompts, results: Results, codec: TextCodec, max_new_tokens: int
+    ) -> None:
+        self.prompts = prompts
+        self.results = results
+        self.codec = codec
+        self.max_new_tokens = max_new_tokens
+        self.num_skipped = len(results.finished)
+        self._refused: list[dict[str, Any]] = []
+
+    @property
+    def num_finished(self) -> int:
+        """Prompts that have a result, those of earlier runs included."""
+        return len(self.results.finished)
+
+    def run(self, runner: Runner) -> Iterator[int]:
+        """Runs what is left; yields the number of finished prompts after each weight pass."""
+        for done in runner.run(self._sequences()):
+            self._append([self._record(sequence) for sequence in done])
+            yield self.num_finished
+        self._append([])
+
+    def lengths(self) -> Iterator[int]:
+        """Counts the tokens of each unfinished prompt that can be served."""
+        for line in self.unfinished():
+            try:
+                yield len(self.codec.encode(self.prompts.read(line)))
+            except PromptError:
+                continue
+
+    def unfinished(self) -> Iterator[PromptLine]:
+        """The prompts that have no result."""
+        for line in self.prompts.lines:
+            if json.dumps(line.id) not in self.results.finished:
+                yield line
+
+    def _append(self, records: list[dict[str, Any]]) -> None:
+        records, self._refused = [*self._refused, *records], []
+        if records:
+            self.results.append(records)
+
+    def _sequences(self) -> Iterator[BatchSequence]:
+        for line in self.unfinished():
+            prompt = self.prompts.read(line)
+            try:
+                tokens = self.codec.encode(prompt)
+            except PromptError as error:
+                refused = {"id": line.id, "error": str(error), "prompt_digest": line.digest}
+                self._refused.append(refused)
+                continue
+            left = self.max_new_tokens
+            if self.codec.context is not None:
+                left = min(left, self.codec.context - len(tokens))
+            is_limited = left < self.max_new_tokens
+            yield BatchSequence(line.id, tokens, left, line.digest, is_limited)
+
+    def _record(self, sequence: BatchSequence) -> dict[str, Any]:
+        return {
+            "id": sequence.id,
+            "text": self.codec.decode(sequence),
+            "finish_reason": sequence.finish_reason,
+            "prompt_tokens": len(sequence.prompt),
+            "new_tokens": len(sequence.new_tokens),
+            "prompt_digest": sequence.digest,
+        }

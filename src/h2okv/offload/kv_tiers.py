@@ -1,4 +1,4 @@
-"""Caches on the device, in main memory or in a file."""
+"""KV caches on the device, in main memory or in a file, and caches merged into one batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,32 @@ from h2okv.cache import H2OCache
 from h2okv.cache.slots import SlotLayer
 from h2okv.offload.checkpoint import bytes_of
 
+CACHE_TIERS = ("device", "cpu", "file")
+_WORKSPACES = 2
+_ALIGNMENT = 64
 
-class SlotFile:
-    """Regions of a file, taken and given back."""
+
+class CacheStore(Protocol):
+    """Keeps the entries of caches somewhere else than in the memory of the device."""
+
+    def load(self, cache: H2OCache, layer_idx: int) -> None:
+        """Brings a layer's entries to the device; mutates the cache."""
+
+    def prefetch(self, cache: H2OCache, layer_idx: int) -> None:
+        """Starts reading the layer that is loaded next."""
+
+    def save(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
+        """Takes a layer's entries off the device; mutates the cache."""
+
+    def drop(self, cache: H2OCache) -> None:
+        """Frees what is stored for a cache."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+class SpillFile:
+    """Regions of an unnamed temporary file, allocated and freed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,24 +59,23 @@ class SlotFile:
         self.bytes_read = 0
         self.bytes_written = 0
 
-    def take(self, size: int) -> int:
-        """Takes a region."""
-        for index, (start, room) in enumerate(self._free):
-            if room >= size:
-                self._free[index] = (start + size, room - size)
+    def allocate(self, size: int) -> int:
+        """Allocates a region; returns its start."""
+        for index, (start, free) in enumerate(self._free):
+            if free >= size:
+                self._free[index] = (start + size, free - size)
                 return start
         start, self._end = self._end, self._end + size
         return start
 
-    def give_back(self, start: int, size: int) -> None:
-        """Gives a region back."""
-        regions = sorted([*(own for own in self._free if own[1]), (start, size)])
+    def free(self, start: int, size: int) -> None:
+        """Frees a region."""
         merged: list[tuple[int, int]] = []
-        for begin, room in regions:
+        for begin, length in sorted([*(own for own in self._free if own[1]), (start, size)]):
             if merged and sum(merged[-1]) == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + room)
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
             else:
-                merged.append((begin, room))
+                merged.append((begin, length))
         self._free = merged
 
     def read(self, start: int, target: memoryview) -> None:
@@ -84,44 +106,49 @@ class SlotFile:
         self.bytes_written += done
 
     def close(self) -> None:
-        """Lets the file go."""
+        """Deletes the file."""
         self._file.close()
 
 
-CACHE_PLACES = ("device", "cpu", "file")
-_WORKSPACES = 2
-_ALIGNMENT = 64
-
-
 @dataclass
-class _Held:
-    """A layer's entries in their tier."""
+class _StoredLayer:
+    """A layer's entries in their tier: in ``tensors``, or in the file from ``starts`` on."""
 
     shapes: dict[str, torch.Size]
     dtypes: dict[str, torch.dtype]
-    tensors: dict[str, torch.Tensor]
-    starts: dict[str, int]
-    free: torch.Tensor
-    seen: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    free_slot: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    num_tokens: int = 0
 
     def size(self, name: str) -> int:
         """Bytes of a tensor."""
         return self.shapes[name].numel() * self.dtypes[name].itemsize
 
+    def views(self, workspace: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A uint8 workspace as the layer's tensors."""
+        start = 0
+        for name, shape in self.shapes.items():
+            yield (
+                name,
+                workspace[start : start + self.size(name)].view(self.dtypes[name]).view(shape),
+            )
+            start += _aligned(self.size(name))
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, as they lie in a workspace."""
+        """Bytes of all tensors in a workspace."""
         return sum(_aligned(self.size(name)) for name in self.shapes)
 
 
-class TieredStore:
-    """A `CacheStore` with a tier for each layer."""
+class TieredCacheStore:
+    """A `CacheStore` with a tier for each layer, and two workspaces that layers are read into."""
 
-    def __init__(self, places: list[str], folder: Path, device: torch.device) -> None:
-        self._places = places
+    def __init__(self, tiers: list[str], folder: Path, device: torch.device) -> None:
+        self._tiers = tiers
         self._device = device
-        self._file = SlotFile(folder) if "file" in places else None
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._file = SpillFile(folder) if "file" in tiers else None
+        self._stored: dict[tuple[int, int], _StoredLayer] = {}
         self._workspaces: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * _WORKSPACES
         self._turn = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="slots")
@@ -137,58 +164,58 @@ class TieredStore:
         """Entries written to the file."""
         return self._file.bytes_written if self._file is not None else 0
 
-    def bring(self, cache: H2OCache, layer_idx: int) -> None:
-        """See `CacheStore.bring`."""
+    def load(self, cache: H2OCache, layer_idx: int) -> None:
+        """See `CacheStore.load`."""
         key = (id(cache), layer_idx)
-        held = self._held.get(key)
-        if held is None:
+        stored = self._stored.get(key)
+        if stored is None:
             return
         if self._expected is not None and self._expected[0] == key:
             _, turn, reading = self._expected
             self._expected = None
             reading.result()
         else:
-            self._finish_reading()
-            turn = self._next_workspace(held)
-            self._fill(held, turn)
+            self._cancel_prefetch()
+            turn = self._next_workspace(stored)
+            self._fill(stored, turn)
+        parts = stored.views(self._workspaces[turn])
         layer: Any = cache.layers[layer_idx]
-        parts = self._parts(held, turn)
         layer.state.set_tensors({name: part.to(self._device) for name, part in parts})
 
-    def expect(self, cache: H2OCache, layer_idx: int) -> None:
-        """See `CacheStore.expect`."""
+    def prefetch(self, cache: H2OCache, layer_idx: int) -> None:
+        """See `CacheStore.prefetch`."""
         key = (id(cache), layer_idx)
-        held = self._held.get(key)
-        if held is None or self._expected is not None:
-            return
-        turn = self._next_workspace(held)
-        self._expected = (key, turn, self._reader.submit(self._fill, held, turn))
+        stored = self._stored.get(key)
+        if stored is not None and self._expected is None:
+            turn = self._next_workspace(stored)
+            self._expected = (key, turn, self._reader.submit(self._fill, stored, turn))
 
-    def put_back(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
-        """See `CacheStore.put_back`."""
+    def save(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
+        """See `CacheStore.save`; after a decode step only the changed slots are written."""
         key = (id(cache), layer_idx)
         layer: Any = cache.layers[layer_idx]
-        place = self._places[layer_idx]
-        if place == "device" or not isinstance(layer, SlotLayer) or not layer.holds_entries:
+        tier = self._tiers[layer_idx]
+        if tier == "device" or not isinstance(layer, SlotLayer) or not layer.holds_entries:
             return
         tensors = layer.state.entry_tensors()
-        held = self._held.get(key)
-        seen = int(layer.cumulative_length)
-        same = held is not None and held.shapes == {n: t.shape for n, t in tensors.items()}
-        if held is not None and same and not is_new and seen == held.seen + 1:
-            self._write_step(held, tensors)
+        stored = self._stored.get(key)
+        num_tokens = int(layer.cumulative_length)
+        same = stored is not None and stored.shapes == {n: t.shape for n, t in tensors.items()}
+        if stored is not None and same and not is_new and num_tokens == stored.num_tokens + 1:
+            self._write_step(stored, tensors)
         else:
-            if held is not None:
-                self._give_back(held)
-            held = self._held[key] = self._write_all(place, tensors)
-        held.free, held.seen = layer.state.free_slot.cpu().clone(), seen
-        layer.state.set_tensors({name: part.new_empty(0) for name, part in tensors.items()})
+            if stored is not None:
+                self._free(stored)
+            stored = self._stored[key] = self._write_all(tier, tensors)
+        stored.num_tokens = num_tokens
+        stored.free_slot = layer.state.free_slot.cpu().clone()
+        layer.state.set_tensors({name: own.new_empty(0) for name, own in tensors.items()})
 
-    def forget(self, cache: H2OCache) -> None:
-        """See `CacheStore.forget`."""
-        self._finish_reading()
-        for key in [key for key in self._held if key[0] == id(cache)]:
-            self._give_back(self._held.pop(key))
+    def drop(self, cache: H2OCache) -> None:
+        """See `CacheStore.drop`."""
+        self._cancel_prefetch()
+        for key in [key for key in self._stored if key[0] == id(cache)]:
+            self._free(self._stored.pop(key))
 
     def close(self) -> None:
         """See `CacheStore.close`."""
@@ -196,107 +223,91 @@ class TieredStore:
         if self._file is not None:
             self._file.close()
 
-    def _write_all(self, place: str, tensors: dict[str, torch.Tensor]) -> _Held:
-        held = _Held(
+    def _write_all(self, tier: str, tensors: dict[str, torch.Tensor]) -> _StoredLayer:
+        stored = _StoredLayer(
             shapes={name: tensor.shape for name, tensor in tensors.items()},
             dtypes={name: tensor.dtype for name, tensor in tensors.items()},
-            tensors={},
-            starts={},
-            free=torch.empty(0),
-            seen=0,
         )
         for name, tensor in tensors.items():
             host = tensor.detach().cpu().contiguous()
-            if place == "cpu":
+            if tier == "cpu":
                 # Not the workspace itself, which the next layer needs.
-                held.tensors[name] = host.clone()
+                stored.tensors[name] = host.clone()
             else:
                 assert self._file is not None
-                held.starts[name] = self._file.take(held.size(name))
-                self._file.write(held.starts[name], bytes_of(host))
-        return held
+                stored.starts[name] = self._file.allocate(stored.size(name))
+                self._file.write(stored.starts[name], bytes_of(host))
+        return stored
 
-    def _write_step(self, held: _Held, tensors: dict[str, torch.Tensor]) -> None:
-        """Writes the one slot of each row and head that a step has filled."""
+    def _write_step(self, stored: _StoredLayer, tensors: dict[str, torch.Tensor]) -> None:
+        """Writes the one slot of each sequence and head that a step has filled."""
         for name, tensor in tensors.items():
             batch, heads, slots = tensor.shape[:3]
-            first = torch.arange(batch * heads) * slots
-            rows = first + held.free.flatten()
-            entries = tensor.reshape(batch * heads * slots, -1)[rows.to(tensor.device)].cpu()
-            if name in held.tensors:
-                held.tensors[name].view(batch * heads * slots, -1)[rows] = entries
+            places = torch.arange(batch * heads) * slots + stored.free_slot.flatten()
+            flat = tensor.reshape(batch * heads * slots, -1)
+            entries = flat[places.to(tensor.device)].cpu().contiguous()
+            if name in stored.tensors:
+                stored.tensors[name].view(batch * heads * slots, -1)[places] = entries
                 continue
             assert self._file is not None
-            source, start = bytes_of(entries.contiguous()), held.starts[name]
-            size = len(source) // len(rows)
-            for index, row in enumerate(rows.tolist()):
-                self._file.write(start + row * size, source[index * size : (index + 1) * size])
+            source, start = bytes_of(entries), stored.starts[name]
+            size = len(source) // len(places)
+            for index, place in enumerate(places.tolist()):
+                self._file.write(start + place * size, source[index * size : (index + 1) * size])
 
-    def _fill(self, held: _Held, turn: int) -> None:
-        """Copies a layer's entries into a workspace; in the reading thread or in the main one."""
-        for name, part in self._parts(held, turn):
-            if name in held.tensors:
-                part.copy_(held.tensors[name])
+    def _fill(self, stored: _StoredLayer, turn: int) -> None:
+        """Copies a layer's entries into a workspace; in the reader thread or the main thread."""
+        for name, part in stored.views(self._workspaces[turn]):
+            if name in stored.tensors:
+                part.copy_(stored.tensors[name])
             else:
                 assert self._file is not None
-                self._file.read(held.starts[name], bytes_of(part))
+                self._file.read(stored.starts[name], bytes_of(part))
 
-    def _parts(self, held: _Held, turn: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """A workspace as a layer's tensors."""
-        start = 0
-        for name, shape in held.shapes.items():
-            part = self._workspaces[turn][start : start + held.size(name)]
-            yield name, part.view(held.dtypes[name]).view(shape)
-            start += _aligned(held.size(name))
-
-    def _next_workspace(self, held: _Held) -> int:
+    def _next_workspace(self, stored: _StoredLayer) -> int:
         """The workspace that was not used last, large enough."""
         self._turn = (self._turn + 1) % _WORKSPACES
-        if len(self._workspaces[self._turn]) < held.nbytes:
-            # The smaller one is let go first.
+        if len(self._workspaces[self._turn]) < stored.nbytes:
+            # The smaller one is freed first.
             self._workspaces[self._turn] = torch.empty(0, dtype=torch.uint8)
             with torch.inference_mode(False):
                 self._workspaces[self._turn] = torch.empty(
-                    held.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+                    stored.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
                 )
         return self._turn
 
-    def _finish_reading(self) -> None:
-        """Waits for what was read ahead and is not wanted any more."""
+    def _cancel_prefetch(self) -> None:
         if self._expected is not None:
             with contextlib.suppress(ValueError):
                 self._expected[2].result()
             self._expected = None
 
-    def _give_back(self, held: _Held) -> None:
-        for name, start in held.starts.items():
+    def _free(self, stored: _StoredLayer) -> None:
+        for name, start in stored.starts.items():
             assert self._file is not None
-            self._file.give_back(start, held.size(name))
+            self._file.free(start, stored.size(name))
+
+
+def can_merge(cache: H2OCache) -> bool:
+    """Whether a cache's sequences can be put beside another's."""
+    return all(isinstance(layer, SlotLayer) for layer in cache.layers)
+
+
+def merge_caches(first: H2OCache, second: H2OCache, store: CacheStore | None = None) -> H2OCache:
+    """Appends a cache's sequences to another's, layer by layer; empties the second."""
+    layers: Any = zip(first.layers, second.layers, strict=True)
+    for index, (upper, lower) in enumerate(layers):
+        if store is not None:
+            store.load(first, index)
+            # The workspace that they are in is needed for the other cache.
+            entries = upper.state.entry_tensors().items()
+            upper.state.set_tensors({name: tensor.clone() for name, tensor in entries})
+            store.load(second, index)
+        upper.join(lower)
+        if store is not None:
+            store.save(first, index, is_new=True)
+    return first
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class CacheStore(Protocol):
-    """Keeps layers of caches somewhere else than the memory that the model computes in."""
-
-    def bring(self, cache: H2OCache, layer_idx: int) -> None:
-        """Makes a layer's entries ready; mutates the cache."""
-        ...
-
-    def expect(self, cache: H2OCache, layer_idx: int) -> None:
-        """Says which layer is brought next, so that it can be read meanwhile."""
-        ...
-
-    def put_back(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
-        """Takes a layer's entries away again; mutates the cache."""
-        ...
-
-    def forget(self, cache: H2OCache) -> None:
-        """Gives back what is held for a cache."""
-        ...
-
-    def close(self) -> None:
-        """Gives everything back."""
-        ...

@@ -1,11 +1,10 @@
-"""A job's model, plan and loop put together."""
+"""Batch jobs with models larger than memory: `plan` says how one would run, `run` runs it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import h2okv
-from h2okv.cli.args import CacheChoice, Sampling
+from h2okv.config import CacheConfig
 from h2okv.console import Progress, format_bytes
-from h2okv.engine.detokenizer import TextStream
 from h2okv.engine.memory import (
     MemoryModel,
     available_bytes,
@@ -29,94 +27,129 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.gguf import cache_folder
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import default_dtype
-from h2okv.offload.assembly import Assembled, assemble
-from h2okv.offload.batch_runner import BatchSequence, Limits, OneByOne, Passing, Runner
-from h2okv.offload.checkpoint import CheckpointFiles, Stored, weights_digest
+from h2okv.offload.assembly import OffloadedModel, materialise
+from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner, SequentialScheduler
+from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, checkpoint_bytes, weights_digest
 from h2okv.offload.conversion import (
     NeedsConversion,
-    convert,
-    converted_path,
     lay_out,
     map_weights,
-    read_converted,
+    open_converted,
     untie_if_stored_apart,
 )
-from h2okv.offload.job import Job, JobResultFile, PromptFile, Setting, Wording
-from h2okv.offload.kv_tiers import TieredStore
-from h2okv.offload.meta_model import Skeleton, make_skeleton
-from h2okv.offload.planner import Plan, Planner, Room, Workload, spread
+from h2okv.offload.job import Job, JobResultFile, PromptFile, TextCodec
+from h2okv.offload.kv_tiers import TieredCacheStore
+from h2okv.offload.meta_model import MetaModel, make_meta_model
+from h2okv.offload.planner import Fractions, MemoryBudget, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import (
-    Speeds,
+    HardwareProfile,
     measure_bandwidth,
     measure_disk,
-    measure_link,
-    measure_products,
+    measure_gemm,
+    measure_host_device,
+    measure_overhead,
 )
 from h2okv.offload.quantized_linear import pack_layers
+from h2okv.provenance import digest
+
+_UNSUPPORTED = ("stop", "n", "logprobs", "prompt_logprobs")
+_BATCH_SIZE = 32
+_MICRO_BATCH_TOKENS = 8192
+_SMALL_MODEL = 0.5
+"""A model whose weights take less than this fraction of the free memory is simply loaded."""
+_USABLE = 0.9
+"""Fraction of the free memory that is allocated where no ``--memory`` is given."""
+_SAMPLE_BYTES = 64 << 20
+_MIN_SAMPLE_BYTES = 1 << 20
 
 
-class Stopped(Exception):
+class Interrupted(Exception):
     """Ctrl-C ended the job; says how far it is."""
 
 
-@dataclass(frozen=True)
-class BatchRequest:
-    """What the user asked for.
+@dataclass(frozen=True, kw_only=True)
+class OffloadRequest:
+    """A model, its cache, and where they may go; ``None`` leaves a choice to the planner.
 
     Attributes:
         model: What `resolve_model` takes.
-        input: The prompts.
-        output: The results.
-        choice: The cache.
-        sampling: How tokens are chosen, and how many.
-        dtype: Of the weights; None for the checkpoint's own.
-        device: Where the model runs.
-        rows: Prompts under way; None for as many as is best.
-        shares: Where weights are, by place; None for what is best.
-        cache_shares: Where keys and values are, by place; None for what is best.
-        cache_folder: Where the cache's file is made; None for the output's folder.
-        memory: Bytes that are not to be exceeded; None for what is free.
-        converted: Where converted checkpoints are kept; None for the user's cache folder.
-        weight_bits: 8 for int8 weights in the layers; None leaves them.
-        keep_pages: Whether the system may keep streamed weights in memory that is free.
+        device: Where the model computes.
+        cache: The cache.
+        dtype: Of the weights; ``None`` for the checkpoint's own.
+        weight_bits: 8 or 4 for quantized linear layers.
+        batch_size: Running sequences.
+        weight_placement: Fractions of the weights by place.
+        cache_placement: Fractions of the layers whose keys and values are in each place.
+        memory: Bytes that the process may allocate in all; ``None`` for what is free.
     """
 
     model: str
+    device: torch.device
+    cache: CacheConfig = CacheConfig()
+    dtype: torch.dtype | None = None
+    weight_bits: int | None = None
+    batch_size: int | None = None
+    weight_placement: Fractions | None = None
+    cache_placement: Fractions | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest(OffloadRequest):
+    """A job.
+
+    Attributes:
+        input: The prompts.
+        output: The results.
+        sampling: How tokens are chosen; ``max_tokens`` is how many.
+        is_raw: Whether prompts are continued as they are, without the model's chat template.
+        cache_folder: Where the cache's file is made; ``None`` for the output's folder.
+        converted: Where converted checkpoints are kept; ``None`` for the user's cache folder.
+        keep_pages: Whether streamed weights may stay in the page cache.
+
+    Raises:
+        ValueError: If a job cannot do what `sampling` asks for.
+    """
+
     input: Path
     output: Path
-    choice: CacheChoice
-    sampling: Sampling
-    dtype: torch.dtype | None
-    device: torch.device
-    rows: int | None
-    shares: dict[str, float] | None = None
-    cache_shares: dict[str, float] | None = None
+    sampling: SamplingParams
+    is_raw: bool = False
     cache_folder: Path | None = None
-    memory: int | None = None
     converted: Path | None = None
-    weight_bits: int | None = None
     keep_pages: bool = False
+
+    def __post_init__(self) -> None:
+        values, defaults = asdict(self.sampling), asdict(SamplingParams())
+        for name in _UNSUPPORTED:
+            if values[name] != defaults[name]:
+                raise ValueError(f"a batch job has no {name}; leave it out, or use h2okv.LLM")
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that are generated for a prompt."""
+        return self.sampling.max_tokens or 1
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a job did in this run.
+    """A finished job.
 
     Attributes:
         prompts: Of the whole job.
         skipped: Finished by an earlier run.
-        errors: Prompts with an error record, those of earlier runs too.
-        prompt_tokens: Of the prompts read in this run.
+        errors: Results that are an error, those of earlier runs included.
+        prompt_tokens: Of the prompts of this run.
         new_tokens: Generated in this run.
-        passes: Over the weights.
-        seconds: From the first pass to the last.
-        predicted: New tokens in a second by the planner; None without a plan.
-        bytes_read: Weights read from the disk while it ran.
+        passes: Weight passes.
+        seconds: From the first weight pass to the last.
+        predicted: New tokens per second that the plan expected; ``None`` without a plan.
+        bytes_read: Weights read from the disk meanwhile.
         cache_bytes_read: Keys and values read from the file.
         wait_seconds: Time that computing waited for weights.
-        plan: What was planned, for machines; None without a plan.
-        peak_bytes: The largest resident memory; None where nobody tells.
-        data_bytes: The process's data at the end; None where nobody tells.
+        plan: The plan by its fields; ``None`` without a plan.
+        peak_bytes: Peak resident memory; ``None`` where it is unknown.
+        data_bytes: The process's data at the end; ``None`` where it is unknown.
     """
 
     prompts: int
@@ -136,15 +169,15 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of this run, the reading of prompts included in the time."""
+        """New tokens of this run, prefill included in the time."""
         return self.new_tokens / max(self.seconds, 1e-9)
 
     def to_json(self) -> str:
-        """Writes it for machines."""
+        """One JSON object."""
         return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second})
 
     def to_text(self) -> str:
-        """Writes it for people, in one line."""
+        """One line."""
         parts = [f"{self.prompts} prompts"]
         if self.skipped:
             parts.append(f"{self.skipped} of them finished before")
@@ -162,10 +195,131 @@ class Summary:
         return ", ".join(parts)
 
 
-_SPARE = 0.9
-"""Of what is free, where nothing was promised."""
-_SAMPLE_BYTES = 64 << 20
-_LEAST_SAMPLE = 1 << 20
+@dataclass(frozen=True)
+class PlannedJob:
+    """A plan, and what it rests on.
+
+    Attributes:
+        plan: The fastest that fits.
+        hardware: What was measured.
+        budget: Memory that may be allocated.
+        sooner: A smaller batch with a sooner first result, where that of `plan` is far off.
+    """
+
+    plan: Plan
+    hardware: HardwareProfile
+    budget: MemoryBudget
+    sooner: Plan | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """By field, ready for JSON."""
+        return {
+            **describe_plan(self.plan),
+            "process_bytes": self.budget.used,
+            "total_bytes": self.plan.total_bytes,
+            "limit": self.plan.estimate.step.limit,
+            "hardware": asdict(self.hardware),
+        }
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """A plan by its fields, ready for JSON."""
+    return {**asdict(plan), "placement": plan.placement.counts()}
+
+
+def plan(request: OffloadRequest, workload: Workload, patience: float = 60.0) -> PlannedJob:
+    """Plans a job; writes nothing.
+
+    Args:
+        request: The model and where it may go.
+        workload: Prompts and new tokens.
+        patience: Seconds to the first result above which a smaller batch is looked for.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If something about the weights is wrong, or the memory is too little.
+    """
+    described = describe_for(request)
+    if request.memory is not None:
+        give_memory_back()
+    planner = make_planner(request, open_model(request, described), workload)
+    made = planner.plan()
+    is_late = made.estimate.first_result_seconds > patience
+    sooner = planner.sooner(made, patience) if is_late else None
+    return PlannedJob(made, planner.hardware, planner.budget, sooner)
+
+
+def run(request: BatchRequest) -> Summary:
+    """Runs a job, or what an earlier run of it left.
+
+    Args:
+        request: The job.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: If something about the input, the output, the model or the memory is wrong.
+        Interrupted: If Ctrl-C ended it.
+    """
+    described = describe_for(request)
+    prompts = PromptFile(request.input)
+    with JobResultFile(request.output, job_settings(request, described)) as results:
+        results.check_prompts(prompts.lines)
+        job = Job(prompts, results, make_codec(request, described), request.max_new_tokens)
+        if job.num_finished == len(prompts):
+            return Summary(len(prompts), job.num_skipped, results.num_errors)
+        try:
+            engine = OffloadEngine.open(request, described, job)
+            try:
+                return engine.finish(job)
+            finally:
+                engine.close()
+        except KeyboardInterrupt:
+            raise interrupted(job) from None
+
+
+def interrupted(job: Job) -> Interrupted:
+    """The exception for a job that Ctrl-C ends."""
+    return Interrupted(
+        f"stopped; {job.num_finished} of {len(job.prompts)} prompts are finished, and the same"
+        " command goes on from there"
+    )
+
+
+def describe_for(request: OffloadRequest) -> Described:
+    """Describes the model, and checks the cache before anything slow."""
+    described = describe(request.model)
+    h2okv.H2OCache.from_config(described.config, request.cache)
+    if request.cache.positions != "original":
+        described = replace(described, context=None)  # positions never reach the context's end
+    return described
+
+
+def make_codec(request: BatchRequest, described: Described) -> TextCodec:
+    """The model's tokenizer, with the job's limits."""
+    vocabulary = described.config.get_text_config().vocab_size
+    return TextCodec(described.tokenizer, vocabulary, described.context, is_raw=request.is_raw)
+
+
+def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
+    """What the results depend on; not where the weights are or how large a batch is."""
+    config: PreTrainedConfig = described.config
+    cache, sampling = request.cache.to_dict(), asdict(request.sampling)
+    cache["cache_seed"] = cache.pop("seed")
+    sampling["max_new_tokens"] = sampling.pop("max_tokens")
+    return {
+        "model": request.model,
+        "config": digest(json.dumps(config.to_dict(), sort_keys=True, default=str)),
+        "weights": weights_digest(config),
+        **cache,
+        **{name: value for name, value in sampling.items() if name not in _UNSUPPORTED},
+        "dtype": "auto" if request.dtype is None else str(request.dtype).removeprefix("torch."),
+        "weight_bits": request.weight_bits,
+        "chat_template": make_codec(request, described).uses_template,
+    }
 
 
 @dataclass(frozen=True)
@@ -173,93 +327,49 @@ class OpenModel:
     """A model whose weights are still in their files.
 
     Attributes:
-        skeleton: The model and its parts.
-        files: The checkpoint, or what it was converted to.
-        device: Where it will compute.
-        found: Where each parameter lies; None if the weights must be written anew to be streamed.
+        meta: The model and its parts.
+        files: The checkpoint, or its converted copy.
+        found: Where each parameter is; ``None`` if it has to be converted for streaming.
     """
 
-    skeleton: Skeleton
+    meta: MetaModel
     files: CheckpointFiles
-    device: torch.device
-    found: dict[str, Stored] | None
-
-    def demand(self, cache: h2okv.H2OCache) -> MemoryModel:
-        """The sizes that memory depends on."""
-        model = self.skeleton.model
-        return MemoryModel.of(model.config, cache, self.skeleton.table.dtype)
+    found: dict[str, StoredTensor] | None
 
 
-def open_model(
-    described: Described,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    weight_bits: int | None = None,
-) -> OpenModel:
+def open_model(request: OffloadRequest, described: Described) -> OpenModel:
     """Opens a checkpoint for streaming; writes nothing.
-
-    Args:
-        described: From `describe`.
-        dtype: Of the weights; None for the checkpoint's own, and for the bundled model on a CPU
-            float32, as everywhere.
-        device: Where it will compute.
-        weight_bits: 8 or 4 for the layers' weights in so many bits; None leaves them.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: If a file is missing or damaged, or the model has no layers to stream.
     """
-    folder = checkpoint_folder(described)
+    folder = _checkpoint_folder(described)
     files = CheckpointFiles.in_folder(folder)
-    dtype = dtype or default_dtype(described.name, device) or _own_dtype(described, files)
-    skeleton = untie_if_stored_apart(make_skeleton(described.config, dtype, str(folder)), files)
-    if weight_bits is not None:
-        skeleton = pack_layers(skeleton, weight_bits, device)
+    dtype = request.dtype or default_dtype(described.name, request.device)
+    dtype = dtype or _own_dtype(described, files)
+    meta = untie_if_stored_apart(make_meta_model(described.config, dtype, str(folder)), files)
+    if request.weight_bits is not None:
+        meta = pack_layers(meta, request.weight_bits, request.device)
     try:
-        found = map_weights(skeleton, files)
-        for unit in skeleton.units:
+        found = map_weights(meta, files)
+        for unit in meta.units:
             lay_out(unit, found)
     except NeedsConversion:
-        return OpenModel(skeleton, files, device, None)
-    return OpenModel(skeleton, files, device, found)
+        return OpenModel(meta, files, None)
+    return OpenModel(meta, files, found)
 
 
-def write_anew(opened: OpenModel, folder: Path | None) -> OpenModel:
-    """Opens a copy of the weights that can be streamed; makes it if it is not there.
-
-    Args:
-        opened: A model whose files cannot be streamed as they are.
-        folder: Where such copies are kept; None for the user's cache folder.
-
-    Returns:
-        The model with the copy.
-
-    Raises:
-        ValueError: If it cannot be written, or the checkpoint is incomplete.
-    """
-    path = converted_path(folder or cache_folder("weights"), opened.files, opened.skeleton)
-    if not path.exists():
-        with Progress("writing the weights in the order of the layers", unit="bytes") as progress:
-            convert(opened.skeleton, opened.files, path, progress.update)
+def _converted(opened: OpenModel, folder: Path | None) -> OpenModel:
+    """Opens the copy that can be streamed; writes it if it is not there."""
+    folder = folder or cache_folder("weights")
+    with Progress("writing the weights in the order of the layers", unit="bytes") as progress:
+        files, found = open_converted(opened.meta, opened.files, folder, progress.update)
     opened.files.close()
-    files, found = read_converted(path, opened.skeleton)
-    return replace(opened, files=files, found=found)
+    return OpenModel(opened.meta, files, found)
 
 
-def checkpoint_folder(described: Described) -> Path:
-    """Where a model's files are; those of a Hub id are fetched if they are not here yet.
-
-    Args:
-        described: From `describe`.
-
-    Returns:
-        A folder.
-
-    Raises:
-        ValueError: If they cannot be fetched.
-    """
+def _checkpoint_folder(described: Described) -> Path:
+    """The folder of a model's files; those of a Hub id are downloaded if they are not here yet."""
     folder = Path(described.source)
     if folder.is_dir():
         return folder
@@ -274,80 +384,8 @@ def checkpoint_folder(described: Described) -> Path:
         ) from error
 
 
-def measure_speeds(opened: OpenModel, demand: MemoryModel, room: Room) -> Speeds:
-    """Measures the machine, in a second or two.
-
-    Args:
-        opened: The model; a part of it is read.
-        demand: Its sizes.
-        room: Memory that may be taken meanwhile; the samples are smaller if it is little.
-
-    Returns:
-        The speeds.
-    """
-    device = opened.device
-    # A quarter each for the buffer and its copy, and for the matrices of the products.
-    sample = max(_LEAST_SAMPLE, min(_SAMPLE_BYTES, room.device // 4))
-    memory = measure_bandwidth(device, sample if device.type == "cpu" else None)
-    dtype = opened.skeleton.table.dtype
-    width = min(demand.width, max(_LEAST_SAMPLE, room.device // 4) // (demand.hidden * 16))
-    return Speeds(
-        disk=measure_disk(opened.files, piece=sample // 4),
-        link=memory if device.type == "cpu" else measure_link(device),
-        memory=memory,
-        products=measure_products(demand.hidden, max(1, width), dtype, device),
-    )
-
-
-def find_room(device: torch.device, memory: int | None) -> Room:
-    """Finds out how much memory may be taken.
-
-    Args:
-        device: Where the model will compute.
-        memory: What was promised, in bytes, all that the process has included; None for what is
-            free.
-
-    Returns:
-        The room; below zero if the process has more than was promised already, so that the
-        planner says how much would do.
-    """
-    if device.type == "cpu":
-        # The threads of a product come with the first one, and stay.
-        linear(torch.ones(64, 64), torch.ones(64, 64))
-        used = data_bytes() or 0
-        free = available_bytes(device)
-    else:
-        used = torch.cuda.memory_allocated(device)
-        free = available_bytes(device)
-    room = int((free or 0) * _SPARE) if memory is None else memory - used
-    host = 0 if device.type == "cpu" else (available_bytes(torch.device("cpu")) or 0) // 2
-    return Room(room, host, used)
-
-
-def make_planner(
-    opened: OpenModel, cache: h2okv.H2OCache, work: Workload, memory: int | None
-) -> Planner:
-    """Measures what a plan depends on.
-
-    Args:
-        opened: The model.
-        cache: An empty cache of the kind that the job uses.
-        work: What the job asks for.
-        memory: What was promised, in bytes; None for what is free.
-
-    Returns:
-        The planner.
-    """
-    demand = opened.demand(cache)
-    # Before measuring: what the libraries keep of it, the first forward would take too, and that
-    # is counted. So a refusal and the next try, which measures more, count alike.
-    room = find_room(opened.device, memory)
-    speeds = measure_speeds(opened, demand, room)
-    return Planner(opened.skeleton, demand, cache, speeds, room, work, opened.device)
-
-
 def _own_dtype(described: Described, files: CheckpointFiles) -> torch.dtype:
-    """What the config says, or else what most of the weights are stored in."""
+    """The config's, or else that of the largest stored tensor."""
     own: Any = getattr(described.config.get_text_config(), "dtype", None)
     if isinstance(own, torch.dtype):
         return own
@@ -355,350 +393,250 @@ def _own_dtype(described: Described, files: CheckpointFiles) -> torch.dtype:
     return largest.dtype if largest.dtype.is_floating_point else torch.float32
 
 
-_ROWS = 32
-_PROMPT_TOKENS = 8192
-_LITTLE = 0.5
-"""A model whose weights take less of the free memory than this is loaded without more ado."""
+def make_planner(request: OffloadRequest, opened: OpenModel, workload: Workload) -> Planner:
+    """Measures what a plan depends on."""
+    config = opened.meta.model.config
+    cache = h2okv.H2OCache.from_config(config, request.cache)
+    memory = MemoryModel.of(config, cache, opened.meta.dtype)
+    # Before measuring: what the libraries keep of it, the first forward would take too, and that
+    # is counted. So a refusal and the next try, which measures more, count alike.
+    budget = _memory_budget(request)
+    return Planner(
+        meta=opened.meta,
+        memory=memory,
+        hardware=measure_hardware(request, opened, memory, budget),
+        budget=budget,
+        workload=workload,
+        device=request.device,
+        batch_size=request.batch_size,
+        weights=request.weight_placement,
+        caches=_local(request.cache_placement, request.device),
+    )
+
+
+def measure_hardware(
+    request: OffloadRequest, opened: OpenModel, memory: MemoryModel, budget: MemoryBudget
+) -> HardwareProfile:
+    """Measures the machine, in a second or two; the samples fit into the budget."""
+    device = request.device
+    # A quarter each for the buffer and its copy, and for the matrices of the products.
+    sample = max(_MIN_SAMPLE_BYTES, min(_SAMPLE_BYTES, budget.device // 4))
+    bandwidth = measure_bandwidth(device, sample if device.type == "cpu" else None)
+    width = max(_MIN_SAMPLE_BYTES, budget.device // 4) // (memory.hidden * 16)
+    width = max(1, min(memory.width, width))
+    layer_seconds, forward_seconds = measure_overhead(request.cache, opened.meta.dtype, device)
+    return HardwareProfile(
+        disk=measure_disk(opened.files, sample // 4),
+        host_device=bandwidth if device.type == "cpu" else measure_host_device(device),
+        memory=bandwidth,
+        gemm=measure_gemm(memory.hidden, width, opened.meta.dtype, device),
+        layer_seconds=layer_seconds,
+        forward_seconds=forward_seconds,
+    )
+
+
+def _memory_budget(request: OffloadRequest) -> MemoryBudget:
+    """What may be allocated; below zero if the process has more than was promised already."""
+    device = request.device
+    if device.type == "cpu":
+        # The threads of a product come with the first one, and stay.
+        linear(torch.ones(64, 64), torch.ones(64, 64))
+        used, host = data_bytes() or 0, 0
+    else:
+        used = torch.cuda.memory_allocated(device)
+        host = (available_bytes(torch.device("cpu")) or 0) // 2
+    if request.memory is not None:
+        return MemoryBudget(request.memory - used, host, used)
+    return MemoryBudget(int((available_bytes(device) or 0) * _USABLE), host, used)
+
+
+def _local(placement: Fractions | None, device: torch.device) -> Fractions | None:
+    """On a CPU, counts caches in the CPU's memory as on the device."""
+    if placement is None or device.type != "cpu" or "cpu" not in placement:
+        return placement
+    rest = {place: own for place, own in placement.items() if place not in ("cpu", "device")}
+    return {"device": placement["cpu"] + placement.get("device", 0.0), **rest}
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A model that can run, and how.
+class OffloadEngine:
+    """A model ready to generate.
 
     Attributes:
+        request: What was asked for.
         model: The model.
-        passing: Runs its forwards.
+        scheduler: Runs its forwards.
         limits: What is in memory at once.
-        most_prompt: Tokens of the longest prompt that the memory allows; None for any.
-        plan: Why; None if there was nothing to plan.
-        assembled: Where weights come from; None if they are all in memory.
-        store: Where caches are between two layers; None if they stay.
+        max_prompt: The longest prompt that the memory allows, in tokens; ``None`` for any.
+        plan: ``None`` if there was nothing to plan.
+        offloaded: Streams the weights; ``None`` if they are simply loaded.
+        store: Stores caches between two layers; ``None`` if they stay on the device.
     """
 
+    request: BatchRequest
     model: PreTrainedModel
-    passing: Passing
+    scheduler: ForwardScheduler
     limits: Limits
-    most_prompt: int | None = None
+    max_prompt: int | None = None
     plan: Plan | None = None
-    assembled: Assembled | None = None
-    store: TieredStore | None = None
+    offloaded: OffloadedModel | None = None
+    store: TieredCacheStore | None = None
+
+    @classmethod
+    def open(cls, request: BatchRequest, described: Described, job: Job) -> OffloadEngine:
+        """Loads the model, or plans for the job's prompts and places the weights as planned.
+
+        Raises:
+            ValueError: If something about the weights or the memory is wrong.
+        """
+        if _fits_whole(request, described):
+            return cls._resident(request, load_weights(described, request.dtype, request.device))
+        if request.memory is not None:
+            give_memory_back()
+        return cls._streamed(request, open_model(request, described), job)
+
+    @classmethod
+    def _resident(cls, request: BatchRequest, model: PreTrainedModel) -> OffloadEngine:
+        size = request.batch_size or _BATCH_SIZE
+        free = available_bytes(request.device)
+        cache = h2okv.H2OCache.from_config(model.config, request.cache)
+        limits = Limits(
+            batch_size=size,
+            micro_batch_tokens=_MICRO_BATCH_TOKENS,
+            decode_batch=size,
+            cache_bytes=None if free is None else free // 4,
+            sequence_bytes=_SequenceBytes(MemoryModel.of(model.config, cache, model.dtype)),
+        )
+        return cls(request, model, SequentialScheduler(), limits)
+
+    @classmethod
+    def _streamed(cls, request: BatchRequest, opened: OpenModel, job: Job) -> OffloadEngine:
+        lengths = list(_count_tokens(job)) or [1]
+        planner, longest = _planner_for(request, opened, lengths)
+        chosen = planner.plan()
+        if opened.found is None:
+            # Only now: what does not fit was refused before anything is written. And once more:
+            # what writing has left in memory counts.
+            opened = _converted(opened, request.converted)
+            planner, longest = _planner_for(request, opened, lengths)
+            chosen = planner.plan()
+        assert opened.found is not None
+        tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
+        store = None
+        if set(tiers) != {"device"}:
+            folder = request.cache_folder or request.output.resolve().parent
+            store = TieredCacheStore(tiers, folder, request.device)
+        offloaded = materialise(
+            opened.meta, opened.files, opened.found, chosen.placement, request.device, store,
+            request.keep_pages,
+        )  # fmt: skip
+        away = 1 - chosen.cache_placement.get("device", 0.0)
+        limits = Limits(
+            batch_size=chosen.batch_size,
+            micro_batch_tokens=chosen.micro_batch_tokens,
+            decode_batch=chosen.batch_size,
+            pass_tokens=chosen.pass_tokens,
+            cache_bytes=chosen.cache_bytes,
+            sequence_bytes=_SequenceBytes(planner.memory, away),
+        )
+        model, scheduler = opened.meta.model, offloaded.scheduler
+        return cls(request, model, scheduler, limits, longest, chosen, offloaded, store)
+
+    def make_runner(self) -> Runner:
+        """A loop over prompts, without any yet."""
+        request = self.request
+        return Runner(
+            self.model,
+            self.scheduler,
+            request.sampling,
+            lambda: h2okv.H2OCache.from_config(self.model.config, request.cache),
+            self.limits,
+            request.device,
+        )
+
+    def generate(self, job: Job, runner: Runner) -> Iterator[int]:
+        """Runs a job; yields the number of finished prompts after each weight pass."""
+        job.codec = replace(job.codec, max_prompt=self.max_prompt)
+        with h2okv.enable(self.model):
+            yield from job.run(runner)
+
+    def finish(self, job: Job) -> Summary:
+        """Runs a job to its end."""
+        runner, total = self.make_runner(), len(job.prompts)
+        length = self.request.max_new_tokens
+        start = time.perf_counter()
+        with Progress("batch", total * length) as progress:
+            for finished in self.generate(job, runner):
+                speed = runner.num_new_tokens / max(time.perf_counter() - start, 1e-9)
+                progress.update(
+                    finished * length + runner.unfinished_tokens,
+                    note=f"{finished}/{total} prompts, {speed:,.1f} tokens/s",
+                )
+        offloaded = self.offloaded
+        stream = None if offloaded is None else offloaded.stream
+        return Summary(
+            prompts=total,
+            skipped=job.num_skipped,
+            errors=job.results.num_errors,
+            prompt_tokens=runner.num_prompt_tokens,
+            new_tokens=runner.num_new_tokens,
+            passes=runner.num_passes,
+            seconds=time.perf_counter() - start,
+            predicted=None if self.plan is None else self.plan.estimate.tokens_per_second,
+            bytes_read=0 if offloaded is None else offloaded.bytes_read,
+            cache_bytes_read=0 if self.store is None else self.store.bytes_read,
+            wait_seconds=0.0 if stream is None else stream.wait_seconds,
+            plan=None if self.plan is None else describe_plan(self.plan),
+            peak_bytes=peak_resident_bytes(),
+            data_bytes=data_bytes(),
+        )
 
     def close(self) -> None:
         """Ends reading."""
-        if self.assembled is not None:
-            self.assembled.close()
-
-    def describe(self) -> dict[str, Any] | None:
-        """The plan for machines."""
-        if self.plan is None:
-            return None
-        described = asdict(self.plan)
-        places = self.plan.placement.units
-        described["placement"] = {place: places.count(place) for place in sorted(set(places))}
-        return described
+        if self.offloaded is not None:
+            self.offloaded.close()
 
 
-def make_engine(
-    request: BatchRequest,
-    described: Described,
-    job: Job,
-    make_cache: Callable[[], h2okv.H2OCache],
-) -> Engine:
-    """Brings the model to where the user, or the planner, wants it.
+@dataclass(frozen=True)
+class _SequenceBytes:
+    """A sequence's cache in device memory, from its prompt tokens and new tokens."""
 
-    Args:
-        request: What the user asked for.
-        described: The model.
-        job: Its prompts are measured for the plan.
-        make_cache: Makes an empty cache.
+    memory: MemoryModel
+    away: float = 0.0
 
-    Returns:
-        The engine.
-
-    Raises:
-        ValueError: If something about the weights or the memory is wrong.
-    """
-    if _is_plain(request, described):
-        model = load_weights(described, request.dtype, request.device)
-        demand = MemoryModel.of(model.config, make_cache(), model.dtype)
-        rows = request.rows or _ROWS
-        return Engine(
-            model,
-            OneByOne(),
-            Limits(
-                rows=rows,
-                prompt_tokens=_PROMPT_TOKENS,
-                decode_rows=rows,
-                cache_bytes=_cache_bytes(request.device),
-                bytes_of=_sizes(demand),
-            ),
-        )
-    if request.memory is not None:
-        give_memory_back()
-    opened = open_model(described, request.dtype, request.device, request.weight_bits)
-    return _streamed(request, opened, job, make_cache)
+    def __call__(self, prompt: int, new: int) -> int:
+        slots = self.memory.slots_for(prompt, new)
+        return self.memory.sequence_bytes(slots, prompt + new, self.away)
 
 
-def _streamed(
-    request: BatchRequest,
-    opened: OpenModel,
-    job: Job,
-    make_cache: Callable[[], h2okv.H2OCache],
-) -> Engine:
-    lengths = measure_prompts(job)
-    cache = make_cache()
-    plan, most = _choose(request, opened, lengths, cache)
-    if opened.found is None:
-        # Only now: what does not fit was refused before anything is written. And once more: what
-        # writing has left in memory counts.
-        opened = write_anew(opened, request.converted)
-        plan, most = _choose(request, opened, lengths, cache)
-    assert opened.found is not None
-    store = _store(request, plan, cache)
-    assembled = assemble(
-        opened.skeleton,
-        opened.files,
-        opened.found,
-        plan.placement,
-        request.device,
-        store,
-        keep_pages=request.keep_pages,
-    )
-    limits = Limits(
-        rows=plan.rows,
-        prompt_tokens=plan.lane_tokens,
-        decode_rows=plan.rows,
-        pass_tokens=plan.pass_tokens,
-        cache_bytes=plan.cache_bytes,
-        bytes_of=_sizes(opened.demand(cache), 1 - plan.cache_shares.get("device", 0.0)),
-    )
-    return Engine(opened.skeleton.model, assembled.passing, limits, most, plan, assembled, store)
+def _planner_for(
+    request: BatchRequest, opened: OpenModel, lengths: list[int]
+) -> tuple[Planner, int]:
+    """The planner for those prompts that fit, and the longest length that does."""
+    new = request.max_new_tokens
+    planner = make_planner(request, opened, Workload.of(lengths, new))
+    longest = planner.longest_that_fits()
+    if fitting := [length for length in lengths if length <= longest]:
+        planner = replace(planner, workload=Workload.of(fitting, new))
+    # If none fits, the planner says what would be needed.
+    return planner, longest
 
 
-def _choose(
-    request: BatchRequest, opened: OpenModel, lengths: list[int], cache: h2okv.H2OCache
-) -> tuple[Plan, int]:
-    """The plan, and the tokens of the longest prompt that it has room for."""
-    new = request.sampling.max_new_tokens
-    planner = make_planner(opened, cache, _workload(lengths, new), request.memory)
-    caches = own_memory(request.cache_shares, request.device)
-    most = planner.longest_that_fits(request.shares, caches)
-    if fitting := [length for length in lengths if length <= most]:
-        planner = planner.with_work(_workload(fitting, new))
-    # Without any, the planner says what would be needed.
-    return planner.choose(request.rows, request.shares, caches), most
+def _count_tokens(job: Job) -> Iterator[int]:
+    """Tokens of each unfinished prompt that can be served."""
+    with Progress("counting tokens", len(job.prompts) - job.num_finished, "prompts") as progress:
+        for length in job.lengths():
+            yield length
+            progress.advance()
 
 
-def _store(request: BatchRequest, plan: Plan, cache: h2okv.H2OCache) -> TieredStore | None:
-    """Where keys and values are; None if they stay where the model computes."""
-    places = spread(plan.cache_shares, len(cache.layers))
-    if set(places) == {"device"}:
-        return None
-    folder = request.cache_folder or request.output.resolve().parent
-    return TieredStore(places, folder, request.device)
-
-
-def own_memory(shares: dict[str, float] | None, device: torch.device) -> dict[str, float] | None:
-    """Knows that a model on the CPU computes in the CPU's memory.
-
-    Args:
-        shares: By place; None for what is best.
-        device: Where the model computes.
-
-    Returns:
-        The same for a CPU, with ``"cpu"`` counted as ``"device"``.
-    """
-    if shares is None or device.type != "cpu" or "cpu" not in shares:
-        return shares
-    rest = {place: share for place, share in shares.items() if place not in ("cpu", "device")}
-    return {"device": shares["cpu"] + shares.get("device", 0.0), **rest}
-
-
-def measure_prompts(job: Job) -> list[int]:
-    """Counts the tokens of all prompts that are left, for the plan.
-
-    Args:
-        job: The job.
-
-    Returns:
-        One number for each prompt that can be served, at least one.
-    """
-    total = len(job.prompts) - job.num_finished
-    lengths = []
-    with Progress("counting tokens", total, "prompts") as progress:
-        for index, length in enumerate(job.lengths()):
-            lengths.append(length)
-            progress.update(index)
-    return lengths or [1]
-
-
-def _workload(lengths: list[int], new: int) -> Workload:
-    typical = -(-sum(lengths) // len(lengths))
-    return Workload(typical=typical, longest=max(lengths), new=new, prompts=len(lengths))
-
-
-def _is_plain(request: BatchRequest, described: Described) -> bool:
-    """Whether all weights simply go into memory."""
-    if request.weight_bits is not None or request.cache_shares not in (None, {"device": 1.0}):
+def _fits_whole(request: BatchRequest, described: Described) -> bool:
+    """Whether the model is simply loaded: nothing is to be placed, and there is ample memory."""
+    if request.weight_bits is not None or request.memory is not None:
         return False
-    if request.shares is not None:
-        only_device = set(request.shares) <= {"device"}
-        return only_device and request.memory is None
-    if request.memory is not None:
+    if request.cache_placement not in (None, {"device": 1.0}):
         return False
+    if request.weight_placement is not None:
+        return set(request.weight_placement) <= {"device"}
     free = available_bytes(request.device)
-    return free is None or _weight_bytes(checkpoint_folder(described)) < _LITTLE * free
-
-
-def _weight_bytes(folder: Path) -> int:
-    """Size of a checkpoint's files, in whatever format."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        paths = [folder / name for name in names]
-    except (OSError, ValueError, LookupError, AttributeError):
-        paths = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return sum(path.stat().st_size for path in paths if path.exists())
-
-
-def _sizes(demand: MemoryModel, away: float = 0.0) -> Callable[[int, int], int]:
-    def bytes_of(prompt: int, new: int) -> int:
-        slots = demand.slots_for(prompt, new)
-        return demand.sequence_bytes(slots, prompt + new, away)
-
-    return bytes_of
-
-
-def _cache_bytes(device: torch.device) -> int | None:
-    free = available_bytes(device)
-    return None if free is None else free // 4
-
-
-def run_batch(request: BatchRequest) -> Summary:
-    """Runs a job, or what an earlier run of it left.
-
-    Args:
-        request: What the user asked for.
-
-    Returns:
-        What was done.
-
-    Raises:
-        ValueError: If something about the input, the output, the model or the memory is wrong.
-        Stopped: If Ctrl-C ended it.
-    """
-    described = described_of(request)
-    prompts = PromptFile(request.input)
-    with JobResultFile(request.output, settings_of(request, described.config)) as results:
-        job = Job(prompts, results, wording_of(request, described))
-        try:
-            return _run(request, described, job)
-        except KeyboardInterrupt:
-            raise stopped(job) from None
-
-
-def stopped(job: Job) -> Stopped:
-    """Says how far a job is that Ctrl-C ends."""
-    return Stopped(
-        f"stopped; {job.num_finished} of {len(job.prompts)} prompts are finished, and the same"
-        " command goes on from there"
-    )
-
-
-def _run(request: BatchRequest, described: Described, job: Job) -> Summary:
-    if job.num_finished == len(job.prompts):
-        return Summary(len(job.prompts), job.num_skipped, job.results.num_errors)
-    sampling = request.sampling
-
-    def make_cache() -> h2okv.H2OCache:
-        return request.choice.make(described.config, sampling.seed)
-
-    engine = make_engine(request, described, job, make_cache)
-    try:
-        job.wording = replace(job.wording, most_prompt=engine.most_prompt)
-        params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed
-        )
-        runner = Runner(
-            engine.model, engine.passing, params, make_cache, engine.limits, request.device
-        )
-        with h2okv.enable(engine.model):
-            return _go_through(job, runner, engine, sampling.max_new_tokens)
-    finally:
-        engine.close()
-
-
-def _go_through(job: Job, runner: Runner, engine: Engine, max_new_tokens: int) -> Summary:
-    total = len(job.prompts)
-    start = time.perf_counter()
-    with Progress("batch", total * max_new_tokens) as progress:
-        for finished in job.run(runner):
-            speed = runner.num_tokens / max(time.perf_counter() - start, 1e-9)
-            progress.update(
-                finished * max_new_tokens + runner.unfinished_tokens,
-                note=f"{finished}/{total} prompts, {speed:,.1f} tokens/s",
-            )
-    assembled = engine.assembled
-    stream = None if assembled is None else assembled.stream
-    return Summary(
-        prompts=total,
-        skipped=job.num_skipped,
-        errors=job.results.num_errors,
-        prompt_tokens=runner.num_prompt_tokens,
-        new_tokens=runner.num_tokens,
-        passes=runner.num_passes,
-        seconds=time.perf_counter() - start,
-        predicted=None if engine.plan is None else engine.plan.forecast.tokens_per_second,
-        bytes_read=0 if assembled is None else assembled.bytes_read,
-        cache_bytes_read=0 if engine.store is None else engine.store.bytes_read,
-        wait_seconds=0.0 if stream is None else stream.wait_seconds,
-        plan=engine.describe(),
-        peak_bytes=peak_resident_bytes(),
-        data_bytes=data_bytes(),
-    )
-
-
-def described_of(request: BatchRequest) -> Described:
-    """The model's description; a bad budget is heard about before anything is long."""
-    described = describe(request.model)
-    request.choice.make(described.config, request.sampling.seed)
-    if request.choice.positions != "original":
-        described = replace(described, context=None)  # nothing ends at the context window
-    return described
-
-
-def wording_of(request: BatchRequest, described: Described) -> Wording:
-    """How the model's tokenizer turns prompts into tokens and tokens into texts."""
-    tokenizer = described.tokenizer
-
-    def decode(sequence: BatchSequence) -> str:
-        # The way of `h2okv generate`, so that a text is the same there and here.
-        prompt = torch.tensor([sequence.prompt])
-        stream = TextStream(tokenizer, prompt, lambda _: None, lambda: None)
-        stream.put(prompt)
-        stream.put(torch.tensor(sequence.new_tokens))
-        stream.end()
-        return stream.text
-
-    return Wording(
-        encode=lambda text: tokenizer(text, verbose=False)["input_ids"],
-        decode=decode,
-        max_new_tokens=request.sampling.max_new_tokens,
-        context=described.context,
-        vocabulary=described.config.get_text_config().vocab_size,
-    )
-
-
-def settings_of(request: BatchRequest, config: PreTrainedConfig) -> dict[str, Setting]:
-    """What the results depend on; not where the weights are or how large a batch is."""
-    dtype = "auto" if request.dtype is None else str(request.dtype).removeprefix("torch.")
-    described = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return {
-        "model": request.model,
-        "config": hashlib.sha256(described.encode()).hexdigest()[:16],
-        "weights": weights_digest(config),
-        **asdict(request.choice),
-        **asdict(request.sampling),
-        "dtype": dtype,
-        "weight_bits": request.weight_bits,
-    }
+    return free is None or checkpoint_bytes(_checkpoint_folder(described)) < _SMALL_MODEL * free

@@ -1,51 +1,51 @@
-"""How many sequences at once, and where weights and caches go."""
+"""How many sequences run at once, and where weights and caches go."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 
-from h2okv.cache import H2OCache
 from h2okv.engine.memory import MemoryModel
-from h2okv.offload.meta_model import Skeleton
-from h2okv.offload.profile import Speeds
+from h2okv.offload.meta_model import MetaModel
+from h2okv.offload.profile import HardwareProfile
 from h2okv.offload.weight_stream import arena_bytes
+
+Place = Literal["device", "cpu", "disk"]
+PLACES: tuple[Place, ...] = get_args(Place)
+Fractions = dict[str, float]
+"""Fractions by place that add up to 1."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one pass moves and computes, for a model and where its parts are.
+    """What a weight pass moves and computes.
 
     Attributes:
         disk_bytes: Weights read from the disk.
-        link_bytes: Weights copied from the CPU's memory to the device.
-        memory_bytes: Weights that a pass reads in the device's memory: all of them.
-        parameters: Numbers of the weights that a token is multiplied with.
-        cache_bytes: Of one sequence, read in every step from the device's memory.
-        far_bytes: Of one sequence, brought in every step over the link.
-        file_bytes: Of one sequence, brought in every step from the disk.
+        host_bytes: Weights copied from the CPU's memory to the device.
+        memory_bytes: Weights read from the device's memory: all of them.
+        num_weights: Weights that each token is multiplied with.
+        cache_bytes: Of one sequence, read from the device's memory by each step.
+        host_cache_bytes: Of one sequence, copied from the CPU's memory by each step.
+        file_cache_bytes: Of one sequence, read from the file by each step.
+        num_layers: Forwards through a layer that each micro-batch takes.
     """
 
     disk_bytes: int
-    link_bytes: int
+    host_bytes: int
     memory_bytes: int
-    parameters: int
+    num_weights: int
     cache_bytes: int
-    far_bytes: int = 0
-    file_bytes: int = 0
+    host_cache_bytes: int = 0
+    file_cache_bytes: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True)
-class Step:
-    """The parts of a step's time, in seconds; the longest of them is the step's.
-
-    Attributes:
-        weights: Bringing the weights.
-        cache: Reading all sequences' caches.
-        compute: Products, or reading the weights for them in memory.
-    """
+class StepTime:
+    """Seconds of a decode step's parts, which overlap: the longest is the step's."""
 
     weights: float
     cache: float
@@ -58,167 +58,190 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """What the step waits for."""
+        """The longest part."""
         parts = {"weights": self.weights, "cache": self.cache, "compute": self.compute}
         return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What a job does if the model of its time holds.
+class Estimate:
+    """A job's expected speed.
 
     Attributes:
-        step: Of one decode step.
-        prompt_seconds: Reading the prompts of one batch.
-        first_seconds: Until the first results are there.
-        decode_tokens_per_second: Of steps alone.
-        tokens_per_second: New tokens over the whole time, prompts included.
+        step: A decode step.
+        prefill_seconds: Of one batch's prompts.
+        first_result_seconds: Until the first sequences are finished.
+        decode_tokens_per_second: Of decode steps alone.
+        tokens_per_second: New tokens over the whole time, prefill included.
     """
 
-    step: Step
-    prompt_seconds: float
-    first_seconds: float
+    step: StepTime
+    prefill_seconds: float
+    first_result_seconds: float
     decode_tokens_per_second: float
     tokens_per_second: float
 
 
-def forecast(
-    traffic: Traffic, speeds: Speeds, rows: int, prompt: int, new: int, prompts_in_pass: int
-) -> Forecast:
-    """Predicts a batch."""
-    brought = max(traffic.disk_bytes / speeds.disk, traffic.link_bytes / speeds.link)
-    cache = rows * traffic.cache_bytes / speeds.memory
-    # One disk, and one link, does one thing at a time: the caches come after the weights.
-    if traffic.file_bytes:
-        cache = max(cache, (traffic.disk_bytes + rows * traffic.file_bytes) / speeds.disk)
-    if traffic.far_bytes:
-        cache = max(cache, (traffic.link_bytes + rows * traffic.far_bytes) / speeds.link)
-    work = 2 * traffic.parameters
-    products = rows * work / speeds.product_rate(rows)
-    compute = max(products, traffic.memory_bytes / speeds.memory)
-    step = Step(brought, cache, compute)
-    passes = -(-rows // max(1, prompts_in_pass))
-    reading = rows * prompt * work / speeds.product_rate(prompt)
-    prompt_seconds = max(passes * brought, reading)
-    steps = max(0, new - 1)
-    total = prompt_seconds + steps * step.seconds
-    return Forecast(
-        step=step,
-        prompt_seconds=prompt_seconds,
-        # A pass brings each prompt that is under way a token, also while others are still read.
-        first_seconds=prompt_seconds * min(1.0, new / passes) + max(0, new - passes) * step.seconds,
-        decode_tokens_per_second=rows / step.seconds if step.seconds else 0.0,
-        tokens_per_second=rows * new / total if total else 0.0,
-    )
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds from bytes, operations and what the machine can do."""
 
+    hardware: HardwareProfile
 
-Place = Literal["device", "cpu", "disk"]
-PLACES: tuple[Place, ...] = get_args(Place)
+    def step(self, traffic: Traffic, batch_size: int) -> StepTime:
+        """A decode step of a batch in one micro-batch."""
+        own = self.hardware
+        weights = self._weights(traffic)
+        cache = batch_size * traffic.cache_bytes / own.memory
+        # A disk, like a link, does one thing at a time: the caches come after the weights.
+        if size := traffic.file_cache_bytes:
+            cache = max(cache, (traffic.disk_bytes + batch_size * size) / own.disk)
+        if size := traffic.host_cache_bytes:
+            cache = max(cache, (traffic.host_bytes + batch_size * size) / own.host_device)
+        gemm = batch_size * 2 * traffic.num_weights / own.gemm_rate(batch_size)
+        compute = max(gemm, traffic.memory_bytes / own.memory) + self._overhead(traffic)
+        return StepTime(weights, cache, compute)
+
+    def estimate(
+        self,
+        traffic: Traffic,
+        batch_size: int,
+        prompt: int,
+        max_new_tokens: int,
+        prompts_per_pass: int,
+        prompts_per_micro_batch: int,
+    ) -> Estimate:
+        """A batch of prompts from their prefill to their last tokens."""
+        step = self.step(traffic, batch_size)
+        passes = -(-batch_size // max(1, prompts_per_pass))
+        micro_batches = -(-batch_size // max(1, prompts_per_micro_batch))
+        rate = self.hardware.gemm_rate(prompt)
+        compute = batch_size * prompt * 2 * traffic.num_weights / rate
+        compute += micro_batches * self._overhead(traffic)
+        prefill = max(passes * self._weights(traffic), compute)
+        total = prefill + max(0, max_new_tokens - 1) * step.seconds
+        # Each pass gives every running sequence a token, also while other prompts are prefilled.
+        first = prefill * min(1.0, max_new_tokens / passes)
+        first += max(0, max_new_tokens - passes) * step.seconds
+        return Estimate(
+            step=step,
+            prefill_seconds=prefill,
+            first_result_seconds=first,
+            decode_tokens_per_second=batch_size / step.seconds if step.seconds else 0.0,
+            tokens_per_second=batch_size * max_new_tokens / total if total else 0.0,
+        )
+
+    def _weights(self, traffic: Traffic) -> float:
+        own = self.hardware
+        return max(traffic.disk_bytes / own.disk, traffic.host_bytes / own.host_device)
+
+    def _overhead(self, traffic: Traffic) -> float:
+        """Fixed cost of a micro-batch's forward."""
+        own = self.hardware
+        return traffic.num_layers * own.layer_seconds + own.forward_seconds
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights are.
-
-    Attributes:
-        units: For every unit in the order of a forward (layers, then the head).
-        table: Of the input embedding; on the ``"disk"`` only its rows in use are read.
-    """
+    """Where weights are: ``units`` in the order of a forward; of an embedding on the ``"disk"``
+    only the rows in use are read.
+    """  # noqa: D205
 
     units: tuple[Place, ...]
-    table: Place
+    embedding: Place
 
     def indices(self, place: Place) -> list[int]:
         """The units at a place."""
         return [index for index, own in enumerate(self.units) if own == place]
 
+    def counts(self) -> dict[str, int]:
+        """Units by place."""
+        return {place: self.units.count(place) for place in PLACES if place in self.units}
 
-def parse_shares(option: str, text: str, places: tuple[str, ...]) -> dict[str, float] | None:
-    """Reads where something goes."""
+
+def parse_placement(option: str, text: str, places: tuple[str, ...]) -> Fractions | None:
+    """Parses ``auto`` (``None``), a place, or percentages such as ``device=40,disk=60``."""
     if text == "auto":
         return None
     if text in places:
         return {text: 1.0}
-    shares: dict[str, float] = {}
+    fractions: Fractions = {}
     for part in text.split(","):
         place, _, number = part.strip().partition("=")
         try:
-            share = float(number.removesuffix("%"))
+            percent = float(number.removesuffix("%"))
         except ValueError:
-            share = -1.0
-        if place not in places or place in shares or not 0 <= share <= 100:
+            percent = -1.0
+        if place not in places or place in fractions or not 0 <= percent <= 100:
             raise ValueError(
                 f"--{option} {text!r} is no place; give auto, {', '.join(places)}, or percentages"
                 f" such as {places[0]}=40,{places[-1]}=60"
             )
-        shares[place] = share / 100
-    if abs(sum(shares.values()) - 1) > 1e-6:
+        fractions[place] = percent / 100
+    if abs(sum(fractions.values()) - 1) > 1e-6:
         raise ValueError(
-            f"--{option} {text!r} adds up to {100 * sum(shares.values()):g} percent; give 100"
+            f"--{option} {text!r} adds up to {100 * sum(fractions.values()):g} percent; give 100"
         )
-    return shares
+    return fractions
 
 
-def spread(shares: dict[str, float], count: int) -> list[str]:
-    """Deals places out evenly, so that reading and computing take turns."""
-    dealt = dict.fromkeys(shares, 0)
+def interleave(fractions: Fractions, count: int) -> list[str]:
+    """Assigns places evenly, so that reading and computing alternate."""
+    assigned = dict.fromkeys(fractions, 0)
     order = []
     for number in range(1, count + 1):
-        # Whoever is furthest behind its share is next.
-        place = max(shares, key=lambda own: shares[own] * number - dealt[own])
-        dealt[place] += 1
+        place = max(fractions, key=lambda own: fractions[own] * number - assigned[own])
+        assigned[place] += 1
         order.append(place)
     return order
 
 
-def place_by_shares(shares: dict[str, float], count: int) -> Placement:
+def place_by_fractions(fractions: Fractions, count: int) -> Placement:
     """Places units by percentages."""
-    units: list[Place] = [_as_place(own) for own in spread(shares, count)]
-    return Placement(tuple(units), units[-1] if units[-1] != "cpu" else "device")
+    names = interleave(fractions, count)
+    units = tuple(next(place for place in PLACES if place == name) for name in names)
+    return Placement(units, units[-1] if units[-1] != "cpu" else "device")
 
 
-def _as_place(text: str) -> Place:
-    return next(place for place in PLACES if place == text)
-
-
-_MOST_ROWS = 1024
-_WORTH = 1.02
-"""A larger batch must be so much faster, or the smaller one is taken."""
-_LANE_TOKENS = 4096
-"""Prompts of a micro-batch; longer ones read alone do not compute faster."""
-_FILE_WORTH = 1.1
+_MAX_BATCH = 1024
+_MIN_GAIN = 1.02
+"""A larger batch must be so much faster, or the smaller one is chosen."""
+_MIN_FILE_GAIN = 1.1
 """Entries go to the file only where that is so much faster; it wears the disk."""
-_WAITING_SHARE = 0.1
-"""Of the free memory, for the states of prompts between two layers."""
-_LANE_SHARE = 0.3
-"""Of the free memory, for what a micro-batch of prompts computes with."""
+_MICRO_BATCH_TOKENS = 4096
+"""Of a prefill; more do not compute faster."""
+_MICRO_BATCH_FRACTION = 0.3
+"""Of the free memory, for a micro-batch's prefill."""
+_WAITING_FRACTION = 0.1
+"""Of the free memory, for the hidden states of prompts between two layers."""
+_IN_MEMORY = {"device": 1.0}
+_IN_FILE = {"file": 1.0}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job asks for.
+    """What a job asks for: its prompts' mean and greatest length in tokens, and their number."""
 
-    Attributes:
-        typical: Tokens of a prompt, on average.
-        longest: Tokens of the longest prompt.
-        new: The most new tokens.
-        prompts: How many; more are not under way.
-    """
+    mean_prompt: int
+    longest_prompt: int
+    max_new_tokens: int
+    num_prompts: int
 
-    typical: int
-    longest: int
-    new: int
-    prompts: int
+    @classmethod
+    def of(cls, lengths: list[int], max_new_tokens: int) -> Workload:
+        """The workload of prompts of these lengths."""
+        mean = -(-sum(lengths) // len(lengths))
+        return cls(mean, max(lengths), max_new_tokens, len(lengths))
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory that may be taken.
+class MemoryBudget:
+    """Bytes that may be allocated.
 
     Attributes:
-        device: Bytes for weights, caches and temporaries where the model computes.
-        host: Bytes in the CPU's memory beside that; 0 if the model computes there.
-        used: Bytes that the process has already, for messages about the promise.
+        device: For weights, caches and temporaries where the model computes.
+        host: In the CPU's memory beside that; 0 if the model computes there.
+        used: What the process has already, for messages about ``--memory``.
     """
 
     device: int
@@ -228,287 +251,272 @@ class Room:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision, and what it takes.
+    """A decision, the device memory that it takes, and its expected speed.
 
     Attributes:
         placement: Where weights are.
-        cache_shares: Where keys and values are, as shares of the layers by place.
-        rows: Sequences under way.
-        lane_tokens: Tokens of the prompts that a micro-batch reads.
-        pass_tokens: Tokens of the prompts that one pass reads.
-        cache_bytes: For all caches.
-        weight_bytes: Weights that stay in the device's memory.
-        buffer_bytes: The two buffers.
-        temporary_bytes: What a step or a prompt takes beside that.
-        forecast: Its speed.
+        cache_placement: Where keys and values are, in fractions of the layers.
+        batch_size: Running sequences.
+        micro_batch_tokens: Prompt tokens of a micro-batch's prefill.
+        pass_tokens: Prompt tokens that one weight pass prefills.
+        cache_bytes: All caches.
+        weight_bytes: Resident weights.
+        buffer_bytes: The two stream buffers.
+        temporary_bytes: Temporaries of a step or a prefill.
+        estimate: Its speed.
     """
 
     placement: Placement
-    cache_shares: dict[str, float]
-    rows: int
-    lane_tokens: int
+    cache_placement: Fractions
+    batch_size: int
+    micro_batch_tokens: int
     pass_tokens: int
     cache_bytes: int
     weight_bytes: int
     buffer_bytes: int
     temporary_bytes: int
-    forecast: Forecast
+    estimate: Estimate
 
     @property
     def total_bytes(self) -> int:
-        """All that it takes in the memory of the device."""
+        """All device memory that it takes."""
         return self.cache_bytes + self.weight_bytes + self.buffer_bytes + self.temporary_bytes
 
 
-_IN_MEMORY = {"device": 1.0}
-
-
+@dataclass(frozen=True)
 class Planner:
-    """Weighs batches against resident weights."""
+    """Trades batch size against resident weights.
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        demand: MemoryModel,
-        cache: H2OCache,
-        speeds: Speeds,
-        room: Room,
-        work: Workload,
-        device: torch.device,
-    ) -> None:
-        self._skeleton = skeleton
-        self._demand = demand
-        self._cache = cache
-        self._speeds = speeds
-        self._room = room
-        self._work = work
-        self._device = device
-        self._slots = demand.slots_for(work.typical, work.new)
-        self._most_slots = demand.slots_for(work.longest, work.new)
-        self._sizes = [unit.nbytes for unit in skeleton.units]
+    Attributes:
+        meta: The model.
+        memory: Bytes of its entries and temporaries.
+        hardware: What the machine can do.
+        budget: Memory that may be allocated.
+        workload: The job.
+        device: Where the model computes.
+        batch_size: Given by the user; ``None`` for the best.
+        weights: Placement of weights given by the user; ``None`` for the best.
+        caches: Placement of keys and values given by the user; ``None`` for the best.
+    """
 
-    def with_work(self, work: Workload) -> Planner:
-        """Makes a planner of the same memory and speeds for another job."""
-        return Planner(
-            self._skeleton, self._demand, self._cache, self._speeds, self._room, work, self._device
-        )
+    meta: MetaModel
+    memory: MemoryModel
+    hardware: HardwareProfile
+    budget: MemoryBudget
+    workload: Workload
+    device: torch.device
+    batch_size: int | None = None
+    weights: Fractions | None = None
+    caches: Fractions | None = None
 
-    def choose(
-        self,
-        rows: int | None = None,
-        shares: dict[str, float] | None = None,
-        cache_shares: dict[str, float] | None = None,
-    ) -> Plan:
-        """Chooses the fastest plan that fits."""
-        candidates = [rows] if rows is not None else self._candidates()
-        best = self._best(candidates, shares, cache_shares or _IN_MEMORY)
-        if cache_shares is None:
-            other = self._best(candidates, shares, {"file": 1.0})
-            if other is not None and (
-                best is None
-                or other.forecast.tokens_per_second > _FILE_WORTH * best.forecast.tokens_per_second
-            ):
+    def plan(self) -> Plan:
+        """Finds the fastest plan that fits.
+
+        Raises:
+            ValueError: If none fits; it says how much memory would do.
+        """
+        sizes = [self.batch_size] if self.batch_size is not None else self._batch_sizes()
+        best = self._best(sizes, self.caches or _IN_MEMORY)
+        if self.caches is None:
+            other = self._best(sizes, _IN_FILE)
+            if other is not None and (best is None or _gain(other, best) > _MIN_FILE_GAIN):
                 best = other
         if best is None:
-            raise self._too_little(candidates[0], shares, cache_shares)
+            raise self._too_little(sizes[0])
         return best
 
-    def sooner(
-        self,
-        plan: Plan,
-        seconds: float,
-        shares: dict[str, float] | None = None,
-        cache_shares: dict[str, float] | None = None,
-    ) -> Plan | None:
-        """Finds the largest batch whose first results are there in a given time."""
+    def sooner(self, plan: Plan, seconds: float) -> Plan | None:
+        """Finds the largest smaller batch whose first results are there in a given time."""
         found = None
-        for rows in reversed([own for own in self._candidates() if own < plan.rows]):
+        for size in reversed([own for own in self._batch_sizes() if own < plan.batch_size]):
             try:
-                found = self.choose(rows, shares, cache_shares)
+                found = replace(self, batch_size=size).plan()
             except ValueError:
                 continue
-            if found.forecast.first_seconds <= seconds:
+            if found.estimate.first_result_seconds <= seconds:
                 break
-        if found is None or found.forecast.first_seconds > plan.forecast.first_seconds / 2:
+        first = plan.estimate.first_result_seconds
+        if found is None or found.estimate.first_result_seconds > first / 2:
             return None
         return found
 
-    def _best(
-        self, candidates: list[int], shares: dict[str, float] | None, caches: dict[str, float]
-    ) -> Plan | None:
-        best = None
-        for rows in candidates:
-            plan = self._fit(rows, shares, caches)
-            if plan is None:
-                continue
-            if best is None or (
-                plan.forecast.tokens_per_second > _WORTH * best.forecast.tokens_per_second
-            ):
-                best = plan
-        return best
-
-    def longest_that_fits(
-        self,
-        shares: dict[str, float] | None = None,
-        cache_shares: dict[str, float] | None = None,
-    ) -> int:
+    def longest_that_fits(self) -> int:
         """Finds the longest prompt that the memory allows, alone."""
-        low, high = 0, self._work.longest
+        low, high = 0, self.workload.longest_prompt
         while low < high:
             tokens = (low + high + 1) // 2
-            other = self.with_work(Workload(tokens, tokens, self._work.new, 1))
-            if other._fit(1, shares, cache_shares or {"file": 1.0}) is None:
+            alone = Workload(tokens, tokens, self.workload.max_new_tokens, 1)
+            if replace(self, workload=alone)._fit(1, self.caches or _IN_FILE) is None:
                 high = tokens - 1
             else:
                 low = tokens
         return low
 
-    def _candidates(self) -> list[int]:
-        """Numbers of sequences, about an eighth apart."""
-        most = max(1, min(self._work.prompts, _MOST_ROWS))
-        found, rows = [], 1
-        while rows < most:
-            found.append(rows)
-            rows += max(1, rows // 8)
-        return [*found, most]
-
-    def _fit(
-        self, rows: int, shares: dict[str, float] | None, caches: dict[str, float]
-    ) -> Plan | None:
-        """A plan for a number of rows; ``None`` if it does not fit."""
-        count = len(self._sizes)
-        if shares is not None:
-            plan = self._plan(rows, place_by_shares(shares, count), caches)
-            return plan if plan.total_bytes <= self._room.device else None
-        everything = place_by_shares({"device": 1.0}, count)
-        plan = self._plan(rows, everything, caches)
-        if plan.total_bytes <= self._room.device:
-            return plan
-        # From as many layers in memory as fit without the two buffers, down.
-        low, high = 0, count
+    def _best(self, sizes: list[int], caches: Fractions) -> Plan | None:
         best = None
-        while low <= high:
-            kept = (low + high) // 2
-            plan = self._plan(rows, self._keep(kept), caches)
-            if plan.total_bytes <= self._room.device:
-                best, low = plan, kept + 1
-            else:
-                high = kept - 1
+        for size in sizes:
+            plan = self._fit(size, caches)
+            if plan is not None and (best is None or _gain(plan, best) > _MIN_GAIN):
+                best = plan
         return best
 
-    def _keep(self, kept: int) -> Placement:
-        """Keeps some units on the device, evenly spread; the next best place takes the rest."""
-        count = len(self._sizes)
-        if kept == 0:
-            order = ["away"] * count
-        else:
-            order = spread({"device": kept / count, "away": 1 - kept / count}, count)
-        left = self._room.host if self._device.type != "cpu" else 0
+    def _batch_sizes(self) -> list[int]:
+        """Candidates, about an eighth apart."""
+        most = max(1, min(self.workload.num_prompts, _MAX_BATCH))
+        found, size = [], 1
+        while size < most:
+            found.append(size)
+            size += max(1, size // 8)
+        return [*found, most]
+
+    def _fit(self, batch_size: int, caches: Fractions) -> Plan | None:
+        """The plan with the most resident weights that fits; ``None`` if none does."""
+        count = len(self.meta.units)
+        whole = self._plan(
+            batch_size, place_by_fractions(self.weights or _IN_MEMORY, count), caches
+        )
+        if whole.total_bytes <= self.budget.device:
+            return whole
+        if self.weights is not None:
+            return None
+        # From as many resident layers as fit beside the two buffers, down.
+        low, high, best = 0, count, None
+        while low <= high:
+            resident = (low + high) // 2
+            plan = self._plan(batch_size, self._keep(resident), caches)
+            if plan.total_bytes <= self.budget.device:
+                best, low = plan, resident + 1
+            else:
+                high = resident - 1
+        return best
+
+    def _keep(self, resident: int) -> Placement:
+        """Keeps some units on the device, evenly spread, and the others as near as possible."""
+        count = len(self.meta.units)
+        order = ["away"] * count
+        if resident:
+            order = interleave({"device": resident / count, "away": 1 - resident / count}, count)
+        left = self.budget.host if self.device.type != "cpu" else 0
         units: list[Place] = []
-        for own, size in zip(order, self._sizes, strict=True):
+        for own, unit in zip(order, self.meta.units, strict=True):
             if own == "device":
                 units.append("device")
-            elif size <= left:
+            elif unit.nbytes <= left:
                 units.append("cpu")
-                left -= size
+                left -= unit.nbytes
             else:
                 units.append("disk")
         return Placement(tuple(units), "disk")
 
-    def _plan(self, rows: int, placement: Placement, shares: dict[str, float]) -> Plan:
-        demand, skeleton = self._demand, self._skeleton
-        resident = [self._sizes[index] for index in placement.indices("device")]
-        coming = [i for i, own in enumerate(placement.units) if self._comes(own)]
-        weights = sum(resident) + sum(slot.nbytes for slot in skeleton.rest)
-        if placement.table != "disk" and not (skeleton.is_tied and placement.units[-1] == "device"):
-            weights += skeleton.table.nbytes
-        if self._device.type == "cpu":
-            weights += sum(self._sizes[index] for index in placement.indices("cpu"))
-        buffers = arena_bytes([self._sizes[index] for index in coming])
-        away = 1 - shares.get("device", 0.0)
-        work, slots, most = self._work, self._slots, self._most_slots
-        # The longest prompt must find room; most are shorter.
-        caches = max(
-            rows * demand.sequence_bytes(slots, work.typical + work.new, away),
-            demand.sequence_bytes(most, work.longest + work.new, away),
+    def _plan(self, batch_size: int, placement: Placement, caches: Fractions) -> Plan:
+        memory, work = self.memory, self.workload
+        weights = self._resident_bytes(placement)
+        streamed = [
+            unit.nbytes
+            for unit, place in zip(self.meta.units, placement.units, strict=True)
+            if place == "disk" or place == "cpu" and self.device.type != "cpu"
+        ]
+        buffers = arena_bytes(streamed)
+        away = 1 - caches.get("device", 0.0)
+        slots = memory.slots_for(work.mean_prompt, work.max_new_tokens)
+        most = memory.slots_for(work.longest_prompt, work.max_new_tokens)
+        # The longest prompt must fit; most are shorter.
+        cache_bytes = max(
+            batch_size * memory.sequence_bytes(slots, work.mean_prompt + work.max_new_tokens, away),
+            memory.sequence_bytes(most, work.longest_prompt + work.max_new_tokens, away),
         )
-        mean = max(rows * slots, most) / rows
-        # What lies elsewhere is brought into one of two workspaces.
-        workspaces = int(2 * rows * mean * demand.entry_bytes) if away else 0
-        free = self._room.device - weights - buffers - caches - workspaces - demand.fixed_bytes
-        at_once = int(max(0, free) * _LANE_SHARE) // max(1, demand.prefill_bytes(1))
-        wanted = rows * work.typical
-        lane = max(work.longest, min(_LANE_TOKENS, at_once, wanted))
-        # A long prompt may leave less than its share to those that wait.
-        left = max(0, min(int(free * _WAITING_SHARE), free - demand.prefill_bytes(lane)))
-        tokens = max(lane, min(left // max(1, demand.waiting_bytes(1)), wanted))
-        temporary = (
-            demand.fixed_bytes
-            + workspaces
-            + max(
-                # A tensor of a layer is there twice when rows are put together.
-                demand.decode_bytes(rows, mean) + rows * demand.layer_bytes(mean),
-                demand.prefill_bytes(lane) + demand.waiting_bytes(tokens),
-            )
-        )
+        mean = max(batch_size * slots, most) / batch_size
+        # What is stored elsewhere is read into one of two workspaces.
+        workspaces = int(2 * batch_size * mean * memory.entry_bytes) if away else 0
+        fixed = memory.fixed_bytes + workspaces
+        free = max(0, self.budget.device - weights - buffers - cache_bytes - fixed)
+        micro_batch, tokens = self._prefill_tokens(free, batch_size * work.mean_prompt)
+        # While sequences are merged, one tensor of a layer is there twice.
+        decode = memory.decode_bytes(batch_size, mean) + batch_size * memory.layer_bytes(mean)
+        prefill = memory.prefill_bytes(micro_batch) + memory.waiting_bytes(tokens)
         return Plan(
             placement=placement,
-            cache_shares=shares,
-            rows=rows,
-            lane_tokens=lane,
+            cache_placement=caches,
+            batch_size=batch_size,
+            micro_batch_tokens=micro_batch,
             pass_tokens=tokens,
-            cache_bytes=caches,
+            cache_bytes=cache_bytes,
             weight_bytes=weights,
             buffer_bytes=buffers,
-            temporary_bytes=temporary,
-            forecast=self._forecast(rows, placement, shares, tokens),
+            temporary_bytes=fixed + max(decode, prefill),
+            estimate=self._estimate(batch_size, placement, caches, tokens, micro_batch),
         )
 
-    def _comes(self, place: Place) -> bool:
-        """Whether a unit there comes through the buffers."""
-        return place == "disk" or place == "cpu" and self._device.type != "cpu"
+    def _resident_bytes(self, placement: Placement) -> int:
+        meta = self.meta
+        units = placement.indices("device")
+        if self.device.type == "cpu":
+            units += placement.indices("cpu")
+        size = sum(meta.units[index].nbytes for index in units)
+        size += sum(slot.nbytes for slot in meta.others)
+        is_shared = meta.is_tied and placement.units[-1] == "device"
+        return size + (0 if placement.embedding == "disk" or is_shared else meta.embedding.nbytes)
 
-    def _forecast(
-        self, rows: int, placement: Placement, shares: dict[str, float], tokens: int
-    ) -> Forecast:
-        on_disk = sum(self._sizes[index] for index in placement.indices("disk"))
-        on_host = 0
-        if self._device.type != "cpu":
-            on_host = sum(self._sizes[index] for index in placement.indices("cpu"))
+    def _prefill_tokens(self, free: int, wanted: int) -> tuple[int, int]:
+        """Prompt tokens of a micro-batch, and of a weight pass."""
+        memory, longest = self.memory, self.workload.longest_prompt
+        at_once = int(free * _MICRO_BATCH_FRACTION) // max(1, memory.prefill_bytes(1))
+        micro_batch = max(longest, min(_MICRO_BATCH_TOKENS, at_once, wanted))
+        # A long prompt may leave less than its fraction to those that wait.
+        left = max(0, min(int(free * _WAITING_FRACTION), free - memory.prefill_bytes(micro_batch)))
+        return micro_batch, max(micro_batch, min(left // max(1, memory.waiting_bytes(1)), wanted))
+
+    def _estimate(
+        self,
+        batch_size: int,
+        placement: Placement,
+        caches: Fractions,
+        pass_tokens: int,
+        micro_batch_tokens: int,
+    ) -> Estimate:
+        units, work = self.meta.units, self.workload
+        slots = self.memory.slots_for(work.mean_prompt, work.max_new_tokens)
+        moved = self.memory.kv_bytes(slots)
+        on_host = placement.indices("cpu") if self.device.type != "cpu" else []
         traffic = Traffic(
-            disk_bytes=on_disk,
-            link_bytes=on_host,
-            memory_bytes=sum(self._sizes),
-            parameters=sum(s.count for unit in self._skeleton.units for s in unit.slots),
-            cache_bytes=self._demand.sequence_bytes(
-                self._slots, self._work.typical + self._work.new
-            ),
-            far_bytes=int(shares.get("cpu", 0.0) * self._demand.kv_bytes(self._slots)),
-            file_bytes=int(shares.get("file", 0.0) * self._demand.kv_bytes(self._slots)),
+            disk_bytes=sum(units[index].nbytes for index in placement.indices("disk")),
+            host_bytes=sum(units[index].nbytes for index in on_host),
+            memory_bytes=sum(unit.nbytes for unit in units),
+            num_weights=sum(slot.num_weights for unit in units for slot in unit.slots),
+            cache_bytes=self.memory.sequence_bytes(slots, work.mean_prompt + work.max_new_tokens),
+            host_cache_bytes=int(caches.get("cpu", 0.0) * moved),
+            file_cache_bytes=int(caches.get("file", 0.0) * moved),
+            num_layers=len(units) - 1,
         )
-        prompts = max(1, tokens // self._work.typical)
-        return forecast(traffic, self._speeds, rows, self._work.typical, self._work.new, prompts)
+        return CostModel(self.hardware).estimate(
+            traffic,
+            batch_size,
+            work.mean_prompt,
+            work.max_new_tokens,
+            max(1, pass_tokens // work.mean_prompt),
+            max(1, micro_batch_tokens // work.mean_prompt),
+        )
 
-    def _too_little(
-        self, rows: int, shares: dict[str, float] | None, cache_shares: dict[str, float] | None
-    ) -> ValueError:
-        count = len(self._sizes)
-        least = place_by_shares(shares or {"disk": 1.0}, count)
-        plan = self._plan(rows, least, cache_shares or {"file": 1.0})
-        needed = self._room.used + plan.total_bytes
-        given = self._room.used + self._room.device
-        what = "a batch of one needs"
-        if rows > 1:
-            what = f"a batch of {rows} needs"
-        elif shares is None:
+    def _too_little(self, batch_size: int) -> ValueError:
+        least = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
+        plan = self._plan(batch_size, least, self.caches or _IN_FILE)
+        needed, given = (self.budget.used + n for n in (plan.total_bytes, self.budget.device))
+        what, remedy = "a batch of one needs", "more"
+        if batch_size > 1:
+            what, remedy = f"a batch of {batch_size} needs", "a smaller --batch or more memory"
+        elif self.weights is None:
             what = "one layer of this model at a time and a batch of one need"
-        remedy = "a smaller --batch or more memory" if rows > 1 else "more"
-        if shares is not None and set(shares) != {"disk"}:
+        if self.weights is not None and set(self.weights) != {"disk"}:
             remedy += ", or --weights disk"
         return ValueError(
             f"--memory {_mebibytes(given)} is too little: {what} {_mebibytes(needed)} with prompts"
-            f" of {self._work.longest} tokens; give {remedy}"
+            f" of {self.workload.longest_prompt} tokens; give {remedy}"
         )
+
+
+def _gain(plan: Plan, other: Plan) -> float:
+    slower = other.estimate.tokens_per_second
+    return plan.estimate.tokens_per_second / slower if slower else float("inf")
 
 
 def _mebibytes(num_bytes: int) -> str:

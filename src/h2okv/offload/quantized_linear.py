@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from h2okv.offload.meta_model import Skeleton, Slot
+from h2okv.offload.meta_model import MetaModel, ParameterSlot
 
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class PackedSlot(Slot):
+class PackedSlot(ParameterSlot):
     """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with.
 
     Attributes:
@@ -28,38 +28,38 @@ class PackedSlot(Slot):
 
     @classmethod
     @abstractmethod
-    def of(cls, slot: Slot) -> Slot:
+    def of(cls, slot: ParameterSlot) -> ParameterSlot:
         """Makes a linear layer's slot a packed one; one that cannot be packed is given back."""
 
     @abstractmethod
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Quantises a weight; uint8."""
+        """Quantizes a weight; uint8."""
 
     @abstractmethod
     def as_weight(self, packed: torch.Tensor) -> torch.Tensor:
         """Makes of stored bytes, shared and not copied, a tensor that multiplies."""
 
     @property
-    def count(self) -> int:
-        """See `Slot.count`."""
+    def num_weights(self) -> int:
+        """See `ParameterSlot.num_weights`."""
         return self.original_shape.numel()
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Puts the stored bytes there as a tensor that multiplies; mutates the module.
+        """Installs the stored bytes as a tensor that multiplies; mutates the module.
 
-        It hides the parameter, which stays without numbers: whoever looks through a model's
+        It hides the parameter, which stays on the meta device: code that walks through a model's
         parameters expects ordinary tensors.
         """
         vars(self.owner)[self.attribute] = self.as_weight(tensor)
 
     def empty(self) -> None:
-        """See `Slot.empty`."""
+        """See `ParameterSlot.empty`."""
         vars(self.owner).pop(self.attribute, None)
-        hollow = torch.empty(self.original_shape, dtype=self.original_dtype, device="meta")
-        super().fill(hollow)
+        meta_tensor = torch.empty(self.original_shape, dtype=self.original_dtype, device="meta")
+        super().fill(meta_tensor)
 
     @classmethod
-    def _sized(cls, slot: Slot, *sizes: int) -> PackedSlot:
+    def _sized(cls, slot: ParameterSlot, *sizes: int) -> PackedSlot:
         """A slot for bytes of these sizes, each aligned."""
         return cls(
             slot.name, slot.owner, slot.attribute, torch.Size([sum(map(aligned, sizes))]),
@@ -67,13 +67,13 @@ class PackedSlot(Slot):
         )  # fmt: skip
 
 
-def is_linear(slot: Slot) -> bool:
+def is_linear(slot: ParameterSlot) -> bool:
     """Tells whether a parameter is a linear layer's weight."""
     return type(slot.owner) is nn.Linear and slot.attribute == "weight"
 
 
 def load_torchao() -> Any:
-    """Imports torchao's quantisation, which is part of an extra."""
+    """Imports torchao's quantization, which is part of an extra."""
     try:
         import torchao.quantization
     except ImportError as error:
@@ -101,7 +101,7 @@ class Int4Slot(PackedSlot):
     """
 
     @classmethod
-    def of(cls, slot: Slot) -> Slot:
+    def of(cls, slot: ParameterSlot) -> ParameterSlot:
         """See `PackedSlot.of`; a weight whose sizes the packing does not take stays as it is."""
         if not is_linear(slot):
             return slot
@@ -113,7 +113,7 @@ class Int4Slot(PackedSlot):
 
     @property
     def form(self) -> str:
-        """See `Slot.form`."""
+        """See `ParameterSlot.form`."""
         return f"{super().form} {torch.backends.cpu.get_cpu_capability()}"
 
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Int8Slot(PackedSlot):
     """A `PackedSlot` of int8 numbers and one fp32 scale for each output."""
 
     @classmethod
-    def of(cls, slot: Slot) -> Slot:
+    def of(cls, slot: ParameterSlot) -> ParameterSlot:
         """See `PackedSlot.of`."""
         if not is_linear(slot):
             return slot
@@ -189,7 +189,7 @@ class Int8Slot(PackedSlot):
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
         """See `PackedSlot.to_bytes`."""
         torchao = load_torchao()
-        # A zero-point is not among its parts: the quantisation is symmetric.
+        # A zero-point is not among its parts: the quantization is symmetric.
         outputs, inputs = self.original_shape
         linear = nn.Linear(inputs, outputs, bias=False, device="meta")
         linear.weight = nn.Parameter(parameter.to(self.original_dtype), requires_grad=False)
@@ -221,10 +221,10 @@ class Int8Slot(PackedSlot):
 WEIGHT_BITS = (8, 4)
 
 
-def pack_layers(skeleton: Skeleton, bits: int, device: torch.device) -> Skeleton:
+def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
     """Packs the weights of the decoder layers' linear layers."""
     if bits == 4:
-        check_int4(device, skeleton.table.dtype)
+        check_int4(device, meta.dtype)
         load_int4()
     load_torchao()
     kind: type[PackedSlot] = Int4Slot if bits == 4 else Int8Slot
@@ -232,11 +232,11 @@ def pack_layers(skeleton: Skeleton, bits: int, device: torch.device) -> Skeleton
         replace(unit, slots=tuple(kind.of(slot) for slot in unit.slots))
         if unit.layer_idx is not None
         else unit
-        for unit in skeleton.units
+        for unit in meta.units
     ]
     if not any(isinstance(slot, PackedSlot) for unit in units for slot in unit.slots):
         raise ValueError(
-            f"{type(skeleton.model).__name__} has no linear layers whose weights could be"
+            f"{type(meta.model).__name__} has no linear layers whose weights could be"
             f" int{bits}; leave out --weight-bits"
         )
-    return replace(skeleton, units=tuple(units))
+    return replace(meta, units=tuple(units))

@@ -13,19 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
 from h2okv.offload import conversion
-from h2okv.offload.assembly import assemble
+from h2okv.offload.assembly import materialise
 from h2okv.offload.batch_runner import Limits
 from h2okv.offload.checkpoint import CheckpointFiles
 from h2okv.offload.conversion import (
     NeedsConversion,
     convert,
-    converted_path,
     map_weights,
-    read_converted,
+    open_converted,
     untie_if_stored_apart,
 )
-from h2okv.offload.meta_model import make_skeleton
-from h2okv.offload.planner import Placement, place_by_shares
+from h2okv.offload.meta_model import make_meta_model
+from h2okv.offload.planner import Placement, place_by_fractions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
@@ -49,24 +48,21 @@ def save_family(family, folder):
 def stream(folder, placement, converted=None, dtype=torch.float32):
     """The model in the folder with some of its weights on the disk."""
     files = CheckpointFiles.in_folder(folder)
-    skeleton = make_skeleton(AutoConfig.from_pretrained(folder), dtype, str(folder))
-    skeleton = untie_if_stored_apart(skeleton, files)
+    meta = make_meta_model(AutoConfig.from_pretrained(folder), dtype, str(folder))
+    meta = untie_if_stored_apart(meta, files)
     try:
-        found = map_weights(skeleton, files)
+        found = map_weights(meta, files)
     except NeedsConversion:
-        path = converted_path(converted or folder / "converted", files, skeleton)
-        if not path.exists():
-            convert(skeleton, files, path)
-        files, found = read_converted(path, skeleton)
-    return assemble(skeleton, files, found, placement(len(skeleton.units)), CPU)
+        files, found = open_converted(meta, files, converted or folder / "converted")
+    return materialise(meta, files, found, placement(len(meta.units)), CPU)
 
 
 def everything_on_disk(count):
-    return place_by_shares({"disk": 1.0}, count)
+    return place_by_fractions({"disk": 1.0}, count)
 
 
 def mixed(count):
-    units = place_by_shares({"device": 0.5, "disk": 0.5}, count).units
+    units = place_by_fractions({"device": 0.5, "disk": 0.5}, count).units
     return Placement(units, "device")
 
 
@@ -74,14 +70,14 @@ def mixed(count):
 def test_families(name, tmp_path, make_sequences, run_engine):
     (family,) = [own for own in FAMILIES if own.name == name]
     save_family(family, tmp_path)
-    limits = Limits(rows=7, prompt_tokens=60, decode_rows=4)
+    limits = Limits(batch_size=7, micro_batch_tokens=60, decode_batch=4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = run_engine(model, make_sequences(LENGTHS), limits)
-    whole = Limits(rows=7, prompt_tokens=1000, decode_rows=7)
+    whole = Limits(batch_size=7, micro_batch_tokens=1000, decode_batch=7)
     for placement, own in ((everything_on_disk, limits), (mixed, whole)):
-        assembled = stream(tmp_path, placement)
-        made = run_engine(assembled.skeleton.model, make_sequences(LENGTHS), own, assembled.passing)
-        assembled.close()
+        offloaded = stream(tmp_path, placement)
+        made = run_engine(offloaded.meta.model, make_sequences(LENGTHS), own, offloaded.scheduler)
+        offloaded.close()
         assert made == expected
 
 
@@ -92,7 +88,7 @@ def llama_folder(make_llama, tmp_path_factory):
     return folder
 
 
-def logits_of(model, passing, sequences):
+def logits_of(model, scheduler, sequences):
     """Every logit of every pass."""
     from h2okv.offload.batch_runner import MicroBatch
 
@@ -103,39 +99,39 @@ def logits_of(model, passing, sequences):
     found = []
     with h2okv.enable(model), torch.inference_mode():
         for _ in range(5):
-            for batch, logits in passing.run(model, batches):
+            for batch, logits in scheduler.run(model, batches):
                 found.append(logits.clone())
                 batch.take(logits.argmax(dim=-1).tolist(), frozenset())
     return torch.cat(found)
 
 
 def test_the_same_to_the_last_bit(llama_folder, make_sequences):
-    from h2okv.offload.batch_runner import OneByOne
+    from h2okv.offload.batch_runner import SequentialScheduler
 
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
-    expected = logits_of(model, OneByOne(), make_sequences(LENGTHS))
+    expected = logits_of(model, SequentialScheduler(), make_sequences(LENGTHS))
     for placement in (everything_on_disk, mixed):
-        assembled = stream(llama_folder, placement)
-        made = logits_of(assembled.skeleton.model, assembled.passing, make_sequences(LENGTHS))
-        assembled.close()
+        offloaded = stream(llama_folder, placement)
+        made = logits_of(offloaded.meta.model, offloaded.scheduler, make_sequences(LENGTHS))
+        offloaded.close()
         assert torch.equal(made, expected)
 
 
 def test_each_byte_is_read_once_in_a_pass(llama_folder, make_sequences, run_engine):
-    assembled = stream(llama_folder, everything_on_disk)
-    sizes = [unit.nbytes for unit in assembled.skeleton.units]
-    run_engine(assembled.skeleton.model, make_sequences((9, 8), 20), passing=assembled.passing)
-    assembled.close()
-    assert assembled.resident_bytes < min(sizes)
+    offloaded = stream(llama_folder, everything_on_disk)
+    sizes = [unit.nbytes for unit in offloaded.meta.units]
+    run_engine(offloaded.meta.model, make_sequences((9, 8), 20), scheduler=offloaded.scheduler)
+    offloaded.close()
+    assert offloaded.resident_bytes < min(sizes)
     # 20 passes, and up to two units that were read ahead of one that did not come.
-    assert 0 <= assembled.stream.bytes_read - 20 * sum(sizes) <= sum(sizes[:2])
+    assert 0 <= offloaded.stream.bytes_read - 20 * sum(sizes) <= sum(sizes[:2])
 
 
 def test_weights_are_used_in_turn_only(llama_folder):
-    assembled = stream(llama_folder, everything_on_disk)
+    offloaded = stream(llama_folder, everything_on_disk)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        assembled.skeleton.model(torch.tensor([[1, 2]]))
-    assembled.close()
+        offloaded.meta.model(torch.tensor([[1, 2]]))
+    offloaded.close()
 
 
 def test_scattered_and_half_precision_checkpoints_are_converted_once(
@@ -151,11 +147,11 @@ def test_scattered_and_half_precision_checkpoints_are_converted_once(
     )
     kept = tmp_path / "kept"
     for _ in range(2):
-        assembled = stream(folder, everything_on_disk, kept)
+        offloaded = stream(folder, everything_on_disk, kept)
         made = run_engine(
-            assembled.skeleton.model, make_sequences(LENGTHS), passing=assembled.passing
+            offloaded.meta.model, make_sequences(LENGTHS), scheduler=offloaded.scheduler
         )
-        assembled.close()
+        offloaded.close()
         assert made == expected
         assert len(list(kept.iterdir())) == 1
 
@@ -165,10 +161,10 @@ def converted_texts(folder, dtype, make_sequences, run_engine, kept):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     expected = run_engine(model, make_sequences(LENGTHS))
     for placement in (everything_on_disk, mixed):
-        assembled = stream(folder, placement, kept, dtype)
-        model = assembled.skeleton.model
-        made = run_engine(model, make_sequences(LENGTHS), passing=assembled.passing)
-        assembled.close()
+        offloaded = stream(folder, placement, kept, dtype)
+        model = offloaded.meta.model
+        made = run_engine(model, make_sequences(LENGTHS), scheduler=offloaded.scheduler)
+        offloaded.close()
         assert made == expected
     return expected
 
@@ -204,9 +200,9 @@ def test_buffers_of_the_checkpoint_are_converted_too(tmp_path, make_sequences, r
 
 def test_nothing_is_left_in_the_model_after_it_was_converted(make_llama, tmp_path):
     make_llama(tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path)
-    skeleton = make_skeleton(AutoConfig.from_pretrained(tmp_path), torch.float32, str(tmp_path))
-    convert(skeleton, CheckpointFiles.in_folder(tmp_path), tmp_path / "new.safetensors")
-    assert {p.device.type for p in skeleton.model.parameters()} == {"meta"}
+    meta = make_meta_model(AutoConfig.from_pretrained(tmp_path), torch.float32, str(tmp_path))
+    convert(meta, CheckpointFiles.in_folder(tmp_path), tmp_path / "new.safetensors")
+    assert {p.device.type for p in meta.model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
@@ -240,17 +236,22 @@ def test_a_head_that_is_stored_apart_although_the_config_ties_it(
 def test_other_weights_of_the_same_size_are_converted_again(
     make_llama, tmp_path, make_sequences, run_engine
 ):
-    texts = []
+    texts, kept = [], tmp_path / "kept"
+    make_llama(seed=2).save_pretrained(tmp_path / "other" / tmp_path.name)
+    stream(tmp_path / "other" / tmp_path.name, everything_on_disk, kept, torch.bfloat16).close()
+    (other,) = kept.iterdir()
     for seed in (0, 1):
         make_llama(seed=seed).save_pretrained(tmp_path)
-        kept = tmp_path / "kept"
         texts.append(converted_texts(tmp_path, torch.bfloat16, make_sequences, run_engine, kept))
+        # The copy of what the checkpoint held before is gone; that of another one is not.
+        assert len([path for path in kept.iterdir() if path.name != other.name]) == 1
     assert texts[0] != texts[1]
+    assert other.exists()
 
 
 def test_a_killed_process_leaves_nothing_for_ever(llama_folder, tmp_path):
     files = CheckpointFiles.in_folder(llama_folder)
-    skeleton = make_skeleton(
+    meta = make_meta_model(
         AutoConfig.from_pretrained(llama_folder), torch.bfloat16, str(llama_folder)
     )
     path = tmp_path / "model[1].safetensors"
@@ -260,7 +261,7 @@ def test_a_killed_process_leaves_nothing_for_ever(llama_folder, tmp_path):
         draft.write_bytes(b"0123")
     with busy.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        convert(skeleton, files, path)
+        convert(meta, files, path)
     assert sorted(tmp_path.iterdir()) == sorted([path, busy, other])
 
 
@@ -268,13 +269,13 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     llama_folder, tmp_path, monkeypatch
 ):
     files = CheckpointFiles.in_folder(llama_folder)
-    skeleton = make_skeleton(
+    meta = make_meta_model(
         AutoConfig.from_pretrained(llama_folder), torch.bfloat16, str(llama_folder)
     )
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ValueError, match="No space left on device.*give another --converted"):
-        convert(skeleton, files, tmp_path / "new.safetensors")
+        convert(meta, files, tmp_path / "new.safetensors")
     assert not list(tmp_path.iterdir())
 
 
@@ -308,7 +309,7 @@ def test_a_file_that_changes_while_it_is_read(
 ):
     folder = tmp_path / "changing"
     shutil.copytree(llama_folder, folder)
-    assembled = stream(folder, everything_on_disk)
+    offloaded = stream(folder, everything_on_disk)
     path = folder / "model.safetensors"
     data = path.read_bytes()
     with path.open("r+b") as file:
@@ -318,8 +319,8 @@ def test_a_file_that_changes_while_it_is_read(
             file.seek(len(data) // 2)
             file.write(bytes(len(data) - len(data) // 2))
     with pytest.raises(ValueError, match="has changed while the model ran from it"):
-        run_engine(assembled.skeleton.model, make_sequences((9,), 20), passing=assembled.passing)
-    assembled.close()
+        run_engine(offloaded.meta.model, make_sequences((9,), 20), scheduler=offloaded.scheduler)
+    offloaded.close()
 
 
 def shard(folder, target):
@@ -335,10 +336,10 @@ def test_shards_are_one_checkpoint(llama_folder, tmp_path, make_sequences, run_e
     shard(llama_folder, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     expected = run_engine(model, make_sequences(LENGTHS))
-    assembled = stream(tmp_path, everything_on_disk)
-    model = assembled.skeleton.model
-    assert run_engine(model, make_sequences(LENGTHS), passing=assembled.passing) == expected
-    assembled.close()
+    offloaded = stream(tmp_path, everything_on_disk)
+    model = offloaded.meta.model
+    assert run_engine(model, make_sequences(LENGTHS), scheduler=offloaded.scheduler) == expected
+    offloaded.close()
 
 
 @pytest.mark.parametrize("number", [0, -1])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.offload.assembly import ZigZag
-from h2okv.offload.batch_runner import Limits, MicroBatch, OneByOne
-from h2okv.offload.kv_tiers import SlotFile, TieredStore
+from h2okv.offload.assembly import LayerwiseScheduler
+from h2okv.offload.batch_runner import Limits, MicroBatch, SequentialScheduler
+from h2okv.offload.kv_tiers import SpillFile, TieredCacheStore
 from h2okv.offload.meta_model import split_model
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ def model(make_llama):
 
 
 def tiered(model, places, folder):
-    store = TieredStore(places, Path(folder), CPU)
-    return ZigZag(split_model(model).units, [], None, store)
+    store = TieredCacheStore(places, Path(folder), CPU)
+    return LayerwiseScheduler(split_model(model).units, [], None, store)
 
 
 OPTIONS = {
@@ -57,9 +57,9 @@ def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, 
     rooms = [3, 9, 1, 9, 30, 9, 5, 40]
     for limits in (Limits(8, 60, 8), Limits(5, 40, 2)):
         expected = run_engine(model, make_sequences(LENGTHS, rooms), limits, **options)
-        passing = tiered(model, places, tmp_path)
-        made = run_engine(model, make_sequences(LENGTHS, rooms), limits, passing, **options)
-        passing.close()
+        scheduler = tiered(model, places, tmp_path)
+        made = run_engine(model, make_sequences(LENGTHS, rooms), limits, scheduler, **options)
+        scheduler.close()
         assert made == expected
 
 
@@ -68,27 +68,27 @@ def test_growing_past_the_first_slots(model, make_sequences, run_engine, tmp_pat
     sequences = [make_sequences((30, 20), [280, 300]) for _ in range(2)]
     options = {"policy": "full", "kv_bits": bits}
     expected = run_engine(model, sequences[0], **options)
-    passing = tiered(model, PLACES["mixed"], tmp_path)
-    assert run_engine(model, sequences[1], None, passing, **options) == expected
-    passing.close()
+    scheduler = tiered(model, PLACES["mixed"], tmp_path)
+    assert run_engine(model, sequences[1], None, scheduler, **options) == expected
+    scheduler.close()
 
 
-def states(passing, model, batches, steps):
+def states(scheduler, model, batches, steps):
     """What each layer of each cache holds after some steps, keys and values too."""
     with h2okv.enable(model), torch.inference_mode():
         for _ in range(steps):
-            for batch, logits in passing.run(model, batches):
+            for batch, logits in scheduler.run(model, batches):
                 batch.take(logits.argmax(dim=-1).tolist(), frozenset())
     found = []
     for batch in batches:
         for index, layer in enumerate(batch.cache.layers):
-            if passing.store is not None:
-                passing.store.bring(batch.cache, index)
+            if scheduler.store is not None:
+                scheduler.store.load(batch.cache, index)
             entries = layer.state.entry_tensors()
             entries |= {"scores": layer.state.scores, "positions": layer.state.positions}
             found.append({name: tensor.clone() for name, tensor in entries.items()})
-            if passing.store is not None:
-                passing.store.put_back(batch.cache, index, is_new=True)
+            if scheduler.store is not None:
+                scheduler.store.save(batch.cache, index, is_new=True)
     return found
 
 
@@ -107,10 +107,10 @@ def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, place
     # what is another's. Generation goes on for longer than the prompts are.
     steps = 45
     own, other = (micro_batches(model, make_sequences(LENGTHS, 99), bits) for _ in range(2))
-    expected = states(OneByOne(), model, other, steps)
-    passing = tiered(model, places, tmp_path)
-    made = states(passing, model, own, steps)
-    passing.close()
+    expected = states(SequentialScheduler(), model, other, steps)
+    scheduler = tiered(model, places, tmp_path)
+    made = states(scheduler, model, own, steps)
+    scheduler.close()
     assert len(made) == 2 * LAYERS
     for layer, same in zip(made, expected, strict=True):
         assert layer.keys() == same.keys() and len(layer) == (4 if bits is None else 6)
@@ -125,38 +125,38 @@ def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, place
 @pytest.mark.parametrize(("bits", "entry"), [(None, 2 * 16 * 4), (8, 2 * 20), (4, 2 * 12)])
 def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits, entry):
     # An entry is a key and a value of 16 numbers: fp32, or codes and a grid of two bf16 numbers.
-    store = TieredStore(["file"] * LAYERS, tmp_path, CPU)
-    passing = ZigZag(split_model(model).units, [], None, store)
+    store = TieredCacheStore(["file"] * LAYERS, tmp_path, CPU)
+    scheduler = LayerwiseScheduler(split_model(model).units, [], None, store)
     cache = h2okv.H2OCache(model.config, heavy=4, recent=4, kv_bits=bits)
     batch = MicroBatch(make_sequences((30, 30), 9), cache, CPU)
     written = []
     with h2okv.enable(model), torch.inference_mode():
         for _ in range(4):
             before = store.bytes_written
-            for _, logits in passing.run(model, [batch]):
+            for _, logits in scheduler.run(model, [batch]):
                 batch.take(logits.argmax(dim=-1).tolist(), frozenset())
             written.append(store.bytes_written - before)
-    passing.close()
+    scheduler.close()
     heads = 2 * LAYERS * 2  # rows, layers, KV heads
     assert written[0] == heads * 9 * entry
     assert written[1:] == [heads * entry] * 3
 
 
 def test_regions_are_used_again(tmp_path):
-    file = SlotFile(tmp_path)
-    starts = [file.take(size) for size in (10, 20, 30)]
+    file = SpillFile(tmp_path)
+    starts = [file.allocate(size) for size in (10, 20, 30)]
     assert starts == [0, 10, 30]
-    file.give_back(10, 20)
-    file.give_back(0, 10)
-    assert file.take(25) == 0
-    assert file.take(5) == 25
-    assert file.take(1) == 60
+    file.free(10, 20)
+    file.free(0, 10)
+    assert file.allocate(25) == 0
+    assert file.allocate(5) == 25
+    assert file.allocate(1) == 60
     assert not list(tmp_path.iterdir())  # it has no name that could be left behind
     file.close()
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    file = SlotFile(tmp_path)
+    file = SpillFile(tmp_path)
 
     def refuse(*_):
         raise OSError(28, "No space left on device")
@@ -169,4 +169,4 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="no file for the cache can be made"):
-        SlotFile(tmp_path / "nowhere")
+        SpillFile(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Sequences for the engine, and what each of them gives alone."""
+"""Sequences for the runner, and what each of them gives alone."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 import h2okv
 from h2okv.offload.batch_runner import BatchSequence as Sequence
-from h2okv.offload.batch_runner import Limits, OneByOne, Runner
+from h2okv.offload.batch_runner import Limits, Runner, SequentialScheduler
 
 VOCABULARY = 89
 
@@ -33,14 +33,14 @@ def make_sequences():
 def run_engine():
     """Runs sequences through the engine; gives the new tokens by id."""
 
-    def run(model, sequences, limits=None, passing=None, params=None, **cache_options):
+    def run(model, sequences, limits=None, scheduler=None, params=None, **cache_options):
         options = {"heavy": 0.2, "recent": 0.2} | cache_options
         runner = Runner(
             model,
-            passing or OneByOne(),
+            scheduler or SequentialScheduler(),
             params or h2okv.SamplingParams(temperature=0),
             lambda: h2okv.H2OCache(model.config, **options),
-            limits or Limits(rows=8, prompt_tokens=1000, decode_rows=8),
+            limits or Limits(batch_size=8, micro_batch_tokens=1000, decode_batch=8),
             torch.device("cpu"),
         )
         with h2okv.enable(model):
@@ -63,7 +63,7 @@ def alone():
                 made = model.generate(
                     torch.tensor([own.prompt]),
                     past_key_values=h2okv.H2OCache(model.config, **options),
-                    max_new_tokens=own.room,
+                    max_new_tokens=own.max_new_tokens,
                     do_sample=False,
                 )
                 texts[own.id] = made[0, len(own.prompt) :].tolist()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.offload.batch_runner import can_join, join
+from h2okv.offload.kv_tiers import can_merge, merge_caches
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
         for cache, other, prompt in zip(alone, parts, prompts, strict=True):
             model(prompt, past_key_values=cache)
             model(prompt, past_key_values=other)
-    assert all(can_join(cache) for cache in parts)
-    joined = join(*parts)
+    assert all(can_merge(cache) for cache in parts)
+    joined = merge_caches(*parts)
     following = ids[:, 30:]
     position_ids = torch.tensor([[30], [20]])
     with torch.no_grad():

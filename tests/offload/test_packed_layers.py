@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from h2okv.offload.meta_model import make_skeleton
+from h2okv.offload.meta_model import make_meta_model
 from h2okv.offload.quantized_linear import Int4Slot, PackedSlot, pack_layers
 
 CPU = torch.device("cpu")
 
 
-def skeleton(tmp_path, dtype=torch.bfloat16, **sizes):
+def meta(tmp_path, dtype=torch.bfloat16, **sizes):
     defaults = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     config = LlamaConfig(num_hidden_layers=1, vocab_size=50, **(defaults | sizes))
-    return make_skeleton(config, dtype, str(tmp_path))
+    return make_meta_model(config, dtype, str(tmp_path))
 
 
 def slots_of(packed):
@@ -23,7 +23,7 @@ def slots_of(packed):
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.15)])
 def test_products_are_near_what_they_were(tmp_path, bits, most):
     pytest.importorskip("torchao")
-    packed = pack_layers(skeleton(tmp_path), bits, CPU)
+    packed = pack_layers(meta(tmp_path), bits, CPU)
     slot = slots_of(packed)["gate_proj"]
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).bfloat16()
@@ -42,15 +42,15 @@ def test_products_are_near_what_they_were(tmp_path, bits, most):
 def test_what_int4_cannot_pack_stays(tmp_path):
     pytest.importorskip("torchao")
     # 40 numbers are no whole groups of 32, and 40 outputs no multiple of 16.
-    packed = pack_layers(skeleton(tmp_path, intermediate_size=40), 4, CPU)
+    packed = pack_layers(meta(tmp_path, intermediate_size=40), 4, CPU)
     kinds = {name: isinstance(slot, PackedSlot) for name, slot in slots_of(packed).items()}
     assert kinds["q_proj"] and not kinds["down_proj"] and not kinds["up_proj"]
     with pytest.raises(ValueError, match="no linear layers whose weights could be int4"):
-        pack_layers(skeleton(tmp_path, hidden_size=40, intermediate_size=40), 4, CPU)
+        pack_layers(meta(tmp_path, hidden_size=40, intermediate_size=40), 4, CPU)
 
 
 def test_bytes_of_another_processor_are_another_file(tmp_path, monkeypatch):
-    slot = Int4Slot.of(skeleton(tmp_path).units[0].slots[0])
+    slot = Int4Slot.of(meta(tmp_path).units[0].slots[0])
     assert isinstance(slot, Int4Slot)
     before = slot.form
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
@@ -66,4 +66,4 @@ def test_bytes_of_another_processor_are_another_file(tmp_path, monkeypatch):
 )
 def test_where_there_is_no_int4(tmp_path, device, dtype, words):
     with pytest.raises(ValueError, match=words):
-        pack_layers(skeleton(tmp_path, dtype), 4, device)
+        pack_layers(meta(tmp_path, dtype), 4, device)

@@ -1,0 +1,181 @@
+"""A job's prompts, results and texts: what is refused, resumed, and read by the model."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from h2okv.integration.models import resolve_model
+from h2okv.offload.job import JobResultFile, PromptError, PromptFile, TextCodec
+
+SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
+MESSAGES = [{"role": "user", "content": "the cat"}]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_prompts_come_back(tmp_path):
+    path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n{"id": "1", "prompt": ["?"]}')
+    file = PromptFile(path)
+    assert [line.id for line in file.lines] == [1, "1"]
+    assert [file.read(line) for line in reversed(file.lines)] == [["?"], "ä"]
+
+
+def test_messages_come_back(tmp_path):
+    line = json.dumps({"id": 1, "messages": MESSAGES})
+    file = PromptFile(write(tmp_path, line))
+    assert file.read(file.lines[0]) == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"id": 1, "prompt": "a"}\n{"id": 2', "line 2: this is no JSON object"),
+        ('["id", "prompt"]\n', "line 1: this is no JSON object"),
+        (b'{"id": 1, "prompt": "\xe9"}\n', "line 1: this is not UTF-8"),
+        ('{"prompt": "a"}\n', "line 1: id null is no name"),
+        ('{"id": true, "prompt": "a"}\n', "id true is no name"),
+        ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is no name"),
+        ('{"id": 1, "messages": "a"}\n', "line 1: messages are no list"),
+        ('{"id": 1, "messages": [], "prompt": "a"}\n', "both prompt and messages"),
+        (
+            '{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}\n',
+            "line 3: id 1 is that of line 1",
+        ),
+        ("\n\n", "has no prompts"),
+    ],
+)
+def test_bad_lines(tmp_path, text, words):
+    with pytest.raises(ValueError, match=words):
+        PromptFile(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read.*JSONL"):
+        PromptFile(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize("change", ["other text", "shorter", "gone"])
+def test_a_file_that_changes(tmp_path, change):
+    path = write(tmp_path, '{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
+    file = PromptFile(path)
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_text('{"id": 1, "prompt": "x"}\n' if change == "other text" else "{}\n")
+    with pytest.raises(ValueError, match="has changed while it was read|cannot be read"):
+        file.read(file.lines[1])
+
+
+def record(name, **values):
+    return {"id": name, "text": "…", "prompt_digest": "d"} | values
+
+
+def test_results_are_there_again(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with JobResultFile(path, SETTINGS) as first:
+        first.append([record("a"), record(1, error="no")])
+        first.append([record("b")])
+    with JobResultFile(path, SETTINGS) as second:
+        assert list(second.finished) == ['"a"', "1", '"b"']
+        assert second.num_errors == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"some notes of mine", "line 1 of .* is no result of h2okv batch"),
+        (b"some notes\nof mine\n", "line 1 of .* is not JSON"),
+        (b'{"id": "a", "text": "x"}\n', "line 1 of .* is no result of h2okv batch"),
+        (b'{"id": "a", "text": "x", "prompt_digest": "d"}\n', "cannot be read"),
+    ],
+)
+def test_a_file_of_somebody_else_is_left_alone(tmp_path, content, words):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        JobResultFile(path, SETTINGS)
+    assert path.read_bytes() == content
+
+
+def test_other_settings(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with JobResultFile(path, SETTINGS) as file:
+        file.append([record("a")])
+    with pytest.raises(ValueError, match="begun with max_new_tokens 4, not 5"):
+        JobResultFile(path, SETTINGS | {"max_new_tokens": 5})
+
+
+def test_other_prompts(tmp_path):
+    path, prompts = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "one"}\n{"id": "b", "prompt": "two"}\n')
+    lines = PromptFile(prompts).lines
+    with JobResultFile(path, SETTINGS) as file:
+        file.append([record("a", prompt_digest=lines[0].digest)])
+        file.check_prompts(lines)
+        prompts.write_text('{"id": "a", "prompt": "changed"}\n')
+        with pytest.raises(ValueError, match='another prompt with id "a"'):
+            file.check_prompts(PromptFile(prompts).lines)
+        with pytest.raises(ValueError, match='id "a", which is not in the input'):
+            file.check_prompts(lines[1:])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(resolve_model("bundled"))
+
+
+@pytest.fixture
+def codec(tokenizer, monkeypatch):
+    """With a chat template, if one is given, or continuing texts as they are."""
+
+    def make(template=None, is_raw=False):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return TextCodec(tokenizer, len(tokenizer), 256, is_raw=is_raw)
+
+    return make
+
+
+def test_a_prompt_is_a_users_message_where_the_model_has_a_chat_template(codec, tokenizer):
+    plain = codec().encode("the cat")
+    assert plain == tokenizer("the cat")["input_ids"]
+    assert codec(TEMPLATE, is_raw=True).encode("the cat") == plain
+    chat = tokenizer("<user>the cat<assistant>", add_special_tokens=False)["input_ids"]
+    assert codec(TEMPLATE).encode("the cat") == chat
+    assert codec(TEMPLATE).encode(MESSAGES) == chat
+
+
+def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tokenizer):
+    assert codec().encode(MESSAGES) == tokenizer("User: the cat\n\nAssistant:")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (None, "the prompt is no text"),
+        (3, "the prompt is no text"),
+        (" ", "the prompt is empty"),
+        ("\ud800", "not UTF-8"),
+        ("cat " * 300, "context is 256; shorten it to 255"),
+        ([{"role": "user"}], "a message is not"),
+        ([{"role": "robot", "content": "a"}], "a message is not"),
+        ([{"role": "user", "content": "\n"}], "the prompt is empty"),
+    ],
+)
+def test_prompts_that_cannot_be_served(codec, prompt, words):
+    for template in (None, TEMPLATE):
+        with pytest.raises(PromptError, match=words):
+            codec(template).encode(prompt)
+
+
+def test_messages_that_no_template_takes(codec):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(PromptError, match="roles must alternate"):
+        codec(refusing).encode(MESSAGES)
+    with pytest.raises(PromptError, match="leave out --raw"):
+        codec(TEMPLATE, is_raw=True).encode(MESSAGES)

@@ -1,0 +1,116 @@
+"""Plans keep their promise, say the least that works, and know the longest prompt that fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import h2okv
+from h2okv.config import CacheConfig
+from h2okv.engine.memory import MemoryModel
+from h2okv.offload.meta_model import make_meta_model
+from h2okv.offload.planner import CostModel, MemoryBudget, Planner, Traffic, Workload
+from h2okv.offload.profile import HardwareProfile, measure_overhead
+
+CPU = torch.device("cpu")
+PROFILE = HardwareProfile(1e9, 1e10, 1e10, ((1, 1e10), (8, 5e10), (32, 1e11), (256, 2e11)))
+USED = 100 << 20
+MIB = 1 << 20
+POLICIES = ({}, {"policy": "full"}, {"kv_bits": 4})
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory):
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=2000,
+    )  # fmt: skip
+    return make_meta_model(config, torch.bfloat16, str(tmp_path_factory.mktemp("none")))
+
+
+@pytest.fixture
+def planner(meta):
+    def make(room, work, batch_size=None, weights=None, caches=None, **options):
+        given = {"batch_size": batch_size, "weights": weights, "caches": caches}
+        cache = h2okv.H2OCache(meta.model.config, **options)
+        memory = MemoryModel.of(meta.model.config, cache, torch.bfloat16)
+        budget = MemoryBudget(room, 0, USED)
+        return Planner(meta, memory, PROFILE, budget, work, CPU, **given)
+
+    return make
+
+
+WORK = Workload(mean_prompt=400, longest_prompt=900, max_new_tokens=100, num_prompts=200)
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+@pytest.mark.parametrize("shares", [None, {"disk": 1.0}, {"device": 0.5, "disk": 0.5}])
+def test_no_plan_is_above_its_room(planner, options, shares):
+    rows = set()
+    for room in range(0, 800 * MIB, 31 * MIB):
+        try:
+            plan = planner(room, WORK, weights=shares, **options).plan()
+        except ValueError:
+            continue
+        assert plan.total_bytes <= room
+        assert 1 <= plan.batch_size <= WORK.num_prompts
+        assert plan.micro_batch_tokens >= WORK.longest_prompt
+        rows.add(plan.batch_size)
+    assert len(rows) > 1  # more room, more prompts
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+@pytest.mark.parametrize("room", [-50 * MIB, 0, MIB, 60 * MIB])
+@pytest.mark.parametrize("rows", [None, 1, 7])
+def test_the_least_that_is_named_works_and_less_does_not(planner, options, room, rows):
+    with pytest.raises(ValueError, match="is too little.*give ") as refusal:
+        planner(room, WORK, rows, **options).plan()
+    assert f"--memory {(USED + room) // MIB}MiB is too little" in str(refusal.value)
+    (named,) = re.findall(r"needs? (\d+)MiB", str(refusal.value))
+    least = int(named) * MIB - USED
+    plan = planner(least, WORK, rows, **options).plan()
+    assert plan.batch_size >= (rows or 1)
+    with pytest.raises(ValueError, match="is too little"):
+        planner(least - MIB, WORK, rows, **options).plan()
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+def test_the_longest_prompt_that_fits(planner, options):
+    work = Workload(400, 20_000, 100, 200)
+    room = 200 * MIB
+    longest = planner(room, work, **options).longest_that_fits()
+    assert 0 < longest < 20_000
+    planner(room, Workload(longest, longest, 100, 1), **options).plan()
+    with pytest.raises(ValueError, match=f"with prompts of {longest + 1} tokens"):
+        planner(room, Workload(longest + 1, longest + 1, 100, 1), **options).plan()
+    assert planner(MIB, work, **options).longest_that_fits() == 0
+
+
+def test_smaller_entries_make_room_for_more(planner):
+    full, own, packed = (
+        planner(250 * MIB, WORK, weights={"disk": 1.0}, caches={"device": 1}, **options).plan()
+        for options in ({"policy": "full"}, {}, {"kv_bits": 4})
+    )
+    assert full.batch_size < own.batch_size < packed.batch_size
+
+
+def test_each_forward_through_a_layer_takes_a_while_however_small_it_is():
+    profile = replace(PROFILE, layer_seconds=0.25, forward_seconds=1.0)
+    traffic = Traffic(0, 0, 1000, 500, 10, num_layers=8)
+    free, own = (
+        CostModel(hardware).estimate(traffic, 6, 10, 4, 6, 2) for hardware in (PROFILE, profile)
+    )
+    assert own.step.compute == pytest.approx(free.step.compute + 8 * 0.25 + 1.0)
+    assert own.prefill_seconds == pytest.approx(free.prefill_seconds + 3 * (8 * 0.25 + 1.0))
+    assert own.decode_tokens_per_second == pytest.approx(6 / 3.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "full"}, {"kv_bits": 4}, {"positions": "clamped"}], ids=str
+)
+def test_the_overhead_of_a_layer_is_measured(options):
+    layer, forward = measure_overhead(CacheConfig(**options), torch.bfloat16, CPU)
+    assert 1e-5 < layer < 1
+    assert 0 <= forward < 1
