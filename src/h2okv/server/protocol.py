@@ -205,7 +205,7 @@ class ChatMessage(Strict):
     """A message; the fields of an answer are taken too, so that clients can send it back."""
 
     role: str
-    content: Any = None
+    content: Any = ""
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
@@ -284,11 +284,8 @@ class ChatRequest(SampledRequest):
     @property
     def turns(self) -> list[dict[str, str]]:
         """The messages as templates take them."""
-        return [
-            {"role": one.role, "content": one.content or ""}
-            | ({} if one.name is None else {"name": one.name})
-            for one in self.messages
-        ]
+        shown = {"role", "content", "name"}
+        return [one.model_dump(include=shown, exclude_none=True) for one in self.messages]
 
     def params(self, settings: ServerSettings, stops: tuple[str, ...]) -> SamplingParams:
         """The parameters as the engine takes them."""
