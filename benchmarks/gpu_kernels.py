@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import Target, append_csv, environment, progress, rows_for, show
+from record import RESULTS, Target, environment, interleave, report, rows_for
 
-from h2okv.benchmarking.timing import interleaved
-from h2okv.offload.profile import Clock, measure_bandwidth
+from h2okv.offload.profile import measure_bandwidth
 from h2okv.ops import attention as flash
 from h2okv.ops import dispatch, triton_prefill
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import Slots, StepRules
 from h2okv.ops.triton_prefill import Tile
 
-RESULTS = Path(__file__).parent / "results" / "gpu_kernels.csv"
 QUERY_HEADS, KV_HEADS, SIZE = 32, 8, 128
 TILES = [
     Tile(queries, keys, warps, stages)
@@ -43,18 +41,14 @@ def time_in_turn(
     runs: dict[str, Callable[[], Any]], rounds: int, device: torch.device, label: str
 ) -> dict[str, list[float]]:
     """Samples by name; what does not fit the device is left out, and said."""
-    clock, samples = Clock(device), {}
+    able = {}
     for name, run in runs.items():
         try:
             run()
-            samples[name] = []
+            able[name] = run
         except Exception as error:  # a tile that does not fit is no failure of the others
             print(f"{label}: {name} left out: {str(error).splitlines()[0][:100]}")
-    for number, name in interleaved(list(samples), rounds):
-        progress(f"{label}: round {number + 1} of {rounds}")
-        samples[name].append(clock.seconds(runs[name]))
-    progress("")
-    return samples
+    return interleave(able, rounds, 0, label, device)
 
 
 def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
@@ -143,7 +137,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=1638)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tune", action="store_true", help="try other tiles for the sums too")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--csv", type=Path, default=RESULTS / "gpu_kernels.csv")
     args = parser.parse_args()
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --help says how to try the script without one")
@@ -168,8 +162,7 @@ def benchmark(args: argparse.Namespace) -> None:
             "score sums", "s", score_sums(args, length), [Target("sdpa", 0.6)],
             setting | {"batch": args.batch, "prompt": length},
         )  # fmt: skip
-        show(rows)
-        append_csv(args.csv, rows)
+        report(args.csv, rows)
     samples, num_bytes = step(args)
     if "recorded" in samples:
         samples["recorded"] = [seconds / 20 for seconds in samples["recorded"]]
@@ -181,8 +174,7 @@ def benchmark(args: argparse.Namespace) -> None:
         "decode step of a layer", "s", samples, [],
         setting | {"batch": args.step_batch, "budget": args.entries},
     )  # fmt: skip
-    show(rows)
-    append_csv(args.csv, rows)
+    report(args.csv, rows)
 
 
 if __name__ == "__main__":

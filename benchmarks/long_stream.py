@@ -11,6 +11,9 @@ hold the same number of entries, and sit at rolling positions:
 Beside them stand the full cache at original positions, until its collapse is plain, and, as what
 the model can do at all, the full cache begun anew (`restarted`) at every context window of text.
 
+With --turnover nothing is written: one stream with `h2o`, and at every window the share of heavy
+hitters that are new since the window before, for each layer and head.
+
 One call is one model; its rows replace those of an earlier call in the CSV file. No time is
 written down: what is measured here holds on a busy machine as well.
 """
@@ -227,6 +230,32 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
+def print_turnover(model: PreTrainedModel, ids: torch.Tensor, args: Any) -> None:
+    """Prints how many heavy hitters (what is kept besides the recent window) are new."""
+    cache = h2okv.H2OCache(model.config, **options("h2o", args))
+    every = model.config.max_position_embeddings
+    stream = Stream(model, cache, TextSource(ids, "book"), StreamSettings(args.chunk, every=every))
+    before: list[set[int]] = []
+    for step in stream.blocks():
+        if not step.rows:
+            continue
+        start = cache.num_seen_tokens - args.recent
+        held = [
+            {position for position in head if 0 <= position < start}
+            for layer in range(len(cache.layers))
+            for head in cache.kept_positions(layer)[0].tolist()
+        ]
+        if before:
+            new = [len(now - then) for now, then in zip(held, before, strict=True)]
+            total = sum(map(len, held))
+            print(
+                f"{step.rows[-1].position:,} tokens: {sum(new)} of {total} heavy hitters are new"
+                f" ({100 * sum(new) / total:.2f} %), in {sum(map(bool, new))} of {len(new)} heads",
+                flush=True,
+            )
+        before = held
+
+
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
@@ -244,6 +273,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="how much of the book; else all of it")
     parser.add_argument("--full-windows", type=int, default=4, help="how long `full` is run")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=BY_DEFAULT)
+    parser.add_argument("--turnover", action="store_true", help="how heavy hitters change")
     parser.add_argument("--csv", type=Path, default=RESULTS / "long_stream.csv")
     parser.add_argument("--plot", type=Path, default=RESULTS / "long_stream.png")
     return parser.parse_args()
@@ -259,6 +289,8 @@ def main() -> None:
         book = read_book(args.text, args.begin)
         source = TextSource.of_text(book, tokenizer, model.config.vocab_size)
         ids = source.ids if args.tokens is None else source.ids[: args.tokens + 1]
+        if args.turnover:
+            return print_turnover(model, ids, args)
         for policy in args.policies:
             restarted = policy == "restarted"
             rows = run_restarted(model, ids) if restarted else run(model, ids, policy, args)

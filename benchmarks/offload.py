@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import Target, append_csv, environment, progress, rows_for, show
+from record import Target, environment, progress, report, rows_for
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from h2okv.assets import bundled_model_path
 
-CHILD = Path(__file__).with_name("offload_contestant.py")
+CHILD = Path(__file__).with_name("offload_child.py")
 RESULTS = Path(__file__).parent / "results" / "offload.csv"
 AGREEMENT = 0.9
 SHARE = 0.2
@@ -209,8 +209,7 @@ def main() -> None:
         for part in args.parts.split(","):
             rows = known[part](args, run)
             progress("")
-            show(rows)
-            append_csv(args.csv, rows)
+            report(args.csv, rows)
 
 
 if __name__ == "__main__":

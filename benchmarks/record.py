@@ -1,11 +1,9 @@
-"""What every benchmark shares: interleaved timing, the environment, and tidy CSV rows."""
+"""What every benchmark shares: interleaved timing, targets, and tidy CSV rows."""
 
 from __future__ import annotations
 
 import csv
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +11,20 @@ from typing import Any
 
 import torch
 
+from h2okv.benchmarking.timing import Spread, interleaved
+from h2okv.offload.profile import Clock
 from h2okv.ops.dispatch import wanted
 from h2okv.provenance import environment as describe
+from h2okv.records import write_csv
 
+RESULTS = Path(__file__).parent / "results"
 FIELDS = (
     "date", "commit", "machine", "python", "torch", "transformers", "threads", "ops",
     "model", "dtype", "kv_heads", "batch", "prompt", "budget",
     "measure", "implementation", "unit", "median", "lower_quartile", "upper_quartile", "rounds",
     "against", "ratio", "ratio_lower", "ratio_upper", "target", "met",
 )  # fmt: skip
-"""The columns: where and what, the setting, the value with its spread, and h2o's ratio."""
+"""The columns: where and what, the setting, the value with its spread, and the ratio."""
 
 
 @dataclass(frozen=True)
@@ -30,41 +32,32 @@ class Target:
     """What a ratio is held to.
 
     Attributes:
-        against: the implementation that h2o is compared with.
-        limit: the ratio's limit.
-        at_least: True if ``against / h2o`` must reach the limit (a speed-up), False if
-            ``h2o / against`` must stay below it (an overhead).
+        against: the implementation to compare with.
+        limit: the ratio's limit; ``None`` only reports it.
+        at_least: True if ``against / own`` must reach the limit (a speed-up), False if
+            ``own / against`` must stay below it (an overhead).
     """
 
     against: str
-    limit: float
+    limit: float | None = None
     at_least: bool = False
 
 
 def interleave(
-    runs: dict[str, Callable[[], None]], rounds: int, warmup: int, label: str
+    runs: dict[str, Callable[[], Any]],
+    rounds: int,
+    warmup: int,
+    label: str,
+    device: torch.device | None = None,
 ) -> dict[str, list[float]]:
-    """Times callables in turn, so that a slow moment of the machine hits all of them.
-
-    Args:
-        runs: name to callable; one call is one sample.
-        rounds: samples of each.
-        warmup: further calls of each, before, that do not count.
-        label: shown with the progress.
-
-    Returns:
-        Name to seconds, in order of the rounds.
-    """
+    """Times callables in turn, after ``warmup`` calls of each; name to seconds by round."""
+    clock = Clock(device or torch.device("cpu"))
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(-warmup, rounds):
-        progress(f"{label}: round {max(number + 1, 0)} of {rounds}")
-        # The order changes, so that none always runs in another one's warm or cold cache.
-        names = list(runs) if number % 2 else list(reversed(runs))
-        for name in names:
-            start = time.perf_counter()
-            runs[name]()
-            if number >= 0:
-                samples[name].append(time.perf_counter() - start)
+    for number, name in interleaved(list(runs), warmup + rounds):
+        progress(f"{label}: round {max(number - warmup + 1, 0)} of {rounds}")
+        seconds = clock.seconds(runs[name])
+        if number >= warmup:
+            samples[name].append(seconds)
     progress("")
     return samples
 
@@ -74,59 +67,55 @@ def progress(text: str) -> None:
     print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Returns lower quartile, median and upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return lower, middle, upper
-
-
 def rows_for(
     measure: str,
     unit: str,
     samples: dict[str, list[float]],
     targets: list[Target],
     setting: dict[str, Any],
+    own: str = "h2o",
 ) -> list[dict[str, Any]]:
-    """Makes the CSV rows of one measure: a row for each implementation.
+    """Makes the CSV rows of one measure, one for each implementation.
 
-    A row of another implementation carries h2o's ratio against it: the median, and the quartiles,
-    of the ratios within one round.
-
-    Args:
-        measure: what was measured.
-        unit: of the samples.
-        samples: implementation to samples; ``"h2o"`` among them.
-        targets: what the ratios are held to.
-        setting: the columns that say what ran where.
-
-    Returns:
-        The rows.
+    The row of an implementation that a target names carries the ratio with ``own``: the median,
+    and the quartiles, of the ratios within one round.
     """
     rows = []
     by_name = {target.against: target for target in targets}
     for name, values in samples.items():
-        lower, middle, upper = quartiles(values)
+        spread = Spread.of(values)
         row = {
             **setting, "measure": measure, "implementation": name, "unit": unit,
-            "median": f"{middle:.6g}", "lower_quartile": f"{lower:.6g}",
-            "upper_quartile": f"{upper:.6g}", "rounds": len(values),
+            "median": f"{spread.median:.6g}", "lower_quartile": f"{spread.lower:.6g}",
+            "upper_quartile": f"{spread.upper:.6g}", "rounds": len(values),
         }  # fmt: skip
         target = by_name.get(name)
         if target is not None:
-            pairs = list(zip(samples["h2o"], values, strict=True))
-            ratios = [other / own if target.at_least else own / other for own, other in pairs]
-            low, ratio, high = quartiles(ratios)
-            met = ratio >= target.limit if target.at_least else ratio <= target.limit
+            pair = (values, samples[own]) if target.at_least else (samples[own], values)
+            ratio = Spread.of_ratios(*pair)
             row |= {
-                "against": f"{name} / h2o" if target.at_least else f"h2o / {name}",
-                "ratio": f"{ratio:.3f}", "ratio_lower": f"{low:.3f}", "ratio_upper": f"{high:.3f}",
-                "target": f"{'>=' if target.at_least else '<='} {target.limit}",
-                "met": "yes" if met else "no",
+                "against": f"{name} / {own}" if target.at_least else f"{own} / {name}",
+                "ratio": f"{ratio.median:.3f}", "ratio_lower": f"{ratio.lower:.3f}",
+                "ratio_upper": f"{ratio.upper:.3f}",
             }  # fmt: skip
+            if target.limit is not None:
+                holds = ratio.median >= target.limit if target.at_least else (
+                    ratio.median <= target.limit)  # fmt: skip
+                row["target"] = f"{'>=' if target.at_least else '<='} {target.limit}"
+                row["met"] = "yes" if holds else "no"
         rows.append(row)
     return rows
+
+
+def report(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Shows rows, and adds them to a CSV file; an older file gets its new columns, empty."""
+    show(rows)
+    before: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            before = list(csv.DictReader(file))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(path, [*before, *rows], FIELDS)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -138,26 +127,11 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"[{float(row['lower_quartile']):.4g}, {float(row['upper_quartile']):.4g}]"
         )
         if row.get("ratio"):
-            text += (
-                f"   {row['against']} = {row['ratio']} [{row['ratio_lower']}, "
-                f"{row['ratio_upper']}], target {row['target']}: {row['met']}"
-            )
+            text += f"   {row['against']} = {row['ratio']} "
+            text += f"[{row['ratio_lower']}, {row['ratio_upper']}]"
+        if row.get("target"):
+            text += f", target {row['target']}: {row['met']}"
         print(text, flush=True)
-
-
-def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds rows to a CSV file; one from before a column was added gets that column, empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            before = list(csv.DictReader(file))
-    draft = path.with_suffix(".draft")
-    with draft.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*before, *rows])
-    draft.replace(path)
 
 
 def environment() -> dict[str, Any]:

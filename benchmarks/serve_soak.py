@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from record import Target, append_csv, environment, progress, rows_for, show
+from record import Target, environment, progress, report, rows_for
 
 from h2okv.benchmarking.serving import free_port
 
@@ -185,8 +185,7 @@ def main() -> None:
         f"serving: resident memory over {args.minutes:g} minutes", "MiB", samples,
         [Target("the first third", LIMIT)], told,
     )  # fmt: skip
-    show(rows)
-    append_csv(args.csv, rows)
+    report(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import Target, append_csv, environment, progress, rows_for, show
+from record import Target, environment, progress, report, rows_for
 
-CHILD = Path(__file__).with_name("serving_contestant.py")
+CHILD = Path(__file__).with_name("serving_child.py")
 RESULTS = Path(__file__).parent / "results" / "serving.csv"
 SHARE = 0.2
 PROMPTS = 4
@@ -269,8 +269,7 @@ def main() -> None:
     args = parse()
     for part in args.parts.split(","):
         rows = http(args) if part == "http" else measure(part, args)
-        show(rows)
-        append_csv(args.csv, rows)
+        report(args.csv, rows)
 
 
 if __name__ == "__main__":

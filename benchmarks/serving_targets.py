@@ -1,4 +1,4 @@
-"""Who answers in the serving benchmark; see serving_contestant.py."""
+"""Who answers in the serving benchmark; see serving_child.py."""
 
 from __future__ import annotations
 

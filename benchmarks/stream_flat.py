@@ -4,19 +4,21 @@ One stream on the bundled model with `h2o` at rolling positions: tokens are draw
 large blocks up to the early position, noted there, and read on to the late one. Then steps of a
 single token are timed on both caches in turn, in one process: the early one was saved to a file
 and loaded again for that, so that a slow moment of the machine hits both. Resident memory is read
-on the way, at both positions, after the same kind of steps.
+on the way, at both positions, after the same kind of steps; speed and memory are printed for every
+tenth of the tokens in between.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import Target, append_csv, environment, interleave, progress, rows_for, show
+from record import Target, environment, interleave, progress, report, rows_for
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import h2okv
@@ -36,6 +38,7 @@ class Reader:
         self.model = model
         self.cache = cache
         self._generator = torch.Generator().manual_seed(0)
+        self._tenth = (0, time.perf_counter())
 
     def read(self, count: int, chunk: int) -> None:
         """Reads `count` further tokens in blocks; one large draw would take memory of its own."""
@@ -48,7 +51,19 @@ class Reader:
                 pass
             count -= size
             if chunk > 1:
-                progress(f"reading: {total - count:,} of {total:,} tokens")
+                self._tell(total - count, total)
+
+    def _tell(self, done: int, total: int) -> None:
+        """Prints a line for each tenth."""
+        progress(f"reading: {done:,} of {total:,} tokens")
+        before, began = self._tenth
+        if 10 * done // total > 10 * before // total:
+            speed = (done - before) / (time.perf_counter() - began)
+            held = (resident_bytes() or 0) / 2**20
+            progress("")
+            print(f"{done:>10,} tokens {speed:8,.0f} tokens/s {held:7.1f} MiB resident  cache "
+                  f"{self.cache.nbytes / 2**20:.2f} MiB", flush=True)  # fmt: skip
+            self._tenth = (done, time.perf_counter())
 
 
 def resident_after_steps(reader: Reader, position: int, args: argparse.Namespace) -> list[float]:
@@ -131,8 +146,7 @@ def main() -> None:
     for name, unit in (("step", "s"), ("memory", "GiB")):
         measure_name = {"step": "stream step", "memory": "resident memory"}[name]
         rows = rows_for(measure_name, unit, measured[name], targets, setting)
-        show(rows)
-        append_csv(args.csv, rows)
+        report(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from record import Target, append_csv, environment, interleave, rows_for, show
+from record import Target, environment, interleave, report, rows_for
 
 from h2okv.offload.meta_model import ParameterSlot
 from h2okv.offload.quantized_linear import Int4Slot, Int8Slot
@@ -71,15 +71,9 @@ def main() -> None:
             runs |= {name: partial(layer, rows) for name, (layer, _) in made.items()}
             samples = interleave(runs, args.rounds, 3, f"{count} rows")
             for name in KINDS:
-                # `record` calls what is held to another h2o; there is no target here.
-                pair = {"h2o": samples[name], "bf16": samples["bf16"]}
-                own = rows_for("product", "s", pair, [Target("bf16", float("inf"))], setting)
-                for row in own:
-                    row |= {"batch": count, "target": "", "met": ""}
-                    row["implementation"] = str(row["implementation"]).replace("h2o", name)
-                    row["against"] = str(row.get("against", "")).replace("h2o", name)
-                show(own)
-                append_csv(args.csv, own)
+                pair = {name: samples[name], "bf16": samples["bf16"]}
+                setting["batch"] = count
+                report(args.csv, rows_for("product", "s", pair, [Target("bf16")], setting, name))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,21 @@
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from h2okv.analysis import run as module
 from h2okv.analysis.ablation import activation_frequency
+from h2okv.analysis.findings import FINDINGS
 from h2okv.analysis.measurements import MEASUREMENTS
-from h2okv.analysis.report import write_report
-from h2okv.analysis.run import TEXT_COLUMNS, analyze, finished, open_folder
+from h2okv.analysis.report import SECTIONS, write_report
+from h2okv.analysis.run import (
+    TEXT_COLUMNS,
+    analyze,
+    choose_measurements,
+    is_finished,
+    open_folder,
+)
 from h2okv.analysis.study import Study, make_sample, token_pieces
 from h2okv.records import read_csv, write_csv
 
@@ -19,18 +27,18 @@ def folder(model, sample, tmp_path_factory):
     """A finished analysis: leave it as it is."""
     path = tmp_path_factory.mktemp("analysis")
     open_folder(path, "tiny", TEXT, sample.length)
-    analyze(model, sample, path, with_neurons=True)
+    analyze(model, sample, path, MEASUREMENTS)
     return path
 
 
 def test_every_measurement_has_its_tables(folder):
-    assert all(finished(folder, measurement) for measurement in MEASUREMENTS)
+    assert all(is_finished(folder, measurement) for measurement in MEASUREMENTS)
 
 
 def test_a_second_run_computes_nothing(folder, model, sample, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     monkeypatch.setattr(module, "write_csv", None)
-    analyze(model, sample, folder, with_neurons=True)
+    analyze(model, sample, folder, MEASUREMENTS)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -44,8 +52,8 @@ def test_a_stopped_run_goes_on_where_it_was(folder, model, sample, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        analyze(model, sample, tmp_path, on_progress=stop)
-    done = [m for m in MEASUREMENTS if finished(tmp_path, m)]
+        analyze(model, sample, tmp_path, choose_measurements(), stop)
+    done = [m for m in MEASUREMENTS if is_finished(tmp_path, m)]
     assert done == list(MEASUREMENTS[:5])
     assert not list(tmp_path.rglob("*.partial"))
     kept = {path.name for path in (tmp_path / "working").iterdir()}
@@ -53,8 +61,14 @@ def test_a_stopped_run_goes_on_where_it_was(folder, model, sample, tmp_path):
     missing = write_report(tmp_path)
     assert "Policies by budget" in missing
     open_folder(tmp_path, "tiny", TEXT, sample.length)
-    analyze(model, sample, tmp_path, on_progress=lambda m, share: calls.append((m.name, share)))
-    assert [name for name, share in calls if share == 0.0][0] == stop_in.name
+    analyze(
+        model,
+        sample,
+        tmp_path,
+        choose_measurements(),
+        lambda m, share: calls.append((m.name, share)),
+    )
+    assert [name for name, done in calls if done == 0.0][0] == stop_in.name
     for path in folder.glob("*.csv"):
         if path.stem != "neurons":
             assert (tmp_path / path.name).read_text() == path.read_text(), path.name
@@ -82,9 +96,45 @@ def test_the_report_is_one_page_with_all_figures(folder):
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     assert "http" not in re.sub(r'src="[^"]*"', "", page)
     # The same tables give the same figures.
-    first = (folder / "removal.png").read_bytes()
+    first = (folder / "ablation.png").read_bytes()
     write_report(folder)
-    assert (folder / "removal.png").read_bytes() == first
+    assert (folder / "ablation.png").read_bytes() == first
+
+
+def test_the_report_begins_with_what_the_paper_found(folder):
+    write_report(folder)
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    head = page[: page.index("<section>")]
+    assert "<th>What the paper found</th><th>What this model does</th><th>Verdict</th>" in head
+    verdicts = re.findall(r"<td>(agrees|in part|differs)</td></tr>", head)
+    assert len(verdicts) == len(FINDINGS) == head.count("<tr><td>")
+    assert "Not measured" not in page
+
+
+def test_what_was_not_measured_names_its_option(folder, tmp_path):
+    for name in ("settings.json", "sparsity.csv", "perplexity.csv"):
+        shutil.copy(folder / name, tmp_path)
+    assert len(write_report(tmp_path)) == 12
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Neurons (--neurons)" in page and "Heads and layers (--only overlap)" in page
+    assert "Policies by budget (--only retention)" in page
+    assert page.count("<td>not measured</td><td></td>") == len(FINDINGS) - 2
+
+
+def test_legends_cover_no_point(folder):
+    tables = {path.stem: read_csv(path, text=TEXT_COLUMNS) for path in folder.glob("*.csv")}
+    drawn = 0
+    for section in SECTIONS:
+        figure = section.draw(tables)
+        figure.draw_without_rendering()
+        panels = [axes.get_window_extent() for axes in figure.axes]
+        assert not any(axes.get_legend() for axes in figure.axes)
+        for legend in figure.legends:
+            drawn += 1
+            box = legend.get_window_extent()
+            assert not any(box.overlaps(panel) for panel in panels), section.name
+            assert figure.bbox.contains(box.x0, box.y0) and figure.bbox.contains(box.x1, box.y1)
+    assert drawn >= 10
 
 
 def test_numbers_in_the_tables_hang_together(folder, sample):

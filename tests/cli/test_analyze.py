@@ -27,9 +27,46 @@ def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tm
     assert (done.code, done.out) == (0, f"{out / 'report.html'}\n"), done.err
     page = (out / "report.html").read_text(encoding="utf-8")
     assert page.count("<img ") == 12
-    assert "Not measured (yet): Neurons" in page
+    assert "Not measured: Neurons (--neurons)." in page
     tables = {table for m in MEASUREMENTS if not m.is_option for table in m.tables}
     assert {path.stem for path in out.glob("*.csv")} == tables
+
+
+def test_quick_tells_what_full_attention_tells(h2okv_command, model_folder, text_file, tmp_path):
+    done = h2okv_command(
+        "analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path, "--quick"
+    )
+    assert done.code == 0, done.err
+    tables = {table for m in MEASUREMENTS if m.is_quick for table in m.tables}
+    assert {path.stem for path in tmp_path.glob("*.csv")} == tables
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Policies by budget (--only policies, --only retention)" in page
+
+
+def test_only_some_measurements(h2okv_command, model_folder, text_file, tmp_path):
+    base = ["analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path / "new"]
+    done = h2okv_command(*base, "--only", "sinks,ablation")
+    assert done.code == 0, done.err
+    assert {path.stem for path in (tmp_path / "new").glob("*.csv")} == {"sinks", "ablation"}
+    done = h2okv_command(*base, "--only", "sink")
+    assert done.code == 2 and "'sink' is unknown; did you mean sinks" in done.err
+    done = h2okv_command(*base, "--only", "sinks", "--quick")
+    assert done.code == 2 and "give one of them" in done.err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    h2okv_command, monkeypatch, tmp_path
+):
+    def load(*_):
+        raise AssertionError("the folder was to be looked at first")
+
+    monkeypatch.setattr("h2okv.cli.analyze.describe", load)
+    (tmp_path / "file").write_text("x")
+    for folder in ("/proc/x", "/proc/x/y", tmp_path / "file", tmp_path / "file" / "report"):
+        done = h2okv_command("analyze", "--out", folder)
+        assert done.code == 2 and done.err.count("\n") == 1
+        assert f"--out '{folder}' cannot be written" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
@@ -46,7 +83,7 @@ def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
-    while not (tmp_path / "removal.csv").is_file() and time.monotonic() < deadline:
+    while not (tmp_path / "ablation.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)

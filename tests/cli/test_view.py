@@ -22,7 +22,9 @@ def content_of(page):
     return json.loads(data.group(1))
 
 
-def test_an_export_holds_every_policy_and_budget(h2okv_command, model_folder, text_file, tmp_path):
+def test_an_export_holds_the_policies_and_budgets_asked_for(
+    h2okv_command, model_folder, text_file, tmp_path
+):
     path = tmp_path / "kept.html"
     done = h2okv_command(
         "view", "--model", model_folder, "--text", text_file, "--export", path,
@@ -31,12 +33,34 @@ def test_an_export_holds_every_policy_and_budget(h2okv_command, model_folder, te
     assert (done.code, done.out) == (0, f"{path}\n"), done.err
     content = content_of(path.read_text(encoding="utf-8"))
     pairs = [(trace["policy"], trace["share"]) for trace in content["traces"]]
-    policies = ["full", "recent", "sink_recent", "h2o", "heavy", "random"]
-    assert pairs == [(policy, share) for policy in policies for share in (0.5, 0.2)]
+    assert pairs == [(policy, share) for policy in ("h2o", "recent") for share in (0.5, 0.2)]
     reading, choice = content["reading"], content["choice"]
     assert len(reading["tokens"]) == reading["given"] + 3
     assert "".join(reading["tokens"][: reading["given"]]).endswith("on the log, ")
     assert (choice["layer"], choice["beside"], choice["budgets"]) == (1, "recent", [0.5, 0.2])
+    assert choice["policies"] == ["h2o", "recent"] and choice["other"] == "recent"
+
+
+def test_an_export_without_a_budget_has_one(h2okv_command, model_folder, text_file, tmp_path):
+    path = tmp_path / "kept.html"
+    options = ("--policy", "recent", "--export", path)
+    done = h2okv_command("view", "--model", model_folder, "--text", text_file, *options)
+    assert done.code == 0, done.err
+    content = content_of(path.read_text(encoding="utf-8"))
+    assert [(t["policy"], t["share"]) for t in content["traces"]] == [("recent", 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("nowhere/kept.html", "there is no folder 'nowhere'"), (".", "a folder")]
+)
+def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeypatch, path, reason):
+    def load(*_):
+        raise AssertionError("the path was to be looked at first")
+
+    monkeypatch.setattr("h2okv.cli.analyze.describe", load)
+    done = h2okv_command("view", "--export", path)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert f"--export '{path}' cannot be written" in done.err and reason in done.err
 
 
 @pytest.mark.parametrize(
@@ -46,7 +70,7 @@ def test_an_export_holds_every_policy_and_budget(h2okv_command, model_folder, te
         (("--head", -1), "head -1 is out of range; the KV heads are 0 to 1"),
         (("--policy", "h3o"), "policy='h3o' is unknown"),
         (("--beside", "h3o"), "policy='h3o' is unknown"),
-        (("--budget", 1.5), "a budget of 1.5 is no share of the text"),
+        (("--budget", 1.5), "a budget of 1.5 is no fraction of the text"),
         (("--new-tokens", 9999), "9999 new tokens is out of range"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
     ],

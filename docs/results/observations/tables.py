@@ -1,39 +1,136 @@
 """Makes the tables of docs/observations.md and docs/theory.md from the CSV files beside it.
 
-    python docs/results/observations/tables.py          prints them
-    python docs/results/observations/tables.py --write  puts them into the two pages
+    python docs/results/observations/tables.py              prints them
+    python docs/results/observations/tables.py --write      puts them into the two pages
+    python docs/results/observations/tables.py --collect D  makes the CSV files of D/*/, where
+                                                            `h2okv analyze --neurons` wrote a
+                                                            report for each book
 
-Each folder beside it is what `h2okv analyze --neurons` wrote for one book. The largest tables are
-kept for the first book only.
+The files hold what the tables show. The theorem is that of one book, `DETAILED`.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from h2okv.analysis.figures import column, distinct, where
-from h2okv.records import read_table
+from h2okv.analysis.figures import Rows, column, distinct, where
+from h2okv.analysis.run import TEXT_COLUMNS
+from h2okv.records import read_csv
 
 FOLDER = Path(__file__).parent
 PAGES = (FOLDER.parents[1] / "observations.md", FOLDER.parents[1] / "theory.md")
 DETAILED = "sherlock_holmes"
 POLICIES = ("h2o", "global", "recent", "sink_recent", "random")
+COLUMNS = {
+    "sparsity": "layer head share share_square",
+    "power_law": "of layer values tail exponent p_value log_ratio log_ratio_p",
+    "cooccurrence": "measure layer against rho low high words",
+    "ablation": "condition share seed ratio low high",
+    "perplexity": "policy share ratio low high",
+    "sinks": "layer head first_1",
+    "stays": "policy layer gone_at_once p90",
+}
+"""Tables that are kept row by row; of the others only what `SUMMARIES` makes of them."""
 
 
 def books() -> list[str]:
     """Returns the names of the books that were analysed."""
-    return sorted(path.parent.name for path in FOLDER.glob("*/settings.json"))
+    return sorted({row["book"] for row in read_csv(FOLDER / "sparsity.csv", text=("book",))})
 
 
-def table(book: str, name: str) -> list[dict[str, Any]]:
-    """Reads a table of a book."""
-    return read_table(FOLDER / book / f"{name}.csv")
+def table(book: str, name: str) -> Rows:
+    """Reads a book's rows of a table."""
+    return where(read_csv(FOLDER / f"{name}.csv", text=("book", *TEXT_COLUMNS)), book=book)
+
+
+def groups(rows: Rows, *keys: str) -> Iterator[tuple[dict[str, Any], Rows]]:
+    """Yields the different values of some columns, and the rows that have them."""
+    for values in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        chosen = dict(zip(keys, values, strict=True))
+        yield chosen, where(rows, **chosen)
+
+
+def means(rows: Rows, keys: tuple[str, ...], names: tuple[str, ...]) -> Rows:
+    """Averages columns over the rows with the same keys."""
+    return [k | {n: column(own, n).mean() for n in names} for k, own in groups(rows, *keys)]
+
+
+def by_layer(rows: Rows) -> Rows:
+    """Kept-set overlap: the mean with heads of the same layer, and with those of others."""
+    found = []
+    for key, own in groups(rows, "layer"):
+        here = [row for row in own if row["other_layer"] == key["layer"]]
+        same = [row for row in here if row["head"] != row["other_head"]]
+        other = [row for row in own if row["other_layer"] != key["layer"]]
+        pair = {"same": column(same, "jaccard").mean(), "other": column(other, "jaccard").mean()}
+        found.append(key | pair)
+    return found
+
+
+def extremes(rows: Rows) -> Rows:
+    """The theorem: how often the bound holds, and the worst case of each figure."""
+    return [
+        key
+        | {"cases": len(own), "holds": int(column(own, "holds").sum())}
+        | {"lowest_ratio": column(own, "lowest_ratio").min()}
+        | {name: column(own, name).max() for name in ("alpha", "beta", "lost")}
+        for key, own in groups(rows, "case", "policy", "objective", "h")
+    ]
+
+
+def ratios(rows: Rows) -> Rows:
+    """The whole text: mean and lowest head."""
+    return [
+        key | {"mean": column(own, "ratio").mean(), "lowest": column(own, "ratio").min()}
+        for key, own in groups(rows, "policy", "step")
+    ]
+
+
+SUMMARIES: dict[str, Callable[[Rows], Rows]] = {
+    "retention": lambda rows: means(rows, ("policy", "share"), ("mass",)),
+    "local_global": lambda rows: means(rows, ("share",), ("overlap", "chance")),
+    "agreement": by_layer,
+    "neurons": lambda rows: [
+        key | {"share_of_top_tenth": own[0]["share_of_top_tenth"]}
+        for key, own in groups(rows, "layer")
+    ],
+    "theory": extremes,
+    "theory_mass": lambda rows: means(rows, ("case",), ("heavy", "h2o", "belady", "best")),
+    "theory_long": ratios,
+}
+
+
+def collect(reports: Path) -> None:
+    """Makes the CSV files of the reports of `h2okv analyze`, a folder for each book."""
+    import csv
+
+    found: dict[str, Rows] = {name: [] for name in (*COLUMNS, *SUMMARIES)}
+    for folder in sorted(path.parent for path in reports.glob("*/settings.json")):
+        for name, all_rows in found.items():
+            if name.startswith("theory") and folder.name != DETAILED:
+                continue
+            rows = read_csv(folder / f"{name}.csv", text=TEXT_COLUMNS)
+            if name == "cooccurrence":
+                rows = where(rows, layer="all")
+            if name == "stays":
+                rows = where(rows, policy="h2o")
+            if name in COLUMNS:
+                rows = [{key: row[key] for key in COLUMNS[name].split()} for row in rows]
+            else:
+                rows = SUMMARIES[name](rows)
+            all_rows += [{"book": folder.name} | row for row in rows]
+    for name, rows in found.items():
+        # With all digits: the tables round what is here.
+        with (FOLDER / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -109,13 +206,13 @@ def cooccurrence() -> str:
     return markdown([*header, "each, co-occurrence", "each, frequency"], lines)
 
 
-def removal() -> str:
+def ablation() -> str:
     """Perplexity with tokens hidden, times full attention's; random is the mean of the draws."""
     lines = []
     names = ("heavy hidden", "random hidden", "only heavy kept", "only random kept")
     for share in (0.05, 0.1, 0.2):
         for book in books():
-            rows = where(table(book, "removal"), share=share)
+            rows = where(table(book, "ablation"), share=share)
             cells = []
             for name in names:
                 part = where(rows, condition=name)
@@ -167,18 +264,7 @@ def layers() -> str:
     for layer in range(6):
         first = [column(where(table(b, "sinks"), layer=layer), "first_1") for b in books()]
         rows = [where(table(b, "stays"), layer=layer, policy="h2o")[0] for b in books()]
-        same = [
-            row["jaccard"]
-            for b in books()
-            for row in where(table(b, "agreement"), layer=layer, other_layer=layer)
-            if row["head"] != row["other_head"]
-        ]
-        other = [
-            row["jaccard"]
-            for b in books()
-            for row in where(table(b, "agreement"), layer=layer)
-            if row["other_layer"] != layer
-        ]
+        shared = [where(table(b, "agreement"), layer=layer)[0] for b in books()]
         tops = [where(table(b, "neurons"), layer=layer)[0]["share_of_top_tenth"] for b in books()]
         heads = np.mean(first, axis=0)
         lines.append(
@@ -187,8 +273,8 @@ def layers() -> str:
                 f"{percent(heads.mean())} ({percent(heads.max())})",
                 percent(float(column(rows, "gone_at_once").mean())),
                 f"{column(rows, 'p90').mean():.0f}",
-                f"{np.mean(same):.2f}",
-                f"{np.mean(other):.2f}",
+                f"{column(shared, 'same').mean():.2f}",
+                f"{column(shared, 'other').mean():.2f}",
                 percent(float(np.mean(tops))),
             ]
         )
@@ -208,11 +294,8 @@ def theorem() -> str:
             part = where(rows, objective=objective, h=h)
             cells = []
             for policy in ("heavy", "informed", "h2o", "belady"):
-                own = where(part, policy=policy)
-                held = column(own, "holds")
-                cells.append(
-                    f"{int(held.sum())} of {len(own)} ({column(own, 'lowest_ratio').min():.2f})"
-                )
+                (own,) = where(part, policy=policy)
+                cells.append(f"{own['holds']} of {own['cases']} ({own['lowest_ratio']:.2f})")
             name = "all three" if h == "identity" else objective
             lines.append([name, h, *cells])
     return markdown(["objective", "h", "heavy", "informed", "h2o", "Belady"], lines)
@@ -225,16 +308,11 @@ def adversaries() -> str:
     lines = []
     for case in distinct(rows, "case"):
         part = where(rows, case=case, objective="tokens", h="identity")
-        heavy, window = where(part, policy="heavy"), where(part, policy="h2o")
-        mass = where(masses, case=case)
-        cells = [
-            f"{column(heavy, 'lowest_ratio').min():.2f}",
-            f"{column(heavy, 'alpha').max():.2f}",
-            f"{column(heavy, 'beta').max():.2f}",
-            percent(column(heavy, "lost").max()),
-            f"{column(window, 'lowest_ratio').min():.2f}",
-        ]
-        kept = [percent(column(mass, name).mean()) for name in ("heavy", "h2o", "belady", "best")]
+        (heavy,), (window,) = where(part, policy="heavy"), where(part, policy="h2o")
+        (mass,) = where(masses, case=case)
+        cells = [*(f"{heavy[name]:.2f}" for name in ("lowest_ratio", "alpha", "beta"))]
+        cells += [percent(heavy["lost"]), f"{window['lowest_ratio']:.2f}"]
+        kept = [percent(mass[name]) for name in ("heavy", "h2o", "belady", "best")]
         lines.append([case, *cells, *kept])
     header = ["case", "heavy: lowest", "alpha", "beta", "lost", "h2o: lowest"]
     header += ["attention: heavy", "h2o", "Belady", "best"]
@@ -248,8 +326,8 @@ def long() -> str:
     for step in distinct(rows, "step"):
         cells = []
         for policy in ("heavy", "h2o", "global"):
-            ratio = column(where(rows, policy=policy, step=step), "ratio")
-            cells.append(f"{ratio.mean():.2f} ({ratio.min():.2f})")
+            (own,) = where(rows, policy=policy, step=step)
+            cells.append(f"{own['mean']:.2f} ({own['lowest']:.2f})")
         lines.append([f"{step + 1:,}", *cells])
     return markdown(["tokens read", "heavy", "h2o", "global"], lines)
 
@@ -258,7 +336,7 @@ PARTS = {
     "sparsity": sparsity,
     "power-law": power_law,
     "cooccurrence": cooccurrence,
-    "removal": removal,
+    "ablation": ablation,
     "policies": policies,
     "retention": retention,
     "layers": layers,
@@ -279,7 +357,10 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Prints the tables, or writes them into the pages."""
+    """Prints the tables, writes them into the pages, or makes the files."""
+    if "--collect" in sys.argv[1:]:
+        collect(Path(sys.argv[-1]))
+        return
     if "--write" in sys.argv[1:]:
         for path in PAGES:
             path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

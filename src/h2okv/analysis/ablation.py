@@ -19,14 +19,9 @@ _BLOCK = 32
 
 
 def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> np.ndarray:
-    """Computes the loss of every token given those before it.
+    """The loss of every token in nats, float64 ``[T]``; NaN for the first, which nothing predicts.
 
-    Args:
-        logits: ``[1, T, V]``.
-        input_ids: int64 ``[1, T]``.
-
-    Returns:
-        float64 ``[T]`` in nats; NaN for the first token, which nothing foresees.
+    ``logits`` is ``[1, T, V]``, ``input_ids`` int64 ``[1, T]``.
     """
     targets = input_ids[0, 1:].to(logits.device)
     parts = [
@@ -63,15 +58,9 @@ class Cost:
 
 
 def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0) -> Cost:
-    """Compares losses token by token; the interval is a bootstrap over blocks of 32 tokens.
+    """Compares losses ``[T]`` token by token; the interval is a bootstrap over blocks of 32 tokens.
 
     It says how sure the figure is for texts like this one read by this model, not for others.
-
-    Args:
-        losses: float ``[T]`` in nats.
-        baseline: float ``[T]``, without the change.
-        first: the first token that counts.
-        seed: for the bootstrap.
     """
     changed, plain = losses[first:], baseline[first:]
     gaps = changed - plain
@@ -90,15 +79,7 @@ def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0
 
 
 def heaviest(scores: np.ndarray, count: int) -> np.ndarray:
-    """Marks the tokens with the highest scores, for each layer and head.
-
-    Args:
-        scores: float ``[L, H, T]``.
-        count: how many.
-
-    Returns:
-        bool ``[L, H, T]``.
-    """
+    """Marks the ``count`` tokens with the highest of scores ``[L, H, T]``; bool ``[L, H, T]``."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     chosen = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(chosen, order, True, axis=-1)
@@ -106,29 +87,17 @@ def heaviest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def drawn(shape: tuple[int, ...], count: int, seed: int) -> np.ndarray:
-    """Marks as many random tokens, for each layer and head on its own.
-
-    Returns:
-        bool ``[L, H, T]``.
-    """
+    """Marks as many random tokens, for each layer and head on its own; bool ``[L, H, T]``."""
     return heaviest(np.random.default_rng(seed).random(shape), count)
 
 
 def losses_with_hidden(
     model: PreTrainedModel, input_ids: torch.Tensor, hidden: np.ndarray, layers: tuple[int, ...]
 ) -> np.ndarray:
-    """Computes the losses when some tokens are hidden from all queries but their own.
+    """The losses, float64 ``[T]``, when some tokens are hidden from all queries but their own.
 
-    A token still sees itself, so that no row of attention is empty.
-
-    Args:
-        model: a loaded model.
-        input_ids: int64 ``[1, T]``.
-        hidden: bool ``[L, H, T]``.
-        layers: the layers of the array, in order.
-
-    Returns:
-        float64 ``[T]`` in nats; NaN for the first token.
+    ``hidden`` is bool ``[L, H, T]`` for ``layers`` in order. A token still sees itself, so that no
+    row of attention is empty.
     """
     masks = dict(zip(layers, torch.from_numpy(hidden), strict=True))
 
@@ -167,17 +136,10 @@ def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.inference_mode()
 def activation_frequency(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
-    """Counts at which share of the tokens each neuron is active.
+    """Counts at which fraction of the tokens each neuron is active: float64 ``[L, M]``.
 
     With ReLU a neuron is active if it is above 0. Other activations are never exactly 0; there it
     counts as active if its magnitude is at least 10 % of the largest one at that token.
-
-    Args:
-        model: a loaded model with a plain or gated MLP in every layer (no experts).
-        input_ids: int64 ``[1, T]``.
-
-    Returns:
-        float64 ``[L, M]``.
     """
     found = find_neurons(model)
     config = model.config.get_text_config(decoder=True)

@@ -47,12 +47,9 @@ class LayerAttention:
     def rows(self, hidden: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the attention probabilities by blocks of queries; memory grows with T only.
 
-        Args:
-            hidden: bool ``[H, T]``, keys that no query but their own sees; ``None`` for none.
-
-        Yields:
-            ``(first, probabilities)``: the block's first query, and fp32 ``[H, G, R, first + R]``.
-            A key after its query has probability 0.
+        Each is ``(first, probabilities)``: the block's first query, and fp32 ``[H, G, R, first +
+        R]``, 0 for a key after its query. ``hidden``, bool ``[H, T]``, marks keys that no query
+        but their own sees.
         """
         heads, length, _ = self.key.shape
         grouped = self.query.float().unflatten(0, (heads, -1))
@@ -154,13 +151,7 @@ def observed(
 
 @torch.inference_mode()
 def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Handler) -> Any:
-    """Lets a model read a text at once, every full-attention layer shown to a handler.
-
-    Args:
-        model: a loaded model.
-        input_ids: int64 ``[1, T]``.
-        handler: as for `observed`.
-    """
+    """Lets a model read ``[1, T]`` tokens; every full-attention layer is shown to a handler."""
     reached = []
 
     def count(layer: LayerAttention) -> torch.Tensor | None:
@@ -195,14 +186,7 @@ class RowWatcher(Protocol):
 def watch_rows(
     model: PreTrainedModel, input_ids: torch.Tensor, watchers: list[Any], tick: Tick = no_tick
 ) -> None:
-    """Lets a model read a text and shows every block of attention rows to the watchers.
-
-    Args:
-        model: a loaded model.
-        input_ids: int64 ``[1, T]``.
-        watchers: `RowWatcher` objects; mutated.
-        tick: told how far the model is.
-    """
+    """Lets a model read ``[1, T]`` tokens; `RowWatcher`s see every block of attention rows."""
     total = model.config.get_text_config(decoder=True).num_hidden_layers
 
     def handler(layer: LayerAttention) -> None:

@@ -149,47 +149,24 @@ def follow(
 
 
 def held_after(gone_at: np.ndarray, step: int) -> np.ndarray:
-    """Tells which tokens were held after a step.
-
-    Returns:
-        bool ``[L, H, step + 1]``.
-    """
+    """Tells which tokens were held after a step: bool ``[L, H, step + 1]``."""
     return gone_at[..., : step + 1] > step + 1
 
 
 def heavy_after(gone_at: np.ndarray, step: int, recent: int) -> np.ndarray:
-    """Tells which tokens outside the recent window were held after a step.
-
-    Returns:
-        bool ``[L, H, step + 1 - recent]``.
-    """
+    """The same outside the recent window: bool ``[L, H, step + 1 - recent]``."""
     return held_after(gone_at, step)[..., : step + 1 - recent]
 
 
 def overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The share of the first set that is in the second too.
-
-    Args:
-        first: bool ``[..., N]``.
-        second: bool ``[..., N]``.
-
-    Returns:
-        float ``[...]``; NaN for an empty first set.
-    """
+    """The fraction of the first set, bool ``[..., N]``, that is in the second too; NaN if empty."""
     size = first.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         return (first & second).sum(axis=-1) / size
 
 
 def similarity(sets: np.ndarray) -> np.ndarray:
-    """Jaccard similarity of every pair of sets: common tokens by tokens in either.
-
-    Args:
-        sets: bool ``[S, N]``.
-
-    Returns:
-        float ``[S, S]``.
-    """
+    """Jaccard similarity ``[S, S]`` of every pair of sets, bool ``[S, N]``."""
     numbers = sets.astype(np.float64)
     common = numbers @ numbers.T
     sizes = numbers.sum(axis=-1)
@@ -204,11 +181,10 @@ def chance_similarity(kept: int, candidates: int) -> float:
 
 
 def stays(gone_at: np.ndarray, recent: int, first: int) -> np.ndarray:
-    """How long entries stayed after they left the recent window, in tokens.
+    """How long entries stayed after they left the recent window, in tokens: int ``[L, H, T']``.
 
-    Returns:
-        int ``[L, H, T']`` for the tokens that left the window in time to be evicted, with 0 for
-        those that went at once. Entries still held at the end have the time until then.
+    Only tokens that left the window in time to be evicted count, with 0 for those that went at
+    once; entries still held at the end have the time until then.
     """
     length = gone_at.shape[-1]
     # At the step at which a token leaves the window it can go for the first time.

@@ -85,10 +85,21 @@ def mark_layers(axes: Any, layers: list[int]) -> None:
     axes.set_xlabel("layer")
 
 
+def put_legend(figure: Any, axes: Any, title: str | None = None) -> None:
+    """Puts a legend below all panels, where it covers no point."""
+    handles, labels = axes.get_legend_handles_labels()
+    # About 13 letters to the inch, and the handles.
+    columns = int(13 * figure.get_figwidth() / (max(map(len, labels)) + 6))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)),
+        title=title, fontsize=9, title_fontsize=9,
+    )  # fmt: skip
+
+
 def label_layers(figure: Any, axes: Any, layers: list[int]) -> None:
     """Says which colour is which layer: a legend for a few, a bar for many."""
     if len(layers) <= 8:
-        axes.legend(title="layer", fontsize=8, title_fontsize=8)
+        put_legend(figure, axes, "layer")
         return
     cm = importlib.import_module("matplotlib.cm")
     colors = importlib.import_module("matplotlib.colors")
@@ -98,9 +109,9 @@ def label_layers(figure: Any, axes: Any, layers: list[int]) -> None:
     bar.ax.set_ylim(layers[0], layers[-1])
 
 
-def draw_removal(tables: dict[str, Rows]) -> Any:
+def draw_ablation(tables: dict[str, Rows]) -> Any:
     """Perplexity ratios with some tokens hidden; bars are 95 % intervals."""
-    rows = tables["removal"]
+    rows = tables["ablation"]
     figure, (axes,) = new_figure(width=7.5)
     marks = {
         "heavy hidden": (RED, "o"),
@@ -127,7 +138,7 @@ def draw_removal(tables: dict[str, Rows]) -> Any:
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("perplexity, times full attention's")
     axes.set_title("What it costs to hide tokens (random: one mark for each draw)")
-    axes.legend(ncols=2, fontsize=9)
+    put_legend(figure, axes)
     return figure
 
 
@@ -155,7 +166,7 @@ def draw_policies(tables: dict[str, Rows]) -> Any:
     left.set_title("Second half of the text")
     right.set_ylabel("of full attention's mass (%)")
     right.set_title("Attention on what is held, mean of layers")
-    right.legend(fontsize=9)
+    put_legend(figure, right)
     return figure
 
 
@@ -185,7 +196,7 @@ def draw_local_global(tables: dict[str, Rows]) -> Any:
     panels[1].set_title("mean of layers")
     for axes in panels:
         axes.set_ylim(0, 100)
-    panels[1].legend(fontsize=9, ncols=2)
+    put_legend(figure, panels[1])
     return figure
 
 
@@ -206,7 +217,7 @@ def draw_stays(tables: dict[str, Rows]) -> Any:
     right.set_title("A tenth of the entries stay longer than this")
     for axes in (left, right):
         mark_layers(axes, sorted({row["layer"] for row in rows}))
-    left.legend(fontsize=9)
+    put_legend(figure, left)
     return figure
 
 
@@ -263,7 +274,7 @@ def draw_theory(tables: dict[str, Rows]) -> Any:
         axes.set_title(title)
         axes.set_xlabel("tokens read")
     panels[0].set_ylabel("worth, share of the best set's")
-    panels[2].legend(fontsize=8, loc="lower left")
+    put_legend(figure, panels[2])
     panels[0].annotate(
         "1 - 1/e", (0, FACTOR), xycoords=("axes fraction", "data"), xytext=(4, -10),
         textcoords="offset points", fontsize=8,
@@ -284,10 +295,10 @@ def draw_mass(tables: dict[str, Rows]) -> Any:
                  color=colour, label=label)  # fmt: skip
     axes.set_xticks(range(len(cases)), cases)
     axes.grid(axis="x", visible=False)
-    axes.set_ylim(0, 118)
+    axes.set_ylim(0, 102)
     axes.set_ylabel("of full attention's mass (%)")
     axes.set_title("Attention retained, 4 of 14 tokens held")
-    axes.legend(fontsize=9, ncols=4, loc="upper center")
+    put_legend(figure, axes)
     return figure
 
 
@@ -309,7 +320,7 @@ def draw_long(tables: dict[str, Rows]) -> Any:
     axes.set_xlabel("tokens read")
     axes.set_ylabel("worth, share of the best set's")
     axes.set_title("The whole text at a 20 % budget, mean and range of heads")
-    axes.legend(loc="lower left", ncols=2)
+    put_legend(figure, axes)
     return figure
 
 
@@ -330,7 +341,7 @@ def draw_sparsity(tables: dict[str, Rows]) -> Any:
     axes.set_ylabel("entries below 1 % of\ntheir row's maximum (%)")
     axes.set_title("Attention sparsity, one mark for each query head")
     mark_layers(axes, sorted(set(layers.astype(int))))
-    axes.legend(loc="lower right")
+    put_legend(figure, axes)
     return figure
 
 
@@ -395,7 +406,7 @@ def draw_sinks(tables: dict[str, Rows]) -> Any:
     axes.set_ylabel("share of attention (%)")
     axes.set_title("Attention that goes to the beginning, one mark for each query head")
     mark_layers(axes, sorted(set(layers.astype(int))))
-    axes.legend(loc="upper left", fontsize=9)
+    put_legend(figure, axes)
     return figure
 
 

@@ -17,7 +17,7 @@ from h2okv.records import Row
 
 Tables = dict[str, list[Row]]
 
-REMOVED = (0.05, 0.1, 0.2)
+HIDDEN = (0.05, 0.1, 0.2)
 _SEEDS = 3
 _RANKS = 120
 _STEPS = 7
@@ -28,15 +28,17 @@ class Measurement:
     """A measurement and the tables that it gives.
 
     Attributes:
-        name: what the progress bar calls it.
+        name: what `--only` and the progress bar call it.
         tables: names of the CSV files, without ending.
         run: computes them.
+        is_quick: whether full attention is all that it looks at.
         is_option: whether it only runs when asked for.
     """
 
     name: str
     tables: tuple[str, ...]
     run: Callable[[Study, Tick], Tables]
+    is_quick: bool = False
     is_option: bool = False
 
 
@@ -124,7 +126,7 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     return {"word_scores": table, "cooccurrence": rows}
 
 
-def measure_removal(study: Study, tick: Tick = no_tick) -> Tables:
+def measure_ablation(study: Study, tick: Tick = no_tick) -> Tables:
     """Perplexity with heavy hitters hidden, with random tokens hidden, with only them kept."""
     scores = study.accumulated().sum(axis=2)
     base = study.dense_losses()
@@ -137,9 +139,9 @@ def measure_removal(study: Study, tick: Tick = no_tick) -> Tables:
         rows.append(
             {"condition": condition, "share": share, "hidden": number, "seed": seed, **found}
         )
-        tick(len(rows) / (len(REMOVED) * (2 + 2 * _SEEDS)))
+        tick(len(rows) / (len(HIDDEN) * (2 + 2 * _SEEDS)))
 
-    for share in REMOVED:
+    for share in HIDDEN:
         count = study.tokens(share)
         heavy = heaviest(scores, count)
         add("heavy hidden", share, 0, heavy)
@@ -148,7 +150,7 @@ def measure_removal(study: Study, tick: Tick = no_tick) -> Tables:
             chosen = drawn(scores.shape, count, seed)
             add("random hidden", share, seed, chosen)
             add("only random kept", share, seed, ~chosen)
-    return {"removal": rows}
+    return {"ablation": rows}
 
 
 def measure_policies(study: Study, tick: Tick = no_tick) -> Tables:
@@ -272,24 +274,25 @@ def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
     return {"neurons": rows}
 
 
+def _measure_theory(study: Study, tick: Tick) -> Tables:
+    return measure_theory(study.model, study.sample, tick)
+
+
 MEASUREMENTS = (
-    Measurement("sparsity", ("sparsity",), measure_sparsity),
+    Measurement("sparsity", ("sparsity",), measure_sparsity, is_quick=True),
     Measurement(
-        "accumulated scores", ("token_scores", "score_ranks", "power_law"), measure_accumulation
+        "scores", ("token_scores", "score_ranks", "power_law"), measure_accumulation, is_quick=True
     ),
-    Measurement("co-occurrence", ("word_scores", "cooccurrence"), measure_cooccurrence),
-    Measurement("sinks", ("sinks",), measure_sinks),
-    Measurement("what removal costs", ("removal",), measure_removal),
+    Measurement("words", ("word_scores", "cooccurrence"), measure_cooccurrence, is_quick=True),
+    Measurement("sinks", ("sinks",), measure_sinks, is_quick=True),
+    Measurement("ablation", ("ablation",), measure_ablation, is_quick=True),
     Measurement("policies", ("perplexity",), measure_policies),
-    Measurement("local and global", ("local_global",), measure_local_and_global),
-    Measurement("retained attention", ("retention",), measure_retention),
-    Measurement("how long entries stay", ("stays",), measure_stays),
-    Measurement("agreement of heads", ("agreement",), measure_agreement),
-    Measurement(
-        "theorem",
-        ("theory", "theory_steps", "theory_mass"),
-        lambda study, tick: measure_theory(study.model, study.sample, tick),
-    ),
-    Measurement("theorem at full length", ("theory_long",), measure_long),
+    Measurement("predicted", ("local_global",), measure_local_and_global),
+    Measurement("retention", ("retention",), measure_retention),
+    Measurement("lifetimes", ("stays",), measure_stays),
+    Measurement("overlap", ("agreement",), measure_agreement),
+    Measurement("theory", ("theory", "theory_steps", "theory_mass"), _measure_theory),
+    Measurement("theory-long", ("theory_long",), measure_long),
     Measurement("neurons", ("neurons",), measure_neurons, is_option=True),
 )
+"""In the order in which they run."""

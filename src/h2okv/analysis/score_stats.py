@@ -158,12 +158,7 @@ class Words:
 
 
 def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
-    """Counts words and what stands near them.
-
-    Args:
-        token_ids: int ``[T]``.
-        reach: the largest distance, in tokens.
-    """
+    """Counts the words of token ids ``[T]``, and what stands within ``reach`` tokens of them."""
     found, place, count = np.unique(token_ids, return_inverse=True, return_counts=True)
     together = np.zeros(len(found), dtype=np.int64)
     pairs = []
@@ -179,15 +174,7 @@ def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
 
 
 def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
-    """Adds up the scores of a word's tokens.
-
-    Args:
-        scores: float ``[..., T]``.
-        words: from `count_words`.
-
-    Returns:
-        float64 ``[..., W]``.
-    """
+    """Adds up the scores ``[..., T]`` of a word's tokens: float64 ``[..., W]``."""
     flat = scores.reshape(-1, scores.shape[-1])
     size = len(words.count)
     sums = np.stack([np.bincount(words.place, row, minlength=size) for row in flat])
@@ -212,13 +199,7 @@ class RankCorrelation:
 
 
 def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> RankCorrelation:
-    """Correlates two rankings.
-
-    Args:
-        first: float ``[W]``.
-        second: float ``[W]``.
-        seed: for the interval.
-    """
+    """Correlates two rankings, each float ``[W]``."""
     stats = load_scipy("stats")
     ranks = np.stack([stats.rankdata(first), stats.rankdata(second)])
     size = ranks.shape[1]

@@ -44,14 +44,7 @@ class Case:
 def real_cases(
     model: PreTrainedModel, input_ids: torch.Tensor, size: int, excerpts: int
 ) -> list[Case]:
-    """Reads short excerpts, so that each row of attention is there from its first token to its own.
-
-    Args:
-        model: a loaded model.
-        input_ids: int64 ``[1, T]``, the text to take the excerpts from.
-        size: tokens of an excerpt, n.
-        excerpts: how many, evenly spread.
-    """
+    """Reads short excerpts, so that each row of attention is there from its first token on."""
     found: list[Case] = []
     starts = np.linspace(0, input_ids.shape[1] - size, excerpts).astype(int)
     for number, start in enumerate(starts):
@@ -112,22 +105,15 @@ OBJECTIVES = ("tokens", "total", "rows")
 def set_values(
     rows: np.ndarray, members: np.ndarray, step: int, objective: str, h: str
 ) -> np.ndarray:
-    """Computes the worth of sets after a step.
+    """Computes the worth of sets after a step: float64 ``[S]``.
 
     With o[s] the attention that token s has received from the queries up to the step:
     ``tokens`` is the sum over s of h(o[s]) (additive); ``total`` is h(sum over s of o[s]);
     ``rows`` is the sum over queries of h(the query's attention on the set). The last one knows
     that a token is worth little where others have covered a query already.
 
-    Args:
-        rows: attention ``[G, n, n]``, rows of full attention; 0 after the diagonal.
-        members: bool ``[S, n]``, one set in each row.
-        step: the newest token, from 0.
-        objective: one of `OBJECTIVES`.
-        h: one of `CONCAVE`.
-
-    Returns:
-        float64 ``[S]``.
+    ``rows`` is full attention ``[G, n, n]``, 0 after the diagonal; ``members`` bool ``[S, n]``, one
+    set in each row.
     """
     concave = CONCAVE[h]
     seen = rows[:, : step + 1]
@@ -142,14 +128,7 @@ def set_values(
 
 
 def attention_rows(logits: np.ndarray) -> np.ndarray:
-    """Turns logits into rows of causal attention.
-
-    Args:
-        logits: ``[G, n, n]``.
-
-    Returns:
-        float64 ``[G, n, n]``; each row adds up to 1 and is 0 after the diagonal.
-    """
+    """Turns logits ``[G, n, n]`` into rows of causal attention, float64 ``[G, n, n]``."""
     size = logits.shape[-1]
     masked = np.where(np.tri(size, dtype=bool), logits, -np.inf)
     weights = np.exp(masked - masked.max(axis=-1, keepdims=True))
@@ -157,18 +136,11 @@ def attention_rows(logits: np.ndarray) -> np.ndarray:
 
 
 def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarray:
-    """Lets the library's own cache evict on given logits, one token at a time.
+    """Lets the library's own cache evict on given logits ``[G, n, n]``, one token at a time.
 
     Queries are the logits' rows and keys are unit vectors, so that the attention computes exactly
-    these logits, and its softmax runs over what is held.
-
-    Args:
-        logits: ``[G, n, n]``, one matrix for each query head of the group.
-        policy: a policy's name.
-        budget: in tokens.
-
-    Returns:
-        bool ``[n, n]``: row i marks what is held after token i.
+    these logits, and its softmax runs over what is held. Row i of the result, bool ``[n, n]``,
+    marks what is held after token i.
     """
     group, size, _ = logits.shape
     queries = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float32))
@@ -191,9 +163,6 @@ def informed_sets(rows: np.ndarray, kept: int, objective: str, h: str) -> np.nda
 
     It can be wrong only because what is gone stays gone; `cache_sets` also counts attention only
     over what it holds.
-
-    Returns:
-        bool ``[n, n]`` as in `cache_sets`.
     """
 
     def choose(held: np.ndarray, step: int) -> int:
@@ -210,9 +179,6 @@ def belady_sets(rows: np.ndarray, kept: int) -> np.ndarray:
 
     Belady's algorithm (1966) drops the page whose next use is farthest away. Attention uses every
     entry a little, so the attention that is still to come takes the place of the next use.
-
-    Returns:
-        bool ``[n, n]`` as in `cache_sets`.
     """
     total = rows.sum(axis=0)
 
@@ -237,11 +203,7 @@ def _evict(size: int, kept: int, choose: Callable[[np.ndarray, int], int]) -> np
 
 @lru_cache(maxsize=64)
 def all_sets(size: int, kept: int, width: int) -> np.ndarray:
-    """Lists every set of tokens.
-
-    Returns:
-        bool ``[C(size, kept), width]``; do not change it, it is shared.
-    """
+    """Lists every set of tokens, bool ``[C(size, kept), width]``; shared, so do not change it."""
     chosen = np.array(list(combinations(range(size), kept)))
     members = np.zeros((len(chosen), width), dtype=bool)
     np.put_along_axis(members, chosen, True, axis=1)
@@ -251,11 +213,7 @@ def all_sets(size: int, kept: int, width: int) -> np.ndarray:
 def best_value(
     rows: np.ndarray, kept: int, step: int, objective: str, h: str
 ) -> tuple[float, np.ndarray]:
-    """Finds the best of all sets of a size after a step, by trying every one.
-
-    Returns:
-        Its worth, and the set as bool ``[n]``.
-    """
+    """Finds the best of all sets of a size after a step: its worth, and the set as bool ``[n]``."""
     members = all_sets(step + 1, kept, rows.shape[-1])
     values = set_values(rows, members, step, objective, h)
     place = int(values.argmax())
@@ -263,12 +221,7 @@ def best_value(
 
 
 def retained_mass(rows: np.ndarray, held: np.ndarray) -> float:
-    """The mean share of full attention that falls on what a query can still see.
-
-    Args:
-        rows: as in `set_values`.
-        held: bool ``[n, n]`` as in `cache_sets`.
-    """
+    """The mean fraction of full attention that falls on what a query can still see."""
     size = rows.shape[-1]
     seen = np.eye(size, dtype=bool)
     seen[1:] |= held[:-1]
@@ -332,15 +285,7 @@ class Bound:
 
 
 def check_bound(rows: np.ndarray, held: np.ndarray, kept: int, objective: str, h: str) -> Bound:
-    """Compares what is held with the best of all sets, after every step that evicts.
-
-    Args:
-        rows: attention ``[G, n, n]``.
-        held: bool ``[n, n]``, what is held after each token.
-        kept: tokens in a set.
-        objective: one of `OBJECTIVES`.
-        h: one of `CONCAVE`.
-    """
+    """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts."""
     steps = range(kept, rows.shape[-1])
     values, tops, best_sets, drifts, lost = [], [], [], [0.0], []
     for step in steps:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from h2okv.analysis.ablation import find_neurons
+from h2okv.analysis.attention_stats import check_layer
 from h2okv.analysis.figures import new_figure
 from h2okv.analysis.measurements import MEASUREMENTS, Measurement
 from h2okv.analysis.report import REPORT_FILE, write_report
 from h2okv.analysis.run import analyze as run_analysis
-from h2okv.analysis.run import finished, open_folder
+from h2okv.analysis.run import check_folder, choose_measurements, is_finished, open_folder
 from h2okv.analysis.score_stats import load_scipy
 from h2okv.analysis.study import LEAST_TOKENS, MOST_TOKENS, make_sample
-from h2okv.analysis.viewer.reading import Reader, budget_tokens, check_choice
-from h2okv.analysis.viewer.server import HOST, Desk, build_page, make_server
+from h2okv.analysis.viewer.reading import Desk, Reader, budget_tokens, export_content
+from h2okv.analysis.viewer.server import HOST, build_page, make_server
 from h2okv.assets import sample_prompt
-from h2okv.cli.args import DTYPES, POLICY_HELP, Model, parse_device, parse_dtype
+from h2okv.cli.args import DTYPES, POLICY_HELP, Model, parse_device, parse_dtype, split_list
 from h2okv.cli.generate import read_prompt
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import BUNDLED
+from h2okv.policy import get_policy
+from h2okv.records import atomic_write
 
 HELP = """Measure what the paper observed, on your model and text, and write a report.
 
@@ -34,8 +39,11 @@ Examples:
 
     h2okv analyze --out report
 
-    h2okv analyze --model ./my-model --text chapter.txt --out report --neurons
+    h2okv analyze --model smollm2 --text chapter.txt --out report --quick
+
+    h2okv analyze --model ./my-model --text chapter.txt --out report --only sinks,ablation
 """
+_QUICK_TOKENS = 512
 
 
 def analyze(
@@ -45,15 +53,30 @@ def analyze(
         Path | None, typer.Option(help="A text file; by default the opening of a novel.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option(help="Look at so many tokens, or at what the model can read.")
-    ] = MOST_TOKENS,
+        int | None,
+        typer.Option(
+            help="Look at so many tokens, or at what the model can read"
+            f" [default: {MOST_TOKENS}; with --quick {_QUICK_TOKENS}]."
+        ),
+    ] = None,
+    only: Annotated[
+        str,
+        typer.Option(help=f"Only these: {', '.join(m.name for m in MEASUREMENTS)}."),
+    ] = "",
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Only what full attention tells: no policies, no theorem."),
+    ] = False,
     neurons: Annotated[bool, typer.Option("--neurons", help="Also count active neurons.")] = False,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
 ) -> int:
     """Runs the measurements and writes the report, as `HELP` tells the user."""
+    chosen = choose_measurements(split_list(only), quick, neurons)
+    tokens = (_QUICK_TOKENS if quick else MOST_TOKENS) if tokens is None else tokens
     if tokens < LEAST_TOKENS:
         raise ValueError(f"--tokens {tokens} is too few; give {LEAST_TOKENS} or more")
+    check_folder(out)
     # What is not installed is heard about before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
@@ -63,18 +86,18 @@ def analyze(
     sample = make_sample(described.tokenizer, wording, within_context(described, tokens))
     open_folder(out, described.name, wording, sample.length)
     loaded = load_weights(described, wanted_dtype, wanted_device)
-    if neurons:
+    if any(measurement.is_option for measurement in chosen):
         find_neurons(loaded)  # a model without them is heard about before the long work
-    names = [measurement.name for measurement in MEASUREMENTS]
+    names = [measurement.name for measurement in chosen]
     with Progress("analyzing", len(names)) as progress:
 
         def report(measurement: Measurement, fraction: float) -> None:
             progress.update(names.index(measurement.name) + fraction, note=measurement.name)
 
         try:
-            run_analysis(loaded, sample, out, neurons, report)
+            run_analysis(loaded, sample, out, chosen, report)
         except KeyboardInterrupt:
-            write_remark(_stopped(out, neurons))
+            write_remark(_stopped(out, chosen))
             return INTERRUPTED
     write_report(out)
     write_text(f"{out / REPORT_FILE}\n")
@@ -96,11 +119,10 @@ def within_context(described: Described, tokens: int) -> int:
     return tokens if described.context is None else min(tokens, described.context)
 
 
-def _stopped(folder: Path, neurons: bool) -> str:
-    wanted = [m for m in MEASUREMENTS if neurons or not m.is_option]
-    done = sum(finished(folder, measurement) for measurement in wanted)
+def _stopped(folder: Path, chosen: Sequence[Measurement]) -> str:
+    done = sum(is_finished(folder, measurement) for measurement in chosen)
     return (
-        f"stopped; {done} of {len(wanted)} measurements are finished in '{folder}', and the same "
+        f"stopped; {done} of {len(chosen)} measurements are finished in '{folder}', and the same "
         "command goes on from there."
     )
 
@@ -108,7 +130,7 @@ def _stopped(folder: Path, neurons: bool) -> str:
 VIEW_HELP = """See what a policy keeps of a text, token by token, in the browser.
 
 Without --export it serves a page on this machine only, until Ctrl-C; with it, it writes one HTML
-file that opens anywhere, offline.
+file that opens anywhere, offline, with the policies (--policy, --beside) and budgets asked for.
 
 Examples:
 
@@ -121,7 +143,8 @@ Examples:
 
 _POLICIES = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
 """What the page offers; others are named with --policy or --beside."""
-_DEFAULT_BUDGETS = (0.2, 0.1, 0.05)
+_BUDGETS = (0.2, 0.1, 0.05)
+"""What the page offers where --budget is not given; an export has the first."""
 _SHORT_PROMPT = 6000
 """Characters of the built-in text that the page begins with, so that it is there soon."""
 
@@ -137,7 +160,10 @@ def view(
     beside: Annotated[str, typer.Option(help="A second policy to show beside it.")] = "",
     budget: Annotated[
         list[float] | None,
-        typer.Option(help="Budget as a share of the text, half of it recent; may be repeated."),
+        typer.Option(
+            help="Budget as a fraction of the text, half of it recent; may be repeated"
+            " [default: 0.2, and in the page without --export 0.1 and 0.05]."
+        ),
     ] = None,
     layer: Annotated[int, typer.Option(help="The layer to begin with.")] = 0,
     head: Annotated[int, typer.Option(help="The KV head to begin with.")] = 0,
@@ -152,21 +178,27 @@ def view(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
 ) -> int:
     """Serves or writes the page, as `HELP` tells the user."""
-    budgets = list(dict.fromkeys(budget or _DEFAULT_BUDGETS))
+    budgets = list(dict.fromkeys(budget or (_BUDGETS if export is None else _BUDGETS[:1])))
     for share in budgets:
         budget_tokens(share, 1000)
+    asked = list(dict.fromkeys((policy, *filter(None, [beside]))))
+    for name in asked:
+        get_policy(name)
+    if export is not None:
+        _check_export(export)
     wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
     wording = sample_prompt()[:_SHORT_PROMPT] if text is None else read_text(text)
     described = describe(model)
     loaded = load_weights(described, wanted_dtype, wanted_device)
     reader = Reader(loaded, described.tokenizer, described.name, described.context, tokens)
-    check_choice(reader, layer, head, [policy, *filter(None, [beside])])
+    check_layer(loaded, layer, head)
     choice = {
-        "policies": list(dict.fromkeys((*_POLICIES, policy, *filter(None, [beside])))),
+        # An export holds what was asked for and nothing else.
+        "policies": asked if export is not None else list(dict.fromkeys((*_POLICIES, *asked))),
         "budgets": budgets,
         "policy": policy,
         "beside": beside,
-        "other": "recent" if policy != "recent" else "h2o",
+        "other": asked[-1] if export is not None else "recent" if policy != "recent" else "h2o",
         "layer": layer,
         "head": head,
         "new_tokens": new_tokens,
@@ -177,30 +209,31 @@ def view(
     return _serve(reader, choice, port, open_browser)
 
 
+def _check_export(path: Path) -> None:
+    """Refuses a file that could not be written at the end."""
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder '{path.parent}'"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    if reason:
+        raise ValueError(f"--export '{path}' cannot be written ({reason}); choose another file")
+
+
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
-    """Writes the page with every policy and budget in it."""
-    pairs = [(name, share) for name in choice["policies"] for share in choice["budgets"]]
-    reading = reader.read(choice["text"], choice["new_tokens"])
-    traces = []
-    with Progress("computing", len(pairs)) as progress:
+    """Writes the page with the policies and budgets that were asked for."""
+    with Progress("computing", 1.0) as progress:
         try:
-            for done, (name, share) in enumerate(pairs):
-                label = f"{name} {100 * share:g} %"
-
-                def tick(part: float, done: int = done, label: str = label) -> None:
-                    progress.update(done + part, note=label)
-
-                traces.append(reading.trace(name, share, tick))
+            content = export_content(
+                reader, choice, lambda label, done: progress.update(done, note=label)
+            )
         except KeyboardInterrupt:
             write_remark("stopped; nothing was written.")
             return INTERRUPTED
-    content = {"choice": {**choice, "text": ""}, "reading": reading.describe(), "traces": traces}
-    try:
-        path.write_text(build_page(content), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"--export '{path}' cannot be written ({error.strerror}); choose another file"
-        ) from error
+    with atomic_write(path) as file:
+        file.write(build_page(content))
     write_text(f"{path}\n")
     return 0
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from h2okv.analysis.eviction_trace import follow, held_after
-from h2okv.analysis.viewer.reading import Reader
-from h2okv.analysis.viewer.server import Desk, build_page, make_server
+from h2okv.analysis.viewer.reading import Desk, Reader
+from h2okv.analysis.viewer.server import build_page, make_server
 from h2okv.config import TokenBudget
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
@@ -213,7 +213,7 @@ def test_a_file_is_loaded_and_a_budget_out_of_range_is_told(page, tmp_path):
         "(() => { const b = view.panes[0].budget; b.value = '140';"
         "b.dispatchEvent(new Event('change')); })()"
     )
-    page.wait("message().includes('1.4 is no share of the text')")
+    page.wait("message().includes('1.4 is no fraction of the text')")
 
 
 def test_a_picture_of_it(page, tmp_path):
@@ -262,6 +262,17 @@ def test_words_can_be_read_on_every_colour(page, dark):
         ink, paper = map(luminance, colours)
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5, (level, colours)
         lights.append(paper)
+    # Also what is gone or to come, at rest and while the page plays.
+    for name in ("t gone", "t unread"):
+        page.run(f"document.getElementById('probe').className = '{name}'")
+        ink, paper, opacity, fading = page.run(
+            "(({ color, opacity, transitionDuration }) => [color, getComputedStyle(document.body)"
+            ".backgroundColor, opacity, transitionDuration])"
+            "(getComputedStyle(document.getElementById('probe')))"
+        )
+        ink, paper = luminance(ink), luminance(paper)
+        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5, name
+        assert (opacity, fading) == ("1", "0s")
     # The scale goes one way in brightness, so that it can be read without colour.
     assert lights == sorted(lights, reverse=not dark)
     page.dark(False)
@@ -305,3 +316,10 @@ def test_a_saved_page_works_alone(browser, page, tmp_path):
     after = browser.run("JSON.stringify([view.reading.tokens, kept(0)])")
     assert json.loads(after) == json.loads(before)
     assert browser.complaints() == []
+
+
+def test_the_map_of_all_heads_is_on_the_first_screen(page):
+    box = page.run("(({ top, bottom }) => [top, bottom])"
+                   "(document.querySelector('.map').getBoundingClientRect())")  # fmt: skip
+    assert 0 <= box[0] < box[1] <= 1000
+    assert box[1] <= page.run("document.querySelector('.tokens').getBoundingClientRect().top")

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from h2okv.analysis.viewer.reading import Reader, check_choice
-from h2okv.analysis.viewer.server import HOST, Desk, build_page, make_server
+from h2okv.analysis.viewer.reading import Desk, Reader, export_content
+from h2okv.analysis.viewer.server import HOST, build_page, make_server
 
 
 class LetterTokenizer:
@@ -25,6 +25,7 @@ class LetterTokenizer:
         return "".join(chr(32 + int(i) % 90) for i in ids)
 
 
+TEXT = "some words and some more words"
 CHOICE = {"policies": ["h2o", "recent"], "budgets": [0.2], "policy": "h2o", "text": "</script>"}
 
 
@@ -146,10 +147,27 @@ def test_a_taken_port_is_refused(reader):
         make_server(Desk(reader, CHOICE), 99999)
 
 
-def test_a_choice_out_of_range_is_refused(reader):
-    with pytest.raises(ValueError, match="layer 7 .* choose one of 0, 1"):
-        check_choice(reader, 7, 0, [])
-    with pytest.raises(ValueError, match="head 2 is out of range"):
-        check_choice(reader, 0, 2, [])
-    with pytest.raises(ValueError, match="policy='h3o'"):
-        check_choice(reader, 0, 0, ["h2o", "h3o"])
+def test_an_export_holds_what_was_asked_for_and_a_full_cache_once(reader):
+    choice = {"policies": ["h2o", "full"], "budgets": [0.5, 0.2], "text": TEXT, "new_tokens": 0}
+    told = []
+    content = export_content(reader, choice, lambda label, done: told.append((label, done)))
+    runs = [(trace["policy"], trace["share"]) for trace in content["traces"]]
+    assert runs == [("h2o", 0.5), ("h2o", 0.2), ("full", 0.5)]
+    assert list(dict.fromkeys(label for label, _ in told)) == ["h2o 50%", "h2o 20%", "full"]
+    done = [fraction for _, fraction in told]
+    assert done == sorted(done) and done[0] == 0 and done[-1] < 1
+
+
+def test_a_full_cache_is_followed_once_whatever_the_budget(port):
+    _, reading = read(port, TEXT)
+    answers = [
+        ask(port, "GET", f"/api/trace?text={reading['id']}&policy=full&share={share}")[2]
+        for share in (0.2, 0.1)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_the_page_says_what_one_sees_and_shows_the_map_first():
+    page = build_page({"choice": CHOICE})
+    assert "every token as a column" in page
+    assert page.index('class="map"') < page.index('class="tokens"')

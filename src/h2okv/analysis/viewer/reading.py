@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import gzip
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.analysis.attention_stats import (
     Tick,
-    check_layer,
     full_attention_layers,
     no_tick,
     num_kv_heads,
@@ -83,6 +85,7 @@ LEAST_TOKENS = 8
 MOST_TOKENS = 65_000
 """Positions travel as 16 bits."""
 _READ_AT_ONCE = 64
+_KEPT_READINGS, _KEPT_TRACES = 4, 24
 
 
 class Reader:
@@ -183,13 +186,83 @@ def budget_tokens(share: float, length: int) -> int:
     """Turns a share of the text into tokens, at least 2."""
     if not 0 < share <= 1:
         raise ValueError(
-            f"a budget of {share:g} is no share of the text; give a number above 0 and up to 1."
+            f"a budget of {share:g} is no fraction of the text; give a number above 0 and up to 1."
         )
     return max(2, int(share * length + 1e-6))
 
 
-def check_choice(reader: Reader, layer: int, head: int, policies: list[str]) -> None:
-    """Refuses what the page could not show."""
-    check_layer(reader.model, layer, head)
-    for policy in policies:
-        get_policy(policy)
+class Desk:
+    """Reads texts and follows policies for the page, one thing at a time."""
+
+    def __init__(self, reader: Reader, choice: dict[str, Any]) -> None:
+        self.reader, self.choice = reader, choice
+        self.progress = 0.0
+        self._lock = threading.Lock()
+        self._readings: OrderedDict[int, Reading] = OrderedDict()
+        self._traces: OrderedDict[tuple[int, str, float], dict[str, Any]] = OrderedDict()
+        self._count = 0
+
+    def read(self, body: Any) -> dict[str, Any]:
+        """Reads a text: ``{"text": "...", "new_tokens": 0}``; see `Reader.read`."""
+        body = body if isinstance(body, dict) else {}
+        text, new_tokens = body.get("text"), body.get("new_tokens", 0)
+        if not isinstance(text, str) or not isinstance(new_tokens, int):
+            raise ValueError('the request needs {"text": "...", "new_tokens": 0}.')
+        with self._lock:
+            reading = self.reader.read(text, new_tokens)
+            self._count += 1
+            self._readings[self._count] = reading
+            while len(self._readings) > _KEPT_READINGS:
+                self._readings.popitem(last=False)
+            return {"id": self._count, **reading.describe()}
+
+    def trace(self, query: dict[str, str]) -> dict[str, Any]:
+        """Follows a policy: ``text`` (a number from `read`), ``policy`` and ``share``."""
+        try:
+            number, policy, share = int(query["text"]), query["policy"], float(query["share"])
+        except (KeyError, ValueError) as error:
+            raise ValueError("a trace needs text, policy and share.") from error
+        with self._lock:
+            reading = self._readings.get(number)
+            if reading is None:
+                raise ValueError("this text is not held any more; read it again.")
+            # A cache that keeps everything has no budget.
+            key = (number, policy, 1.0 if policy == "full" else share)
+            if key not in self._traces:
+                self.progress = 0.0
+                self._traces[key] = reading.trace(policy, share, self._note)
+                while len(self._traces) > _KEPT_TRACES:
+                    self._traces.popitem(last=False)
+            self._traces.move_to_end(key)
+            return self._traces[key]
+
+    def _note(self, share: float) -> None:
+        self.progress = share
+
+
+def export_content(
+    reader: Reader,
+    choice: dict[str, Any],
+    report: Callable[[str, float], None] = lambda label, done: None,
+) -> dict[str, Any]:
+    """What a page without a server holds: a trace for each policy and budget of the choice.
+
+    ``report`` is told what runs and how much is done, from 0 to 1.
+    """
+    runs = [
+        (policy, share)
+        for policy in choice["policies"]
+        # A cache that keeps everything has no budget, and is followed once.
+        for share in (choice["budgets"][:1] if policy == "full" else choice["budgets"])
+    ]
+    reading = reader.read(choice["text"], choice["new_tokens"])
+    traces = []
+    for place, (policy, share) in enumerate(runs):
+        label = policy if policy == "full" else f"{policy} {100 * share:g}%"
+
+        def tick(part: float, place: int = place, label: str = label) -> None:
+            report(label, (place + part) / len(runs))
+
+        tick(0.0)
+        traces.append(reading.trace(policy, share, tick))
+    return {"choice": {**choice, "text": ""}, "reading": reading.describe(), "traces": traces}

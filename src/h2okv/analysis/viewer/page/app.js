@@ -28,6 +28,9 @@ class View {
     byId("beside").checked = Boolean(this.choice.beside);
     byId("export").hidden = this.source.isExport;
     byId("input").hidden = this.source.isExport;
+    // In a file there may be nothing to set beside it.
+    const { policies, budgets } = this.choice;
+    byId("two").hidden = this.source.isExport && policies.length * budgets.length < 2;
     if (this.source.isExport) await this.show(this.source.content.reading);
     else await this.read();
   }
@@ -146,8 +149,7 @@ class View {
   play() {
     const playing = this.timer === null;
     byId("play").setAttribute("aria-pressed", String(playing));
-    byId("play").textContent = playing ? "⏸" : "▶";
-    byId("play").setAttribute("aria-label", playing ? "Pause" : "Play");
+    byId("play").textContent = playing ? "Pause" : "Play";
     if (!playing) {
       clearInterval(this.timer);
       this.timer = null;
@@ -163,9 +165,15 @@ class View {
   async busy(words, work) {
     const message = byId("message");
     message.textContent = this.source.isExport ? "" : `${words} …`;
+    let [began, before] = [performance.now(), 0];
     const poll = this.source.isExport ? null : setInterval(async () => {
       const { share } = await this.source.ask("api/progress").catch(() => ({ share: 0 }));
-      if (message.textContent) message.textContent = `${words} … ${Math.round(100 * share)} %`;
+      if (!message.textContent) return;
+      if (share < before) began = performance.now();
+      before = share;
+      const seconds = ((performance.now() - began) / 1000) * (1 / share - 1);
+      const left = share > 0.02 ? `, about ${Math.ceil(seconds)} s left` : "";
+      message.textContent = `${words} … ${Math.round(100 * share)} %${left}`;
     }, 700);
     try {
       await work();
@@ -180,10 +188,11 @@ class View {
   // The page with the traces that are open, as one file.
   save() {
     const packed = [...this.source.open.values()].map((trace) => trace.packed);
-    const shares = [...new Set(packed.map((trace) => trace.share))];
+    const budgeted = packed.filter((trace) => trace.policy !== "full");
+    const shares = [...new Set((budgeted.length ? budgeted : packed).map((trace) => trace.share))];
     const policies = [...new Set(packed.map((trace) => trace.policy))];
     const complete = policies.every((policy) =>
-      shares.every((share) => packed.some((t) => t.policy === policy && t.share === share)));
+      shares.every((share) => packed.some((t) => isTrace(t, policy, share))));
     const choice = {
       ...this.choice,
       // Only what is in the file can be chosen in it.

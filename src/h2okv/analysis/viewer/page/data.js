@@ -8,7 +8,7 @@ async function unpack(blob) {
 }
 
 class Trace {
-  // packed: what viewer/packing.py makes; goneBytes: its unpacked "gone".
+  // packed: what viewer/reading.py makes; goneBytes: its unpacked "gone".
   constructor(packed, goneBytes, reading) {
     this.packed = packed;
     this.reading = reading;
@@ -95,6 +95,11 @@ class Trace {
   }
 }
 
+// Whether a packed trace is that of a policy and budget; a full cache has no budget.
+function isTrace(packed, policy, share) {
+  return packed.policy === policy && (policy === "full" || packed.share === share);
+}
+
 // Where traces come from: the page itself (an export), or the server on this machine.
 class Source {
   constructor(content) {
@@ -117,11 +122,11 @@ class Source {
   }
 
   async trace(reading, policy, share) {
-    const key = `${policy} ${share}`;
+    const key = policy === "full" ? policy : `${policy} ${share}`;
     if (!this.open.has(key)) {
       let packed;
       if (this.isExport) {
-        packed = this.content.traces.find((t) => t.policy === policy && t.share === share);
+        packed = this.content.traces.find((t) => isTrace(t, policy, share));
       } else {
         const query = new URLSearchParams({ text: reading.id, policy, share });
         packed = await this.ask(`api/trace?${query}`);

@@ -25,7 +25,7 @@ class HeadMap {
     const { step } = view;
     const { length, gone } = trace;
     const rows = view.reading.layers.length * view.reading.heads;
-    const height = Math.max(1, Math.min(8, Math.floor(480 / rows)));
+    const height = Math.max(1, Math.min(8, Math.floor(240 / rows)));
     const width = Math.min(length, 1000);
     canvas.width = width;
     canvas.height = rows * height;

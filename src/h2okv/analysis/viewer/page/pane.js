@@ -68,7 +68,6 @@ class Pane {
     this.painted = new Array(this.spans.length).fill("t unread");
     this.tokens.replaceChildren(...this.paragraphs());
     this.chosen = null;
-    this.paintedStep = 0;
   }
 
   // The spans in blocks that end with a line.
@@ -98,9 +97,6 @@ class Pane {
     const { sink, recent } = trace.packed;
     const evicts = trace.packed.policy !== "full";
     const counts = { held: 0, leaving: 0 };
-    // Fading is for what goes at a step; after a jump it would only hold the page up.
-    this.tokens.classList.toggle("still", Math.abs(step - this.paintedStep) !== 1);
-    this.paintedStep = step;
     for (let token = 0; token < this.spans.length; token += 1) {
       let name;
       if (token > step) name = "t unread";
