@@ -6,12 +6,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
 from h2okv.cache.checkpoint import read_notes
+from h2okv.config import CacheConfig
 
 
 def tokens(length, seed=0, batch=1):
@@ -256,3 +259,146 @@ def test_a_policy_of_ones_own_comes_by_argument(model, tmp_path):
         h2okv.H2OCache.load(path, model)
     loaded = h2okv.H2OCache.load(path, model, policy=Own())
     assert torch.equal(follow(model, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
+
+
+DAMAGES = {
+    "a free slot out of range": ("0.free_slot", lambda t: t.fill_(40)),
+    "a free slot that is taken": ("1.free_slot", lambda t: t.copy_((t + 1) % 13)),
+    "scores that are not finite": ("0.scores", lambda t: t.fill_(torch.nan)),
+    "keys that are not finite": ("1.keys", lambda t: t.fill_(torch.inf)),
+    "no positions": ("0.positions", lambda t: t.fill_(-1)),
+    "one position many times": ("0.positions", lambda t: t.clamp_(max=5)),
+    "a position that was not seen": ("0.positions", lambda t: t.mul_(9)),
+    "another position that is none": ("0.positions", lambda t: t.clamp_(max=-2)),
+    "more tokens than were seen": ("0.num_real_tokens", lambda t: t.fill_(1 << 40)),
+    "no tokens": ("1.num_real_tokens", lambda t: t.zero_()),
+    "another total": ("0.total", lambda t: t.add_(1)),
+    "a negative window": ("0.recent", lambda t: t.neg_()),
+    "ranks out of range": ("1.ranks", lambda t: t.fill_(13)),
+    "ranks of others": ("1.ranks", lambda t: t.zero_()),
+}
+
+
+@pytest.fixture(scope="module")
+def rolling_file(make_llama, tmp_path_factory):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+    follow(model, cache, [tokens(60), tokens(1)])
+    path = tmp_path_factory.mktemp("saved") / "cache"
+    cache.save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    return model, path.parent, load_file(path), metadata
+
+
+def load_with(rolling_file, tensors, head=None):
+    model, folder, _, metadata = rolling_file
+    text = metadata["h2okv"] if head is None else head
+    save_file(tensors, folder / "broken", metadata=metadata | {"h2okv": text})
+    cache = h2okv.H2OCache.load(folder / "broken", model)
+    follow(model, cache, CONTINUATION)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_numbers_that_cannot_be_are_refused(rolling_file, name, damage):
+    tensors = {key: tensor.clone() for key, tensor in rolling_file[2].items()}
+    damage(tensors[name])
+    with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
+        load_with(rolling_file, tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t | {"0.attend": torch.zeros(1)},
+        lambda t: t | {"9.keys": t["0.keys"].clone()},
+        lambda t: t | {"keys": t["0.keys"].clone()},
+        lambda t: t | {"0.norms": t["0.scores"].clone()},
+        lambda t: t | {"0.slot_mask": torch.zeros(1, 2, 13, dtype=torch.bool)},
+        lambda t: t | {"0.values": t["0.values"][:, :, :5].clone()},
+        lambda t: t | {"0.keys": t["0.keys"].double()},
+        lambda t: t | {"0.cumulative_length": torch.tensor(61.0)},
+        lambda t: t | {"1.cumulative_length": torch.tensor(62)},
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(rolling_file, change):
+    with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
+        load_with(rolling_file, change(rolling_file[2]))
+
+
+def places(value, path=()):
+    """Paths to all parts of a JSON value."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+WRONG = [None, True, -1, 0, 7, 1 << 70, 0.5, "", "h2o", "float32", [], [1], {}, {"a": 1}]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_crafted_header_is_refused_or_harmless(rolling_file, data):
+    _, _, tensors, metadata = rolling_file
+    head = json.loads(metadata["h2okv"])
+    path = data.draw(st.sampled_from(sorted(places(head), key=str)))
+    action = data.draw(st.sampled_from(["replace", "remove", "add"]))
+    wrong = data.draw(st.sampled_from(WRONG))
+    if path == ():
+        head = wrong
+    else:
+        whole = head
+        for key in path[:-1]:
+            whole = whole[key]
+        if action == "replace":
+            whole[path[-1]] = wrong
+        elif action == "remove":
+            del whole[path[-1]]
+        elif isinstance(whole, dict):
+            whole["unknown"] = wrong
+    try:
+        load_with(rolling_file, tensors, json.dumps(head))
+    except ValueError as error:
+        assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize("head", ["", "no JSON", "[1]", "3", "{", "[" * 100_000])
+def test_a_header_that_is_no_object_is_refused(rolling_file, head):
+    with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
+        load_with(rolling_file, rolling_file[2], head)
+
+
+def test_a_cache_carries_its_config(model, tmp_path):
+    cache, path = saved(model, tmp_path, policy="random", seed=7, positions="rolling")
+    expected = CacheConfig("random", 6, 6, positions="rolling", seed=7)
+    assert cache.cache_config == expected
+    loaded = h2okv.H2OCache.load(path, model)
+    assert loaded.cache_config.to_dict() | {"seed": 7} == expected.to_dict()
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear_attention"])
+def test_linear_layers_are_forked_and_saved(tmp_path, kind):
+    sizes = dict(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    if kind == "conv":
+        config = AutoConfig.for_model("lfm2", layer_types=["conv", "full_attention"], **sizes)
+    else:
+        config = AutoConfig.for_model(
+            "qwen3_next", layer_types=["linear_attention", "full_attention"], head_dim=8,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+            linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+            moe_intermediate_size=16, shared_expert_intermediate_size=16, **sizes,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+    cache, path = saved(model, tmp_path)
+    loaded, twice = h2okv.H2OCache.load(path, model), cache.fork(2)
+    steps = [tokens(1, seed) for seed in (1, 2, 3)]
+    expected = follow(model, cache, steps)
+    assert torch.equal(follow(model, loaded, steps), expected)
+    both = follow(model, twice, [step.expand(2, 1) for step in steps])
+    torch.testing.assert_close(both, expected.expand_as(both), atol=1e-4, rtol=1e-4)

@@ -56,3 +56,18 @@ def test_decode_compiles_once(make_llama, budget, options):
         assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
         torch.testing.assert_close(cache.scores(layer), expected.scores(layer))
     cache.check_integrity()
+
+
+@torch.no_grad()
+def test_slots_that_grow_are_all_made_by_the_first_compiled_step(make_llama):
+    """Compiled once for the step that makes them, and once for all others."""
+    model = make_llama()
+    ids, budget = torch.randint(1, 97, (2, 16 + STEPS)), {"heavy": 90, "recent": 10}
+    expected, expected_logits = decode(model, model, ids, budget, 16)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    cache, logits = decode(model, compiled, ids, budget, 16)
+    assert counter.frame_count <= 2
+    assert cache.kept_positions(0).shape[2] == 101 > expected.kept_positions(0).shape[2]
+    torch.testing.assert_close(logits, expected_logits, atol=1e-5, rtol=1e-5)
+    cache.check_integrity()
