@@ -2,7 +2,14 @@ import inspect
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import h2okv
@@ -35,20 +42,37 @@ def test_unsupported_model_is_refused_by_name():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("mask", ["none", "ones"])
-def test_padded_batch_without_a_mask_is_refused(model, side, mask):
+def test_padded_batch_without_a_mask_is_refused(model, side):
     input_ids = torch.randint(2, 97, (2, 12))
     input_ids[1, slice(0, 4) if side == "left" else slice(8, 12)] = model.config.pad_token_id
-    attention_mask = None if mask == "none" else torch.ones_like(input_ids)
-    with (
-        h2okv.enable(model),
-        pytest.raises(ValueError, match=f"row 1 of the batch is padded on the {side}"),
-    ):
-        model(
-            input_ids,
-            attention_mask=attention_mask,
-            past_key_values=h2okv.H2OCache(model.config),
-        )
+    for arguments in ((), (None,)):
+        with (
+            h2okv.enable(model),
+            pytest.raises(ValueError, match=f"row 1 of the batch is padded on the {side}"),
+        ):
+            model(input_ids, *arguments, past_key_values=h2okv.H2OCache(model.config))
+
+
+def test_a_mask_that_is_given_is_believed(model):
+    """The padding token is text in models where it also begins or ends one (SmolLM2, Granite)."""
+    ids, mask = torch.randint(2, 97, (3, 12)), torch.ones(3, 12, dtype=torch.long)
+    ids[0, -1] = ids[1, 0] = ids[2, :5] = model.config.pad_token_id
+    mask[2, :4] = 0  # and the fifth is text
+    options = {"max_new_tokens": 5, "do_sample": False}
+    recipe = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    cache = h2okv.H2OCache(model, heavy=20, recent=20)
+    with h2okv.enable(model):
+        made = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(made, expected)
+    made = model.generate(ids, attention_mask=mask, heavy=20, recent=20, **options, **recipe)
+    assert torch.equal(made, expected)
+    logits = h2okv.prefill(model, ids, h2okv.H2OCache(model, 20, 20), mask)
+    torch.testing.assert_close(logits, model(ids, attention_mask=mask).logits[:, -1])
+    unpadded = ids[:2], mask[:2]
+    logits = h2okv.prefill(model, ids[:2], h2okv.H2OCache(model, 20, 20, prefill_chunk=5), mask[:2])
+    assert logits.shape == (2, 97)
+    torch.testing.assert_close(logits, model(*unpadded).logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_padded_batch_with_a_mask_passes(model):
@@ -61,6 +85,66 @@ def test_padded_batch_with_a_mask_passes(model):
             input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False
         )
     cache.check_integrity()
+
+
+def test_blocks_may_be_nested(model):
+    with h2okv.enable(model):
+        with h2okv.enable(model):
+            pass
+        assert model.config._attn_implementation == "h2o"
+        assert len(model._forward_pre_hooks) == 2
+    assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+
+
+def test_blocks_may_overlap(model):
+    """As those of threads do: the last one to end restores the model, whichever began first."""
+    first, second = h2okv.enable(model), h2okv.enable(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation == "h2o"
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+
+
+def test_each_part_of_a_composite_model_gets_its_own_attention_back():
+    parts = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**parts, num_hidden_layers=1, image_size=8, patch_size=4),
+        text_config=LlamaConfig(**parts, num_hidden_layers=1, vocab_size=50),
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+
+    def attention():
+        own = model.config
+        parts = (own, own.text_config, own.vision_config)
+        return [part._attn_implementation for part in parts]
+
+    before = attention()
+    with h2okv.enable(model):
+        assert attention()[1] == "h2o"
+    assert attention() == before and before[1:] == ["eager", "sdpa"]
+
+
+def test_a_compiled_model_is_unwrapped(model):
+    compiled = torch.compile(model, backend="eager")
+    h2okv.check_model(compiled)
+    ids = torch.randint(2, 97, (1, 30))
+    with h2okv.enable(model):
+        expected = model(ids, past_key_values=h2okv.H2OCache(model.config, 3, 3)).logits
+    with h2okv.enable(compiled) as given:
+        assert given is compiled and model.config._attn_implementation == "h2o"
+        logits = compiled(ids, past_key_values=h2okv.H2OCache(compiled, 3, 3)).logits
+    torch.testing.assert_close(logits, expected)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_pre_hooks and not compiled._forward_pre_hooks
+
+
+@pytest.mark.parametrize("call", [h2okv.H2OCache, h2okv.check_model])
+def test_what_is_no_model_is_refused(call):
+    with pytest.raises(ValueError, match="model=Linear is no model of transformers"):
+        call(torch.nn.Linear(2, 2))
 
 
 def test_attention_takes_its_arguments_in_the_order_of_transformers():

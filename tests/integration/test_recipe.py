@@ -42,7 +42,14 @@ def test_recipe_takes_a_budget(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{"scoring": "decay", "decay": 0.5}, {"scoring": "mean"}, {"kv_bits": 4}]
+    "options",
+    [
+        {"scoring": "decay", "decay": 0.5},
+        {"scoring": "mean"},
+        {"kv_bits": 4},
+        {"policy": "random", "seed": 3},
+        {"policy": "topk", "simulate": True},
+    ],
 )
 def test_recipe_takes_what_the_cache_takes(model, options):
     options = {"heavy": 3, "recent": 2} | options
@@ -60,8 +67,15 @@ def test_recipe_takes_what_the_cache_takes(model, options):
 
 
 def test_recipe_refuses_what_the_cache_refuses(model):
+    with pytest.raises(ValueError, match="is above max_tokens=9"):
+        by_recipe(model, heavy=0.5, max_tokens=9)
     with pytest.raises(ValueError, match="kv_bits=3.*give 8 or 4"):
         by_recipe(model, kv_bits=3)
+
+
+def test_recipe_refuses_options_beside_a_cache(model):
+    with pytest.raises(ValueError, match="heavy would have no effect on the cache"):
+        by_recipe(model, heavy=100, past_key_values=h2okv.H2OCache(model))
 
 
 def test_recipe_goes_on_with_a_cache(model):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.validation import check_loaded
+from h2okv.cache.validation import check_loaded, config_of, unwrap
 from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import Policy, get_policy
 
@@ -129,9 +129,7 @@ def load_cache(
     for name, kind in parts.items():
         if type(head.get(name)) is not kind:
             _refuse(path, f"its header has no {name}")
-    config = _saved_config(path, head["config"]) if model is None else model
-    if isinstance(config, PreTrainedModel):
-        config = config.config
+    config = _saved_config(path, head["config"]) if model is None else config_of(model)
     if model is not None:
         check_same_model(path, head["config"], config)
     if policy is None:
@@ -141,12 +139,14 @@ def load_cache(
         cache = cache_class(config, simulate=head["simulate"], **options)
     except (TypeError, ValueError, OverflowError) as error:
         _refuse(path, error)
-    loaded = isinstance(model, PreTrainedModel)
-    _fill(cache, path, head, model.device if loaded else torch.device("cpu"))
+    base = None if model is None or isinstance(model, PreTrainedConfig) else unwrap(model)
+    # An offloaded model has no device of its own; the cache follows the keys when they come.
+    offloaded = base is None or base.device.type == "meta"
+    _fill(cache, path, head, torch.device("cpu") if offloaded else base.device)
     dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, CacheLayer))
-    if loaded and model.dtype != dtype:
+    if base is not None and base.dtype != dtype:
         raise ValueError(
-            f"'{path}' was saved in {dtype} and the model is in {model.dtype}; load the model "
+            f"'{path}' was saved in {dtype} and the model is in {base.dtype}; load the model "
             f"with dtype={dtype}."
         )
     return cache

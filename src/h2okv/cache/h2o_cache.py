@@ -30,6 +30,7 @@ from h2okv.cache.validation import (
     check_policy,
     check_positions,
     check_scoring,
+    config_of,
     context_window,
 )
 from h2okv.config import Budget, CacheConfig, Positions
@@ -52,7 +53,7 @@ class H2OCache(Cache):
         model.generate(**inputs, past_key_values=cache)
 
     Args:
-        config: the model's config.
+        config: the model's config, or the model.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
@@ -103,7 +104,7 @@ class H2OCache(Cache):
         self.budget = Budget(heavy=heavy, recent=recent, sink=sink, max_tokens=max_tokens)
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
-        self.config = config
+        self.config = config = config_of(config)
         check_kv_bits(kv_bits)
         self.cache_config = CacheConfig(
             policy=self.policy.name,

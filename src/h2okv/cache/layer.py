@@ -344,8 +344,10 @@ class CacheLayer(CacheLayerMixin):
     def claim(self, module: torch.nn.Module) -> None:
         """Ties the entries to the attention module that wrote them."""
         if self.owner is None:
-            expected = self.expected_weights
-            if expected is not None and expected != fingerprint(module):
+            expected, found = self.expected_weights, None
+            if expected is not None:
+                found = fingerprint(module)  # none of weights that are offloaded
+            if found not in (None, expected):
                 raise ValueError(
                     f"H2OCache: the entries of layer {self.layer_idx} were saved with other "
                     "weights; load the file with the model that wrote it, in the same dtype."

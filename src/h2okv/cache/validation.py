@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from h2okv.cache.rope import ranks_of
@@ -13,8 +13,6 @@ from h2okv.ops.decode import protected_entries
 from h2okv.ops.quant import BITS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from h2okv.cache.layer import CacheLayer
     from h2okv.cache.rope import PositionRule
     from h2okv.cache.slot_state import SlotState
@@ -119,7 +117,34 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
     Raises:
         ValueError: naming the model type and the reason.
     """
-    check_config(model.config if isinstance(model, PreTrainedModel) else model)
+    check_config(config_of(model))
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The model inside what `torch.compile` or PEFT has made of it."""
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        peft = getattr(inner, "active_peft_config", None)
+        if peft is not None and peft.peft_type == "PREFIX_TUNING":
+            raise ValueError(
+                "prefix tuning puts keys of its own into the cache, which an H2OCache does not "
+                "take; use transformers' own cache for this model, or another method of PEFT."
+            )
+        if "_orig_mod" in getattr(inner, "_modules", {}):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        else:
+            raise ValueError(
+                f"model={type(model).__name__} is no model of transformers; give a "
+                "PreTrainedModel, or one that torch.compile or PEFT made of it."
+            )
+    return inner
+
+
+def config_of(model: Any) -> PreTrainedConfig:
+    """The config itself, or that of a model."""
+    return model if isinstance(model, PreTrainedConfig) else unwrap(model).config
 
 
 def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | None:

@@ -263,7 +263,7 @@ def h2o_attention(
         else:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
     if not layer.knows_rotation:
-        layer.rotation = find_rotation(module, layer.layer_idx, key.dtype, layer.known_rotations)
+        layer.rotation = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
         layer.knows_rotation = True
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.cache.validation import check_model
+from h2okv.cache.validation import check_model, unwrap
 from h2okv.integration.attention import ATTENTION_NAME
 
 
@@ -58,56 +61,119 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
     return forward
 
 
+class _Enabled:
+    """What `enable` changed on a model, for all blocks that are open on it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.users = 0
+        self._attention = [(config, config._attn_implementation) for config in _configs(model)]
+        self._own_forward = vars(model).get("forward")
+        self._compiles = False
+        self._hooks: dict[torch.nn.Module, list[RemovableHandle]] = {}
+
+    def enter(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
+        """Opens a block; the first one changes the model, and one that compiles its forward."""
+        self.users += 1
+        model.set_attn_implementation(ATTENTION_NAME)
+        if compile and not self._compiles:
+            vars(model)["forward"] = with_compiled_steps(model)
+            self._compiles = True
+        # A wrapper may call the model's forward past its hooks; ``generate`` passes the wrapper's.
+        for module in (model, outer):
+            if module not in self._hooks:
+                self._hooks[module] = [
+                    module.register_forward_pre_hook(_check_padding, with_kwargs=True),
+                    module.register_forward_pre_hook(_place_tokens, with_kwargs=True),
+                ]
+
+    def leave(self, model: PreTrainedModel) -> None:
+        """Closes a block; the last one gives the model back as it was."""
+        self.users -= 1
+        if self.users:
+            return
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+        if self._compiles:
+            del vars(model)["forward"]
+            if self._own_forward is not None:
+                vars(model)["forward"] = self._own_forward
+        for config, implementation in self._attention:
+            # Not by the property, which would set the parts of a composite model too.
+            config._attn_implementation_internal = implementation
+
+
+_LOCK = threading.Lock()
+_ENABLED: WeakKeyDictionary[PreTrainedModel, _Enabled] = WeakKeyDictionary()
+
+
 @contextmanager
 def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrainedModel]:
     """Gives a loaded model H2O attention inside a ``with`` block.
 
     The model's attention implementation is changed on entry and restored on exit, also after an
-    error. Inside, a padded batch without an attention mask is refused, and the positions that the
+    error. Blocks may be nested and overlap in threads: the last one to end restores the model.
+    Inside, a padded batch without an attention mask is refused, and the positions that the
     model gets are those that a cache with ``positions="clamped"`` asks for.
 
     Args:
-        model: a loaded model; its config's attention implementation, and with ``compile`` its
-            ``forward``, are mutated for the block.
+        model: a loaded model, as it is, compiled by ``torch.compile`` or with PEFT adapters; its
+            configs' attention implementation, and with ``compile`` its ``forward``, are mutated
+            for the block.
         compile: run steps of a single token through ``torch.compile``. The first one takes some
             tens of seconds; after that all small operations of a layer are one. Needs layers that
             all keep H2O entries; others run as they are.
 
     Yields:
-        The model.
+        The model as it was given.
 
     Raises:
         ValueError: if the model is not supported, or the compiler does not work here.
     """
-    check_model(model)
+    base = unwrap(model)
+    check_model(base)
     if compile:
-        check_compiler(model.device)
-    before = model.config._attn_implementation
-    own_forward = vars(model).get("forward")
-    model.set_attn_implementation(ATTENTION_NAME)
-    if compile:
-        vars(model)["forward"] = with_compiled_steps(model)
-    hooks = [
-        model.register_forward_pre_hook(_check_padding, with_kwargs=True),
-        model.register_forward_pre_hook(_place_tokens, with_kwargs=True),
-    ]
+        check_compiler(base.device)
+    with _LOCK:
+        enabled = _ENABLED.setdefault(base, _Enabled(base))
     try:
+        with _LOCK:
+            enabled.enter(base, model, compile)
         yield model
     finally:
-        for hook in hooks:
-            hook.remove()
-        if compile:
-            del vars(model)["forward"]
-            if own_forward is not None:
-                vars(model)["forward"] = own_forward
-        model.set_attn_implementation(before)
+        with _LOCK:
+            enabled.leave(base)
+            if not enabled.users:
+                _ENABLED.pop(base, None)
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model and of all its parts."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for config in waiting:
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [part for part in parts if part is not None]
+    return list(found.values())
 
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a batch that looks padded and has no mask; a mask that is given is believed."""
     input_ids = kwargs.get("input_ids", args[0] if args else None)
-    if input_ids is not None and input_ids.shape[-1] > 1:
-        mask = kwargs.get("attention_mask")
-        check_padded_batch(input_ids, mask, getattr(module.config, "pad_token_id", None))
+    pad = getattr(module.config, "pad_token_id", None)
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if input_ids is None or pad is None or mask is not None or 1 in input_ids.shape:
+        return
+    for side, column in (("left", 0), ("right", -1)):
+        rows = input_ids[:, column] == pad
+        if bool(rows.any()) and not bool(rows.all()):
+            row = int(rows.nonzero()[0])
+            raise ValueError(
+                f"row {row} of the batch is padded on the {side} with token {pad} and there is no "
+                "attention mask; pass attention_mask with 0 for padding and 1 for text."
+            )
 
 
 def _place_tokens(
@@ -133,34 +199,6 @@ def _positions(args: tuple[Any, ...], kwargs: dict[str, Any], cache: H2OCache) -
     if mask is not None and mask.dim() == 2:
         return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
     return (cache.num_seen_tokens + torch.arange(length, device=tokens.device)).unsqueeze(0)
-
-
-def check_padded_batch(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None
-) -> None:
-    """Refuses a batch that is padded but whose mask calls the padding text.
-
-    Args:
-        input_ids: ``[B, T]``.
-        attention_mask: ``[B, tokens seen + T]``, or as `h2o_mask` makes it, or ``None``.
-        pad_token_id: the padding token, or ``None`` if the model has none.
-    """
-    if pad_token_id is None or input_ids.shape[0] == 1:
-        return
-    real = torch.ones_like(input_ids, dtype=torch.bool)
-    if attention_mask is not None:
-        if attention_mask.dim() == 4:  # ``generate`` has made a mask of what concerns this forward
-            attention_mask = attention_mask[:, 0, -1]
-        real = attention_mask[:, -input_ids.shape[1] :].to(torch.bool).to(input_ids.device)
-    padding = (input_ids == pad_token_id) & real
-    for side, column in (("left", 0), ("right", -1)):
-        rows = padding[:, column]
-        if bool(rows.any()) and not bool(rows.all()):
-            row = int(rows.nonzero()[0])
-            raise ValueError(
-                f"row {row} of the batch is padded on the {side} with token {pad_token_id}, but "
-                "the attention mask does not say so; pass attention_mask with 0 for padding."
-            )
 
 
 def recipe_path() -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ def read_blocks(
     chunk: int | None = None,
     *,
     all_logits: bool = False,
+    attention_mask: torch.Tensor | None = None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Reads tokens onto a cache in blocks, with the memory of one block.
 
@@ -33,6 +35,8 @@ def read_blocks(
         chunk: tokens of a forward; ``cache.prefill_chunk`` if ``None``, and all at once if that is
             ``None`` too.
         all_logits: whether to give the logits of every token, not only of a block's last one.
+        attention_mask: ones ``[B, tokens seen + T]``, which say that tokens like the padding
+            token's are text; ``None`` to let the model guess.
 
     Yields:
         ``(read, logits)``: how many of the tokens have been read, and ``[B, c, V]`` or
@@ -46,25 +50,40 @@ def read_blocks(
         raise ValueError(f"chunk={chunk} reads nothing; give 1 or more.")
     cache.expect(length)
     try:
-        yield from _forwards(model, input_ids, cache, chunk, all_logits)
+        yield from _forwards(model, input_ids, cache, chunk, all_logits, attention_mask)
     finally:
         cache.expect(None)
 
 
+def _attending(model: PreTrainedModel, cache: H2OCache) -> AbstractContextManager[Any]:
+    """Gives the model H2O attention where it has not."""
+    enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
+    return nullcontext() if enabled else enable(model)
+
+
 def _forwards(
-    model: PreTrainedModel, input_ids: torch.Tensor, cache: H2OCache, chunk: int, all_logits: bool
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: H2OCache,
+    chunk: int,
+    all_logits: bool,
+    mask: torch.Tensor | None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The forwards of `read_blocks`."""
     length = input_ids.shape[1]
-    enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
-    with nullcontext() if enabled else enable(model):
+    before = 0 if mask is None else mask.shape[1] - length
+    with _attending(model, cache):
         for start in range(0, length, chunk):
             block = input_ids[:, start : start + chunk].to(model.device)
+            read = start + block.shape[1]
             with torch.no_grad():
                 logits = model(
-                    block, past_key_values=cache, logits_to_keep=0 if all_logits else 1
+                    block,
+                    attention_mask=None if mask is None else mask[:, : before + read],
+                    past_key_values=cache,
+                    logits_to_keep=0 if all_logits else 1,
                 ).logits
-            yield start + block.shape[1], logits
+            yield read, logits
 
 
 def check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
@@ -109,15 +128,15 @@ def prefill(
         ValueError: if there is nothing to read.
     """
     check_inputs(input_ids, cache)
+    given = attention_mask
     if attention_mask is None:
         attention_mask = cache.next_turn(input_ids)["attention_mask"]
     if bool(attention_mask.to(torch.bool).all()):
-        for _, logits in read_blocks(model, input_ids, cache):
+        for _, logits in read_blocks(model, input_ids, cache, attention_mask=given):
             last = logits[:, -1]
         return last
     new = attention_mask.long().cumsum(dim=1)[:, -input_ids.shape[1] :] - 1
-    enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
-    with nullcontext() if enabled else enable(model), torch.no_grad():
+    with _attending(model, cache), torch.no_grad():
         return model(
             input_ids,
             attention_mask=attention_mask,

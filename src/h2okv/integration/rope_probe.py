@@ -33,7 +33,7 @@ class _KeyTaker(DynamicCache):
 
 
 def find_rotation(
-    module: torch.nn.Module, layer_idx: int, dtype: torch.dtype, known: list[Rotation]
+    module: torch.nn.Module, layer_idx: int, key: torch.Tensor, known: list[Rotation]
 ) -> Rotation | None:
     """Learns how an attention module rotates its keys, and checks it on two tokens.
 
@@ -43,7 +43,8 @@ def find_rotation(
     rotary = _running_rotary(module)
     config: Any = module.config
     parameter = next(module.parameters())
-    device = parameter.device
+    # Not the parameters' device, which have none while their weights are offloaded.
+    dtype, device = key.dtype, key.device
     options: dict[str, Any] = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         options["layer_type"] = config.layer_types[layer_idx]

@@ -1,0 +1,137 @@
+"""The cache beside the packages and ways of calling that models are used with."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoTokenizer, TextIteratorStreamer, pipeline
+
+import h2okv
+from h2okv.assets import bundled_model_path
+
+OPTIONS = {"max_new_tokens": 8, "do_sample": False}
+
+
+def tokens(length=30, seed=0, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+def generate(model, ids, cache=None):
+    return model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **OPTIONS
+    )
+
+
+def check(model, config, ids):
+    """A budget above the text gives the text of the full cache; a small one holds what it says."""
+    expected = generate(model, ids)
+    with h2okv.enable(model) as given:
+        assert given is model
+        assert torch.equal(generate(model, ids, h2okv.H2OCache(config, 40, 40)), expected)
+        for positions in ("original", "rolling"):
+            cache = h2okv.H2OCache(model, 4, 4, positions=positions)
+            assert generate(model, ids, cache).shape == expected.shape
+            cache.check_integrity()
+            assert cache.num_cached_tokens == 8
+    assert config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def model(make_llama):
+    return make_llama(attention="sdpa")
+
+
+@pytest.fixture
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    adapters = peft.LoraConfig(
+        target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, adapters).eval()
+
+
+def test_lora_adapters(adapted):
+    check(adapted, adapted.get_base_model().config, tokens())
+
+
+def test_a_forward_of_a_model_with_adapters_is_checked(adapted):
+    """It calls the model's forward past the model's hooks."""
+    ids = tokens(batch=2)
+    ids[0, :5] = 0
+    with h2okv.enable(adapted), pytest.raises(ValueError, match="padded on the left"):
+        adapted(ids, past_key_values=h2okv.H2OCache(adapted, 4, 4))
+
+
+def test_prefix_tuning_is_refused(model):
+    peft = pytest.importorskip("peft")
+    tuning = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(model, tuning)
+    for call in (h2okv.H2OCache, h2okv.check_model):
+        with pytest.raises(ValueError, match="prefix tuning puts keys of its own into the cache"):
+            call(tuned)
+
+
+def test_weights_of_eight_bits(model):
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    check(model, model.config, tokens())
+
+
+def test_offloaded_weights_and_a_cache_from_a_file(model, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    cache = h2okv.H2OCache(model, 6, 6)
+    h2okv.prefill(model, tokens(), cache)
+    cache.save(tmp_path / "cache")
+    with h2okv.enable(model):
+        more = cache.next_turn(tokens(9, 1))
+        expected = model.generate(**more, past_key_values=cache, **OPTIONS)
+    accelerate.cpu_offload(model)
+    assert model.device.type == "meta"
+    check(model, model.config, tokens())
+    loaded = h2okv.H2OCache.load(tmp_path / "cache", model)
+    with h2okv.enable(model):
+        made = model.generate(**loaded.next_turn(tokens(9, 1)), past_key_values=loaded, **OPTIONS)
+    assert torch.equal(made, expected)
+
+
+def test_threads_with_blocks_of_their_own(model):
+    texts = [tokens(20 + n, n) for n in range(8)]
+    expected = [generate(model, ids) for ids in texts]
+
+    def one(ids):
+        with h2okv.enable(model):
+            return generate(model, ids, h2okv.H2OCache(model, 40, 40))
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(one, texts))
+    assert all(torch.equal(own, other) for own, other in zip(made, expected, strict=True))
+    assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    path = str(bundled_model_path())
+    return pipeline("text-generation", path, tokenizer=AutoTokenizer.from_pretrained(path))
+
+
+def test_a_pipeline_with_a_list_of_prompts(bundled):
+    """A list is read in one padded batch on one cache."""
+    bundled.tokenizer.pad_token = bundled.tokenizer.pad_token or bundled.tokenizer.eos_token
+    bundled.tokenizer.padding_side = "left"
+    prompts = ["The old house stood at", "It was late"]
+    expected = bundled(prompts, batch_size=2, **OPTIONS)
+    with h2okv.enable(bundled.model):
+        cache = h2okv.H2OCache(bundled.model, 64, 64)
+        assert bundled(prompts, batch_size=2, past_key_values=cache, **OPTIONS) == expected
+
+
+def test_a_streamer(bundled):
+    inputs = bundled.tokenizer("The old house", return_tensors="pt", return_token_type_ids=False)
+    expected = bundled.model.generate(**inputs, **OPTIONS)[0, inputs.input_ids.shape[1] :]
+    streamer = TextIteratorStreamer(bundled.tokenizer, skip_prompt=True)
+    cache = h2okv.H2OCache(bundled.model, 64, 64)
+    with h2okv.enable(bundled.model):
+        bundled.model.generate(**inputs, past_key_values=cache, streamer=streamer, **OPTIONS)
+    assert "".join(streamer) == bundled.tokenizer.decode(expected)
