@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from h2okv.analysis.attention_stats import read_observed
 from h2okv.analysis.eviction_trace import follow, held_after
@@ -88,7 +89,7 @@ def test_the_best_set_of_an_additive_objective_has_the_highest_scores(objective,
     assert set(np.flatnonzero(members)) == set(np.argsort(-rows.sum(axis=(0, 1)))[:4])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(OBJECTIVES), st.sampled_from(list(CONCAVE)))
 def test_every_objective_grows_and_its_gains_shrink(seed, objective, h):
     generator = np.random.default_rng(seed)

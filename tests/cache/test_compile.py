@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounter
 
 import h2okv
 
+pytestmark = pytest.mark.slow
 STEPS = 20
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -66,7 +67,7 @@ budgets = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     kv_heads=st.sampled_from([1, 2, 4]),
@@ -124,7 +125,7 @@ def test_dropping_equals_masking(
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     pads=st.lists(st.integers(0, 20), min_size=2, max_size=4),

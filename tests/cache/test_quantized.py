@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from test_oracle import POLICIES, budgets, fitting, held_scores, padding, run, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +19,7 @@ from h2okv.ops.quant import BITS, rounded, unpack
 # code now and then.
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(
     bits=st.sampled_from(BITS),
     policy=st.sampled_from(POLICIES),
@@ -61,7 +62,7 @@ def test_dropping_equals_masking(
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(
     bits=st.sampled_from(BITS),
     pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),

@@ -162,7 +162,7 @@ def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [None, 1, 4])
-@pytest.mark.parametrize("ops", ["plain", "triton"])
+@pytest.mark.parametrize("ops", ["plain", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops):
     # Read in blocks, the short row is padding while the long one reads on, its cache not yet full.
     model, short = make_llama(), torch.randint(2, 97, (1, 2))

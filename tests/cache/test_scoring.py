@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
@@ -57,7 +58,7 @@ def options_of(scoring, decay):
     return {"scoring": scoring, "decay": decay if scoring == "decay" else None}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     scoring=st.sampled_from(VARIANTS),
     decay=st.sampled_from([0.3, 0.9, 0.99, 1.0]),
@@ -102,7 +103,7 @@ def test_dropping_equals_masking(
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(
     scoring=st.sampled_from(VARIANTS),
     pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),

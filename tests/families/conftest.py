@@ -1,6 +1,28 @@
-"""Lets the tests of this folder import their table: pytest's importlib mode adds no folder."""
+"""Lets the tests of this folder import their table, and says which rows the quick run takes."""
 
 import sys
 from pathlib import Path
 
+import pytest
+
+# pytest's importlib mode adds no folder.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# One for each kind of attention: learned positions, RoPE, dynamic and partial RoPE, chunked, sliding
+# and soft-capped layers, one KV head, layers with a state instead of keys, layers without RoPE.
+QUICK = {
+    "OPT", "LLaMA 1, LLaMA 2", "LLaMA, dynamic RoPE scaling", "GPT-NeoX, Pythia", "Llama 4 (text)",
+    "Gemma 2", "GPT-BigCode, StarCoder", "Qwen3-Next", "LFM2", "SmolLM3", "Phi-3, LongRoPE",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the other families as slow, and of each family all but grouped queries."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.parent != Path(__file__).parent or not {"variant", "family"} & {*parameters}:
+            continue
+        family, heads = parameters.get("variant", (parameters.get("family"), None))
+        both = family.name == "LLaMA 1, LLaMA 2"
+        if family.name not in QUICK or (heads == 4 and not both):
+            item.add_marker(pytest.mark.slow)

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import h2okv
 from h2okv.integration import enable as compiled
 
+pytestmark = pytest.mark.slow
 NEW = 14
 
 

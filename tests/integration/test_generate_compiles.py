@@ -11,6 +11,7 @@ from transformers import CompileConfig, StaticCache
 import h2okv
 from h2okv.ops import dispatch
 
+pytestmark = pytest.mark.slow
 NEW = 14
 BACKEND = "h2okv_counter"
 counter = CompileCounter()

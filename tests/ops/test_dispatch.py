@@ -34,6 +34,7 @@ def run(model, ids, implementation, **options):
     return cache, torch.cat(logits, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"positions": "rolling", "sink": 2}, {"prefill_chunk": 9}, {"heavy": 9, "recent": 20},
@@ -49,6 +50,7 @@ def test_a_model_on_triton_kernels(make_llama, kept_sets, options):
     assert kept_sets(cache) == kept_sets(expected)
 
 
+@pytest.mark.slow
 def test_a_padded_batch_on_triton_kernels(make_llama, kept_sets):
     model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 30))
     mask = torch.ones_like(ids)

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 from h2okv.ops.decode import choose_free_slot, keep_indices, protected_entries
 
@@ -49,7 +50,7 @@ def ranked(priority, positions, newest, sink, recent):
     return sorted((slot for slot, position in enumerate(positions) if position >= 0), key=key)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), layer=layers())
 def test_keep_indices_against_a_sort(data, layer):
     priority, positions, newest = layer
@@ -72,7 +73,7 @@ def test_keep_indices_against_a_sort(data, layer):
             assert chosen == sorted(order[-totals[row] :])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), layer=layers())
 def test_choose_free_slot_against_a_sort(data, layer):
     priority, positions, newest = layer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 SMALLEST = 99 << 10
 """Bytes of shared memory that a program can have on cards from the RTX 30 series on."""

@@ -11,7 +11,7 @@ from h2okv.ops import triton_decode
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.rope import relative
 
-pytestmark = pytest.mark.usefixtures("garbage")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BATCH, HEADS = 2, 2
 

@@ -10,7 +10,7 @@ from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import compact
 from h2okv.ops.reference import attention_with_scores
 
-pytestmark = pytest.mark.usefixtures("garbage")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SUMS = {torch.float32: 1e-4, torch.bfloat16: 2e-3, torch.float16: 1e-3}
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 import h2okv
 from h2okv.config import TokenBudget
@@ -45,13 +46,13 @@ def pattern_of(policy, newest, limit):
     return set(marked[0, 0].nonzero().flatten().tolist())
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(newest=st.integers(0, 3000), limit=st.integers(0, 90))
 def test_the_strided_pattern(newest, limit):
     assert pattern_of(get_policy("strided"), newest, limit) == strided(newest, limit)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(newest=st.integers(0, 3000), limit=st.integers(0, 90), cells=st.sampled_from([1, 3, 8]))
 def test_the_fixed_pattern(newest, limit, cells):
     assert pattern_of(FixedPolicy(cells), newest, limit) == fixed(newest, limit, cells)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 import h2okv
 
@@ -74,7 +75,7 @@ def ask(served):
         yield lambda *bodies: list(threads.map(one, bodies))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(bodies=st.lists(BODIES, min_size=1, max_size=3))
 def test_any_body_beside_another_request(served, ask, bodies):
     (alone,) = ask(OTHER)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis_examples import examples
 
 import h2okv
 from h2okv.engine import engine as core
@@ -72,7 +73,7 @@ def expected(llm, prompts):
     return [llm.generate([own], params)[0].completions[0].token_ids for own, params in together]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(wishes=st.lists(WISHES, min_size=1, max_size=3))
 def test_any_parameters_beside_others(llm, prompts, expected, wishes):
     scheduler, events = llm.engine.core.scheduler, []
