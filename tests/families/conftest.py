@@ -8,8 +8,8 @@ import pytest
 # pytest's importlib mode adds no folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
-# One for each kind of attention: learned positions, RoPE, dynamic and partial RoPE, chunked, sliding
-# and soft-capped layers, one KV head, layers with a state instead of keys, layers without RoPE.
+# One for each kind of attention: learned positions, RoPE, dynamic and partial RoPE, chunked,
+# sliding and soft-capped layers, one KV head, layers with a state or without RoPE.
 QUICK = {
     "OPT", "LLaMA 1, LLaMA 2", "LLaMA, dynamic RoPE scaling", "GPT-NeoX, Pythia", "Llama 4 (text)",
     "Gemma 2", "GPT-BigCode, StarCoder", "Qwen3-Next", "LFM2", "SmolLM3", "Phi-3, LongRoPE",
