@@ -159,7 +159,16 @@ def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "h2okv.cli", "serve", "--port", str(port), "--rows", str(args.rows)]
+        [
+            sys.executable,
+            "-m",
+            "h2okv.cli",
+            "serve",
+            "--port",
+            str(port),
+            "--max-num-seqs",
+            str(args.rows),
+        ]
     )
     try:
         asyncio.run(asyncio.wait_for(answers(url), 120))

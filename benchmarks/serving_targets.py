@@ -31,7 +31,7 @@ class EngineTarget:
         longest = setting["mix"]["context"][1]
         half = setting["half"] or longest + Mix(**setting["mix"]).most_new_tokens
         self.llm = h2okv.AsyncLLM(
-            model, tokenizer, heavy=half, recent=half, rows=setting["clients"],
+            model, tokenizer, heavy=half, recent=half, max_num_seqs=setting["clients"],
             max_prompt_tokens=longest,
         )  # fmt: skip
 

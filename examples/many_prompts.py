@@ -11,7 +11,7 @@ prompts = [
     "There was once a king who",
 ]
 model = sys.argv[1] if len(sys.argv) > 1 else "bundled"
-with h2okv.LLM(model, heavy=32, recent=32, rows=3) as llm:
+with h2okv.LLM(model, heavy=32, recent=32, max_num_seqs=3) as llm:
     print(llm.describe(), end="\n\n")
     # Three rows for four prompts: the last one takes the first row that is given back.
     params = h2okv.SamplingParams(max_tokens=24, temperature=0.7, seed=1, stop=("\n\n",))

@@ -3,8 +3,7 @@
 from h2okv.cache import H2OCache
 from h2okv.cache.validation import check_model
 from h2okv.config import Budget, CacheConfig
-from h2okv.engine.llm import LLM, AsyncLLM
-from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine import LLM, AsyncLLM, SamplingParams
 from h2okv.integration import enable, prefill, recipe_path, register
 from h2okv.ops.dispatch import use as use_ops
 from h2okv.policy import Policy, policy_names, register_policy

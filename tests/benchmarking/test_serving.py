@@ -372,7 +372,8 @@ def test_our_own_server_under_load(tmp_path, capsys):
     before = set(psutil.Process().children())  # of other tests
     rows = tmp_path / "rows.csv"
     code = run([
-        "bench", "serve", "--model", "bundled", "--serve-options", "--rows 2 --max-prompt 256",
+        "bench", "serve", "--model", "bundled", "--serve-options",
+        "--max-num-seqs 2 --max-prompt 256",
         "--context", "96:128", "--new-tokens", "6", "--spread", "0", "--clients", "2",
         "--requests", "5", "--csv", str(rows), "--json", "--device", "cpu",
     ])  # fmt: skip

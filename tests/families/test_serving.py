@@ -23,7 +23,7 @@ def test_requests_share_rows_and_give_what_generate_gives(variant, tokenizer):
     model = tiny_model(*variant)
     budget = {"heavy": 6, "recent": 4, "sink": 1}
     try:
-        llm = h2okv.LLM(model, tokenizer, rows=2, piece_tokens=16, **budget)
+        llm = h2okv.LLM(model, tokenizer, max_num_seqs=2, max_prefill_tokens=16, **budget)
     except ValueError as error:
         assert "not held in slots" in str(error)
         assert variant[0].model_type in NO_ROWS

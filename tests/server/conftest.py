@@ -14,7 +14,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.engine.outputs import (
     EngineStats,
     EngineStoppedError,
-    Piece,
+    OutputDelta,
     PromptRead,
     QueueFullError,
     RequestFailedError,
@@ -91,7 +91,7 @@ class FakeEngine:
                 if params.logprobs is not None:
                     logprobs = tuple(told(token, params.logprobs) for token in tokens)
                 self.counts["new_tokens"] += len(tokens)
-                yield Piece(
+                yield OutputDelta(
                     index,
                     self.tokenizer.decode(list(tokens)),
                     tokens,

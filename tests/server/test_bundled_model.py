@@ -21,7 +21,7 @@ ROW = 2 * BUDGET
 @pytest.fixture(scope="module")
 def served(start):
     engine = h2okv.AsyncLLM(
-        "bundled", rows=ROWS, heavy=BUDGET, recent=BUDGET, max_prompt_tokens=1024
+        "bundled", max_num_seqs=ROWS, heavy=BUDGET, recent=BUDGET, max_prompt_tokens=1024
     )
     served = start(engine, model_name="bundled")
     yield served
@@ -125,7 +125,7 @@ def test_a_client_that_goes_away_frees_its_row(served):
 
 
 def test_what_runs_after_the_drain_is_told_so(start):
-    engine = h2okv.AsyncLLM("bundled", rows=1, heavy=8, recent=8, max_prompt_tokens=64)
+    engine = h2okv.AsyncLLM("bundled", max_num_seqs=1, heavy=8, recent=8, max_prompt_tokens=64)
     served = start(engine, model_name="bundled", drain=0.1)
     stream = iter(ask(served.client(), "Once", max_tokens=1900, stream=True,
                       extra_body={"ignore_eos": True}))  # fmt: skip

@@ -24,8 +24,8 @@ def server(tmp_path):
     processes = []
 
     def start(*options, **environment):
-        command = [sys.executable, "-m", "h2okv.cli", "serve", "--rows", "4", "--heavy", "32",
-                   "--recent", "32", *map(str, options)]  # fmt: skip
+        command = [sys.executable, "-m", "h2okv.cli", "serve", "--max-num-seqs", "4",
+                   "--heavy", "32", "--recent", "32", *map(str, options)]  # fmt: skip
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
@@ -64,7 +64,7 @@ def test_sigterm_finishes_what_runs_and_a_restart_takes_the_port_at_once(server)
     assert "".join(texts) == expected
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0 and "Traceback" not in err, err
-    assert "4 rows of 64 entries" in err and "warning" not in err
+    assert "4 sequences of 64 entries" in err and "warning" not in err
     _, again = server("--port", port_of(address))
     assert again == address and ask(again).usage.completion_tokens == 8
 
@@ -136,10 +136,10 @@ def command(capsys, monkeypatch):
         (("--drain", -1), "--drain -1 is out of range"),
         (("--max-tokens-limit", 0), "max_new_tokens=0 is too little"),
         (("--max-waiting", -1), "max_waiting=-1 is out of range"),
-        (("--rows", 0), "rows=0 is out of range"),
+        (("--max-num-seqs", 0), "max_num_seqs=0 is out of range"),
         (("--heavy", "much"), "--heavy 'much' is not an amount"),
         (("--heavy", 0, "--recent", 0), "keep nothing"),
-        (("--memory", "10MiB"), "has no room for a single row"),
+        (("--memory", "10MiB"), "has no room for a single sequence"),
         (("--max-prompt", 5000), "max_prompt_tokens=5000 is more than the model's context"),
         (("--system", "nowhere.txt"), "--system 'nowhere.txt' cannot be read"),
         (("--view-page", "nowhere.html"), "--view-page 'nowhere.html' cannot be read"),
@@ -166,8 +166,8 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--port", 70000), ("--rows", 0), ("--piece", 0), ("--policy", "h20"), ("--kv-bits", 3),
-        ("--max-prompt", 5000), ("--sink", -1),
+        ("--port", 70000), ("--max-num-seqs", 0), ("--max-prefill-tokens", 0),
+        ("--policy", "h20"), ("--kv-bits", 3), ("--max-prompt", 5000), ("--sink", -1),
     ],
     ids=str,
 )  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_warning_where_everybody_may_ask(command, monkeypatch):
 
     monkeypatch.setattr("h2okv.server.listener.Listener.run", announce_only)
     warning = "warning: whoever reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
-    options = ("--port", 0, "--rows", 1, "--max-prompt", 64)
+    options = ("--port", 0, "--max-num-seqs", 1, "--max-prompt", 64)
     assert warning in command("--host", "0.0.0.0", *options)[1]
     assert "warning" not in command(*options)[1]
     monkeypatch.setenv("H2OKV_API_KEY", "a-key")

@@ -26,7 +26,7 @@ def server(tmp_path_factory):
     """`h2okv serve --ray` on a cluster of this machine alone; ended as an operator ends it."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
     command = (
-        "serve", "--ray", "--replicas", "2", "--rows", ROWS, "--max-prompt", "256",
+        "serve", "--ray", "--replicas", "2", "--max-num-seqs", ROWS, "--max-prompt", "256",
         "--max-waiting", WAITING, "--name", "books", "--port", "0", "--drain", "5",
     )  # fmt: skip
     environment = os.environ | {
@@ -75,7 +75,7 @@ def expected():
     from h2okv.engine.llm import AsyncLLM
 
     async def texts():
-        engine = AsyncLLM("bundled", rows=ROWS, max_prompt_tokens=256)
+        engine = AsyncLLM("bundled", max_num_seqs=ROWS, max_prompt_tokens=256)
         found = {}
         for count in (20, TOKENS):
             params = SamplingParams(max_tokens=count, temperature=0)

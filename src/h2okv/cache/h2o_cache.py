@@ -448,6 +448,12 @@ class H2OCache(Cache):
             if not layer.holds_budgets and (layer.expected_length is None or length is None):
                 layer.expected_length = length
 
+    def allow_non_finite(self) -> None:
+        """Reads blocks whatever comes of them; one rank alone must not stop in the middle."""
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer):
+                layer.checks_numbers = False
+
     def prepare_step(self) -> bool:
         """Tells whether the next token can go through a compiled step, and prepares for it.
 

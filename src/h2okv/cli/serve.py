@@ -21,7 +21,8 @@ from h2okv.cli.args import (
     parse_positions,
 )
 from h2okv.cluster.ray_cluster import import_ray
-from h2okv.engine.engine import EngineSettings
+from h2okv.config import CacheConfig
+from h2okv.engine import EngineConfig
 from h2okv.engine.memory import parse_memory
 from h2okv.integration.models import BUNDLED
 from h2okv.server.config import ServerSettings
@@ -81,9 +82,9 @@ def serve(
         str, typer.Option(help="original, rolling (past the context window) or clamped (OPT).")
     ] = "original",
     kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
-    rows: Annotated[
+    max_num_seqs: Annotated[
         int | None,
-        typer.Option(help="Requests that generate together.", show_default="what fits, up to 64"),
+        typer.Option(help="Sequences that decode together.", show_default="what fits, up to 64"),
     ] = None,
     memory: Annotated[
         str | None,
@@ -98,12 +99,12 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; more get HTTP 429.")
     ] = 256,
-    piece: Annotated[
-        int, typer.Option(help="Tokens of a prompt that are read between two steps of others.")
+    max_prefill_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens between two decode steps (chunked prefill).")
     ] = 512,
-    prompt_share: Annotated[
+    max_prefill_time_fraction: Annotated[
         float,
-        typer.Option(help="Share of the time for prompts while others generate; less: more even."),
+        typer.Option(help="Fraction of the time for prefill while others decode; less: more even."),
     ] = 0.8,
     max_tokens_limit: Annotated[
         int, typer.Option(help="The most new tokens that a request may ask for.")
@@ -140,18 +141,22 @@ def serve(
     """Serves until a signal, as `HELP` tells the user."""
     check_copies("--replicas", replicas, ray, device)
     budget = h2okv.Budget(parse_amount("heavy", heavy), parse_amount("recent", recent), sink)
-    cache = {"policy": policy, "positions": parse_positions(positions), "kv_bits": kv_bits}
-    engine = EngineSettings(
-        heavy=budget.heavy,
-        recent=budget.recent,
-        sink=budget.sink,
-        rows=rows,
+    engine = EngineConfig(
+        cache=CacheConfig(
+            policy=policy,
+            heavy=budget.heavy,
+            recent=budget.recent,
+            sink=budget.sink,
+            positions=parse_positions(positions),
+            kv_bits=kv_bits,
+        ),
+        max_num_seqs=max_num_seqs,
         memory=None if memory is None else parse_memory(memory),
         max_prompt_tokens=max_prompt,
         max_waiting=max_waiting,
-        piece_tokens=piece,
-        prompt_share=prompt_share,
-        cache={key: value for key, value in cache.items() if value is not None},
+        max_prefill_tokens=max_prefill_tokens,
+        max_prefill_time_fraction=max_prefill_time_fraction,
+        tensor_parallel=tensor_parallel,
     )
     server = ServerSettings(
         model_name=name or served_name(model),
@@ -168,7 +173,7 @@ def serve(
     )
     loading: dict[str, Any] = {"dtype": parse_dtype(dtype)}
     if not ray:  # there, each copy takes what its machine has
-        loading |= {"device": parse_device(device), "in_parts": tensor_parallel}
+        loading["device"] = parse_device(device)
     request = ServeRequest(
         model=model,
         server=server,

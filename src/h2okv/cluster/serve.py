@@ -33,8 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2okv.cluster.metrics import Board, ReplicaNumbers, merge_metrics, merge_stats
 from h2okv.cluster.ray_cluster import cluster, count_workers, has_gpus, reason, share_cpus
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
-from h2okv.engine.engine import EngineSettings
-from h2okv.engine.llm import AsyncLLM
+from h2okv.engine import AsyncLLM, EngineConfig
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
 from h2okv.server.app import make_app
 from h2okv.server.launch import ServeRequest, announce
@@ -68,7 +67,7 @@ class Deployed:
     """
 
     request: ServeRequest
-    engine: EngineSettings
+    engine: EngineConfig
     replicas: int
     rows: int
     cpus: float
@@ -78,9 +77,9 @@ class Deployed:
 class Replica:
     """Answers what the front hands on."""
 
-    def __init__(self, request: ServeRequest, engine: EngineSettings, board: Any) -> None:
+    def __init__(self, request: ServeRequest, engine: EngineConfig, board: Any) -> None:
         self._board = board
-        self._engine = AsyncLLM(request.model, **request.loading, **vars(engine))
+        self._engine = AsyncLLM(request.model, config=engine, **request.loading)
         # The front has checked who asks.
         self._app = make_app(self._engine, request.server, is_guarded=False)
 
@@ -234,7 +233,7 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
     Raises:
         ValueError: If an option, the model, the port or the cluster is at fault.
     """
-    settings, engine = request.server, request.engine_settings()
+    settings, engine = request.server, request.engine_config()
     # Serve's proxy, a process of its own, opens it again.
     with open_port(settings.host, settings.port) as opened:
         port = opened.getsockname()[1]
@@ -252,7 +251,7 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
             request=request,
             engine=engine,
             replicas=copies,
-            rows=engine.rows or _ROWS,
+            rows=engine.max_num_seqs or _ROWS,
             cpus=1 if on_gpu else share_cpus(joined, copies),
             gpus=1 if on_gpu else 0,
         )

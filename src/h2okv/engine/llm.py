@@ -6,78 +6,54 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.config import Budget
-from h2okv.engine.engine import Engine, EngineSettings
+from h2okv.console import Progress
+from h2okv.engine.config import EngineConfig
+from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
 from h2okv.engine.outputs import (
     Completion,
     EngineStats,
     EngineStoppedError,
-    Piece,
+    OutputDelta,
     PromptRead,
     RequestOutput,
 )
 from h2okv.engine.request import Request
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.integration.chat_template import chat_text
+
+_IDLE_SECONDS = 0.5
+
+_Event = OutputDelta | Exception | None
+_Events = asyncio.Queue[_Event]
 
 
-class LLM:
-    """A model that generates for many prompts at a time, each on a fixed row of cache.
-
-    Every output equals that of the prompt's own ``generate`` with an `H2OCache` of the same
-    settings, whatever is generated beside it. For example::
-
-        with h2okv.LLM("bundled", heavy=0.1, recent=0.1) as llm:
-            for output in llm.generate(prompts, h2okv.SamplingParams(max_tokens=64)):
-                print(output.text)
-
-    Args:
-        model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
-            which has H2O attention until `close`.
-        tokenizer: The loaded model's; ``None`` to load it from where the model came from.
-        dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
-        device: Likewise; ``None`` for the first GPU, or the CPU.
-        in_parts: Whether each process that ``torchrun`` has started holds a part of the model. All
-            of them make the same calls, and only the first one gets outputs.
-        **settings: See `h2okv.engine.engine.EngineSettings`; ``cache`` takes further
-            options of `H2OCache`.
-
-    Raises:
-        ValueError: If the model is not supported, or not even one row fits.
-    """
+class _Front:
+    """What both fronts have in common: the engine, and how it is made."""
 
     def __init__(
         self,
         model: str | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        config: EngineConfig | None = None,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        in_parts: bool = False,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        self.engine = Engine(
-            model,
-            tokenizer,
-            EngineSettings(**settings),
-            dtype=dtype,
-            device=device,
-            in_parts=in_parts,
-        )
+        own = EngineConfig.from_options(config, **options)
+        self.engine = Engine(model, tokenizer, own, dtype=dtype, device=device)
+        self._start()
 
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _start(self) -> None:
+        """What is left to do before the first request."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -89,12 +65,73 @@ class LLM:
         return self.engine.describe()
 
     def stats(self) -> EngineStats:
-        """Tells what was done so far, in numbers."""
-        return self.engine.core.stats()
+        """Counts what was done and what is held."""
+        return self.engine.stats()
+
+
+class LLM(_Front):
+    """A model that generates for many prompts at a time, each in a fixed number of cache slots.
+
+    Every output equals that of the prompt's own ``generate`` with an `H2OCache` of the same
+    config, whatever is generated beside it. For example::
+
+        with h2okv.LLM("bundled", heavy=0.1, recent=0.1) as llm:
+            for output in llm.generate(prompts, h2okv.SamplingParams(max_tokens=64)):
+                print(output.text)
+
+    Args:
+        model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
+            which has H2O attention until `close`.
+        tokenizer: The loaded model's; ``None`` to load it from where the model came from.
+        config: An `EngineConfig`; ``None`` for the defaults.
+        dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
+        device: Likewise; ``None`` for the first GPU, or the CPU.
+        **options: Fields of `EngineConfig` and of its `CacheConfig`, in place of the config's.
+
+    Raises:
+        ValueError: If the model is not supported, or not even one sequence fits.
+    """
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Gives the model its own attention back."""
         self.engine.close()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        budget: Budget | None = None,
+        show_progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates the next message of each conversation, by the model's chat template.
+
+        Args:
+            messages: One conversation, or several: messages with ``"role"`` and ``"content"``.
+            params: See `generate`.
+            budget: See `generate`.
+            show_progress: See `generate`.
+
+        Returns:
+            One output for each conversation, in their order; none on ranks but the first.
+
+        Raises:
+            ValueError: If the template does not take the messages, or as `generate` does.
+        """
+        talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        # The template's text has its special tokens in it.
+        special = not self.tokenizer.chat_template
+        prompts = [
+            self.tokenizer(chat_text(self.tokenizer, talk), add_special_tokens=special)["input_ids"]
+            for talk in talks
+        ]
+        return self.generate(prompts, params, budget=budget, show_progress=show_progress)
 
     def generate(
         self,
@@ -109,7 +146,7 @@ class LLM:
         Args:
             prompts: A text, or any number of texts or token lists.
             params: For all of them, or one for each; by default those of `SamplingParams`.
-            budget: What their caches keep, up to a row; ``None`` for the engine's.
+            budget: What their caches keep; ``None`` for the engine's, which is also the most.
             show_progress: Whether to draw a bar, on a terminal.
 
         Returns:
@@ -119,49 +156,46 @@ class LLM:
             ValueError: If a prompt is refused; nothing is generated then.
             RequestFailedError: If one fails on the way; the others of the call are given up.
         """
-        ranks = self.engine.ranks
-        if ranks is not None and not ranks.is_first:
+        group = self.engine.group
+        if group is not None and not group.is_first:
             self.engine.follow()
             return []
         texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
         wanted = _for_each(params, len(texts))
-        collected = [_Collected(own) for own in wanted]
+        results = [_Collected(own) for own in wanted]
         requests = [
-            self.engine.request(text, own, part.take, budget)
-            for text, own, part in zip(texts, wanted, collected, strict=True)
+            self.engine.request(text, own, result.take, budget)
+            for text, own, result in zip(texts, wanted, results, strict=True)
         ]
         try:
-            with _bar(len(requests), show_progress) as advance:
-                self._run(requests, collected, advance)
+            self._run(requests, results, show_progress)
         finally:
             for request in requests:  # those that an error or Ctrl-C has left
-                self.engine.core.abort(request)
-            self.engine.core.step()  # gives their rows back
-            if ranks is not None:
-                ranks.let_go()
-        return [part.output() for part in collected]
+                self.engine.abort(request)
+            self.engine.step()  # releases their slots
+            if group is not None:
+                group.stop_followers()
+        return [result.output() for result in results]
 
     def _run(
-        self,
-        requests: Sequence[Request],
-        collected: Sequence[_Collected],
-        advance: Callable[[int], None],
+        self, requests: Sequence[Request], results: Sequence[_Collected], show_progress: bool
     ) -> None:
-        core = self.engine.core
+        scheduler = self.engine.scheduler
         pending = list(requests)[::-1]
-        while pending or core.scheduler.has_work:
-            # No more in the queue than are about to be read: it has a limit, a call has none.
-            while pending and not core.scheduler.waiting:
-                core.scheduler.enqueue(pending.pop())
-            core.step()
-            for part in collected:
-                if part.error is not None:
-                    raise part.error
-            advance(sum(part.is_over for part in collected))
+        with Progress("generating", len(requests), "prompts", shown=show_progress) as progress:
+            while pending or scheduler.has_work:
+                # No more in the queue than are about to begin: it has a limit, a call has none.
+                while pending and not scheduler.waiting:
+                    scheduler.waiting.append(pending.pop())
+                self.engine.step()
+                for result in results:
+                    if result.error is not None:
+                        raise result.error
+                progress.update(sum(result.is_over for result in results))
 
 
 class _Collected:
-    """The pieces of one request, put together."""
+    """The deltas of one request, put together."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.completions = [Completion(index) for index in range(params.n)]
@@ -169,9 +203,9 @@ class _Collected:
         self.error: Exception | None = None
         self.is_over = False
 
-    def take(self, event: Piece | Exception | None) -> None:
+    def take(self, event: _Event) -> None:
         """See `Request.notify`."""
-        if isinstance(event, Piece):
+        if isinstance(event, OutputDelta):
             self.prompt = event.prompt or self.prompt
             self.completions[event.index].add(event)
         elif event is None:
@@ -199,57 +233,24 @@ def _for_each(
     return params
 
 
-@contextmanager
-def _bar(total: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many are done."""
-    with Progress(disable=not is_wanted, transient=True) as progress:
-        task = progress.add_task("generating", total=total)
-        yield lambda done: progress.update(task, completed=done)
-
-
-_IDLE_SECONDS = 0.5
-
-_Event = Piece | Exception | None
-_Events = asyncio.Queue[_Event]
-
-
-class AsyncLLM:
+class AsyncLLM(_Front):
     """Serves requests from any number of tasks; the model runs in one thread of its own.
 
     Args:
-        model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
-            which has H2O attention until `aclose`.
-        tokenizer: The loaded model's; ``None`` to load it from where the model came from.
-        dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
-        device: Likewise; ``None`` for the first GPU, or the CPU.
-        in_parts: Whether each process that ``torchrun`` has started holds a part of the model. Only
-            the first one has an `AsyncLLM`; the others follow (`Engine.follow`).
-        **settings: See `h2okv.engine.engine.EngineSettings`; ``cache`` takes further
-            options of `H2OCache`.
+        model: As for `LLM`; a loaded model has H2O attention until `aclose`.
+        tokenizer: As for `LLM`.
+        config: As for `LLM`. With ``tensor_parallel`` only the first rank has an `AsyncLLM`; the
+            others follow (`Engine.follow`).
+        dtype: As for `LLM`.
+        device: As for `LLM`.
+        **options: As for `LLM`.
 
     Raises:
-        ValueError: If the model is not supported, or not even one row fits.
+        ValueError: If the model is not supported, or not even one sequence fits.
     """
 
-    def __init__(
-        self,
-        model: str | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        in_parts: bool = False,
-        **settings: Any,
-    ) -> None:
-        self.engine = Engine(
-            model,
-            tokenizer,
-            EngineSettings(**settings),
-            dtype=dtype,
-            device=device,
-            in_parts=in_parts,
-        )
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def _start(self) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stops = False
         self._drains = False
         self._error: BaseException | None = None
@@ -266,11 +267,6 @@ class AsyncLLM:
         return self.engine.name
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        return self.engine.tokenizer
-
-    @property
     def max_context(self) -> int | None:
         """The most tokens of a prompt and its output together; ``None`` for no limit."""
         return self.engine.max_context
@@ -282,7 +278,7 @@ class AsyncLLM:
 
     @property
     def row_budget(self) -> int:
-        """The most entries that a request may keep."""
+        """The most entries that a sequence may keep, per layer and KV head."""
         return self.engine.row_budget
 
     @property
@@ -290,33 +286,25 @@ class AsyncLLM:
         """Whether requests are served."""
         return self._thread.is_alive() and self._error is None
 
-    def describe(self) -> str:
-        """Says what is served with which memory, for people."""
-        return self.engine.describe()
-
-    def stats(self) -> EngineStats:
-        """Tells what is going on, in numbers."""
-        return self.engine.core.stats()
-
     async def generate(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[OutputDelta]:
         """Generates for one prompt.
 
-        Closing the iterator, or cancelling the task that it runs in, ends the request; its rows
+        Closing the iterator, or cancelling the task that it runs in, ends the request; its slots
         are free with the engine's next step.
 
         Args:
             prompt: A text, or tokens.
             params: What is asked for; by default `SamplingParams()`.
-            budget: What its cache keeps, up to a row; ``None`` for the engine's.
+            budget: What its cache keeps; ``None`` for the engine's, which is also the most.
 
         Yields:
-            Pieces of all its outputs, as they come.
+            What each step adds to one of its outputs.
 
         Raises:
             ValueError: If the request is refused (`PromptTooLongError` for its length).
@@ -333,7 +321,9 @@ class AsyncLLM:
 
         # Tokenising a long text takes longer than others should wait for.
         request = await asyncio.to_thread(self.engine.request, prompt, params, notify, budget)
-        self._order(lambda: self._submit(request))
+        if self._drains or not self.is_healthy:
+            raise EngineStoppedError(self._why_stopped())
+        self._commands.put(lambda: self._submit(request))
         try:
             while (event := await events.get()) is not None:
                 if isinstance(event, Exception):
@@ -341,7 +331,7 @@ class AsyncLLM:
                 yield event
         finally:
             if not request.is_over:
-                self._orders.put(lambda: self._abort(request))
+                self._commands.put(lambda: self.engine.abort(request))
 
     async def aclose(self, drain: float = 30.0) -> None:
         """Refuses new requests, finishes what runs, stops the engine, and lets other ranks go.
@@ -350,19 +340,14 @@ class AsyncLLM:
             drain: Seconds after which what still runs is given up.
         """
         self._drains = True
-        self._orders.put(None)
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join, drain)
         self._stops = True
-        self._orders.put(None)
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
-        if self.engine.ranks is not None and self._error is None:
-            self.engine.ranks.let_go()
+        if self.engine.group is not None and self._error is None:
+            self.engine.group.stop_followers()
         self.engine.close()
-
-    def _order(self, order: Callable[[], None]) -> None:
-        if self._drains or not self.is_healthy:
-            raise EngineStoppedError(self._why_stopped())
-        self._orders.put(order)
 
     def _why_stopped(self) -> str:
         if self._error is not None:
@@ -370,43 +355,39 @@ class AsyncLLM:
         return "the engine is shutting down."
 
     def _submit(self, request: Request) -> None:
-        if self._drains:
-            request.is_over = True
-            request.notify(EngineStoppedError(self._why_stopped()))
-            return
         try:
-            self.engine.core.scheduler.submit(request)
+            if self._drains:
+                raise EngineStoppedError(self._why_stopped())
+            self.engine.scheduler.submit(request)
         except Exception as error:  # the client gets it, whatever it is
             request.is_over = True
             request.notify(error)
             return
         self._live.add(request)
 
-    def _abort(self, request: Request) -> None:
-        self.engine.core.abort(request)
-
     def _loop(self) -> None:
+        """What the engine's thread does until it is stopped."""
         try:
             while not self._stops:
-                self._follow_orders()
-                busy = self.engine.core.step()
-                self._hand_over()
+                self._run_commands()
+                busy = self.engine.step()
+                self._send_events()
                 self._live = {own for own in self._live if not own.is_over}
                 if not busy:
                     if self._drains:
                         break
-                    self._wait()
+                    self._run_commands(timeout=_IDLE_SECONDS)
         except BaseException as error:
             self._error = error
         for request in self._live:
             if not request.is_over:
-                self.engine.core.abort(request)
+                self.engine.abort(request)
                 request.notify(EngineStoppedError(self._why_stopped()))
         self._drains = True
-        self._follow_orders()
-        self._hand_over()
+        self._run_commands()
+        self._send_events()
 
-    def _hand_over(self) -> None:
+    def _send_events(self) -> None:
         """Brings events to the tasks that wait for them, those of a step together.
 
         Waking another thread takes longer than all that is done for a token otherwise.
@@ -417,23 +398,16 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_put_all, events)
 
-    def _follow_orders(self) -> None:
+    def _run_commands(self, timeout: float = 0.0) -> None:
+        """Runs what other threads ask for; waits some seconds for the first of them."""
         while True:
             try:
-                order = self._orders.get_nowait()
+                command = self._commands.get(block=timeout > 0, timeout=timeout or None)
             except queue.Empty:
                 return
-            if order is not None:
-                order()
-
-    def _wait(self) -> None:
-        """Sleeps until there is an order."""
-        try:
-            order = self._orders.get(timeout=_IDLE_SECONDS)
-        except queue.Empty:
-            return
-        if order is not None:
-            order()
+            timeout = 0.0
+            if command is not None:
+                command()
 
 
 def _put_all(events: list[tuple[_Events, _Event]]) -> None:

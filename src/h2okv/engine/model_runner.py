@@ -18,113 +18,112 @@ from h2okv.cache.slot_pool import (
     num_cached_by_sequence,
 )
 from h2okv.config import Budget
-from h2okv.engine.request import Plan, PromptPiece, PromptStart, Wanted
+from h2okv.engine.request import LogitsMode, PrefillChunk, PromptStart, ScheduledStep
 
 MakeCache = Callable[[Budget | None], H2OCache]
 """Makes an empty cache, with the engine's budget or another one."""
 
+_NO_LIMIT = 1 << 60
+
 
 @dataclass
-class Done:
-    """What came of a plan.
+class StepOutput:
+    """What came of a step.
 
     Attributes:
-        decoded: Logits of the rows that took a step, ``[rows, V]``.
-        read: Logits of the piece, ``[1, V]`` or ``[T, V]``, as asked for; of several prompts the
-            last of each, ``[prompts, V]``.
-        trouble: Why the prompts could not be read; they have been dropped.
+        decode_logits: Of the sequences that decoded, ``[B, V]``.
+        prefill_logits: Of the chunk, ``[1, V]`` or ``[T, V]``, as asked for; of several prompts
+            the last of each, ``[prompts, V]``.
+        error: Why the prompts could not be prefilled; they have been dropped.
         evictions: Entries that were evicted, of all layers and KV heads.
-        step_seconds: What the step took.
-        piece_seconds: What the piece took.
+        decode_seconds: What the decode step took.
+        prefill_seconds: What the prefill took.
     """
 
-    decoded: torch.Tensor | None = None
-    read: torch.Tensor | None = None
-    trouble: str | None = None
+    decode_logits: torch.Tensor | None = None
+    prefill_logits: torch.Tensor | None = None
+    error: str | None = None
     evictions: int = 0
-    step_seconds: float = 0.0
-    piece_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
 
 
-class Worker:
-    """Runs plans on one process's model, or its part of a model.
+class ModelRunner:
+    """Runs steps on one process's model, or its part of a model.
 
     Attributes:
-        block: The rows.
+        pool: The slots of all running sequences.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         make_cache: MakeCache,
-        num_rows: int,
-        row_budget: int,
-        in_parts: bool = False,
+        max_num_seqs: int,
+        budget: int,
+        tensor_parallel: bool = False,
     ) -> None:
         self._model: Any = model
-        self._in_parts = in_parts
+        self._tensor_parallel = tensor_parallel
         self._make_cache = make_cache
         self._prefixes: list[H2OCache] = []
-        self._reading: H2OCache | None = None
-        self._size = (num_rows, row_budget)
-        self.block = self._make_block()
+        self._prefilled: H2OCache | None = None
+        self._size = (max_num_seqs, budget)
+        self.pool = self._make_pool()
 
-    def _make_block(self) -> SlotPool:
+    def _make_pool(self) -> SlotPool:
         probe = self._make_cache(Budget(heavy=1, recent=1))
         start = self._model.generation_config.bos_token_id or 0
         self._forward([[start if isinstance(start, int) else start[0]]], [[0]], None, probe, 1)
         return SlotPool(probe, *self._size)
 
-    def save_prefix(self, tokens: Sequence[int], piece: int) -> None:
-        """Reads a text that later prompts begin with, and keeps its compressed cache."""
-        at = 0
-        while at < len(tokens):
-            end = min(at + self.piece_tokens(piece), len(tokens))
+    def save_prefix(self, tokens: Sequence[int], max_prefill_tokens: int) -> None:
+        """Prefills a text that later prompts begin with, and keeps its compressed cache."""
+        size = self.chunk_tokens(max_prefill_tokens)
+        for at in range(0, len(tokens), size):
+            chunk = tuple(tokens[at : at + size])
             start = PromptStart(len(tokens)) if at == 0 else None
-            self._read((PromptPiece(tuple(tokens[at:end]), at, end < len(tokens), start),))
-            at = end
-        assert self._reading is not None
-        self._prefixes.append(self._reading)
-        self._reading = None
+            self._prefill((PrefillChunk(chunk, at, at + size >= len(tokens), start),))
+        assert self._prefilled is not None
+        self._prefixes.append(self._prefilled)
+        self._prefilled = None
 
-    def piece_tokens(self, wished: int) -> int:
+    def chunk_tokens(self, most: int) -> int:
         """Says how many tokens of a prompt a forward may bring without changing the result."""
         cache = self._make_cache(None)
         if cache.prefill_chunk is not None:
-            return max(wished // cache.prefill_chunk, 1) * cache.prefill_chunk
-        return wished if can_split_blocks(cache) else 1 << 60
+            return max(most // cache.prefill_chunk, 1) * cache.prefill_chunk
+        return most if can_split_blocks(cache) else _NO_LIMIT
 
-    def execute(self, plan: Plan) -> Done:
-        """Does what a plan says; mutates rows and the prompt under way."""
-        done = Done()
-        for row in plan.leave:
-            self.block.release(row)
-        for prompt in plan.join:
-            assert self._reading is not None
-            self.block.admit(self._reading, prompt)
-        if plan.forget:
-            self._reading = None
-        begun = time.perf_counter()
-        if plan.decode:
-            tokens, positions = ([[own] for own in part] for part in (plan.decode, plan.positions))
-            done.decoded = self._forward(tokens, positions, None, self.block.cache, 1)[:, -1]
-            done.evictions = self.block.count_step()
-        if plan.pieces:
-            between = self._now()
-            done.step_seconds = between - begun
+    def execute(self, step: ScheduledStep) -> StepOutput:
+        """Does what was scheduled; mutates the slots and the prompts that are prefilled."""
+        output = StepOutput()
+        for number in step.release:
+            self.pool.release(number)
+        for prompt in step.admit:
+            assert self._prefilled is not None
+            self.pool.admit(self._prefilled, prompt)
+        if step.drop:
+            self._prefilled = None
+        begun = self._now()
+        if step.decode:
+            tokens, positions = ([[own] for own in part] for part in (step.decode, step.positions))
+            output.decode_logits = self._forward(tokens, positions, None, self.pool.cache, 1)[:, -1]
+            output.evictions = self.pool.count_step()
+        decoded = self._now()
+        output.decode_seconds = decoded - begun
+        if step.prefill:
             try:
-                done.read, lost = self._read(plan.pieces)
-                done.evictions += lost
-            except Exception as error:  # such as no memory for a long prompt; the rows are whole
-                if self._in_parts and not isinstance(error, ValueError):
-                    raise  # the other parts know nothing of it
-                self._reading = None
+                output.prefill_logits, evicted = self._prefill(step.prefill)
+                output.evictions += evicted
+            except Exception as error:  # such as no memory for a long prompt; the slots are whole
+                if self._tensor_parallel and not isinstance(error, ValueError):
+                    raise  # the other ranks know nothing of it
+                self._prefilled = None
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                done.trouble = f"{kind}{error}"
-            done.piece_seconds = self._now() - between
-        else:
-            done.step_seconds = self._now() - begun
-        return done
+                output.error = f"{kind}{error}"
+            output.prefill_seconds = self._now() - decoded
+        return output
 
     def _now(self) -> float:
         if self._model.device.type == "cuda":  # which would still be at work
@@ -132,41 +131,38 @@ class Worker:
         return time.perf_counter()
 
     def reset(self) -> None:
-        """Drops all rows and the prompt under way, after an error in a step."""
-        self._reading = None
-        self.block = self._make_block()
+        """Drops all sequences and prompts, after an error in a step."""
+        self._prefilled = None
+        self.pool = self._make_pool()
 
-    def _read(self, pieces: tuple[PromptPiece, ...]) -> tuple[torch.Tensor | None, int]:
+    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[torch.Tensor | None, int]:
         """Logits as asked for, and how many entries were evicted."""
-        piece = pieces[0]
-        tokens = [list(own.tokens) for own in pieces]
-        if len(pieces) > 1:
-            together = self._reading = self._make_cache(_budget_of(piece.start))
-            logits = self._forward(*_padded(tokens), together, 1)[:, -1]
-            return logits, self._lost(tokens, together, 0)
-        if piece.start is not None:
-            self._reading = self._begin(piece.start)
-        cache = self._reading
+        chunk = chunks[0]
+        tokens = [list(own.tokens) for own in chunks]
+        before = 0
+        if chunk.start is not None:
+            self._prefilled = self._begin(chunk.start, len(chunks))
+        cache = self._prefilled
         assert cache is not None
-        before = cache.num_cached_tokens
-        if cache.prefill_chunk is None and can_split_blocks(cache):
-            expect_partial_block(cache, piece.goes_on)
-        positions = [list(range(piece.position, piece.position + len(piece.tokens)))]
-        keep = 0 if piece.wanted is Wanted.ALL else 1
-        logits = self._forward(tokens, positions, None, cache, keep)[0]
-        wanted = None if piece.wanted is Wanted.NONE else logits
-        return wanted, self._lost(tokens, cache, before)
+        if len(chunks) > 1:
+            logits = self._forward(*_padded(tokens), cache, 1)[:, -1]
+        else:
+            before = cache.num_cached_tokens
+            if cache.prefill_chunk is None and can_split_blocks(cache):
+                expect_partial_block(cache, not chunk.is_last)
+            positions = [list(range(chunk.position, chunk.position + len(chunk.tokens)))]
+            keep = 0 if chunk.logits is LogitsMode.ALL else 1
+            logits = self._forward(tokens, positions, None, cache, keep)[0]
+        evicted = before + sum(map(len, tokens)) - sum(num_cached_by_sequence(cache))
+        needed = None if chunk.logits is LogitsMode.NONE else logits
+        return needed, evicted * self.pool.num_heads
 
-    def _lost(self, tokens: list[list[int]], cache: H2OCache, before: int) -> int:
-        """Entries that reading has cost, of all layers and KV heads that evict by H2O."""
-        held = sum(num_cached_by_sequence(cache))
-        return (before + sum(map(len, tokens)) - held) * self.block.num_heads
-
-    def _begin(self, start: PromptStart) -> H2OCache:
+    def _begin(self, start: PromptStart, num_prompts: int) -> H2OCache:
         if start.prefix is not None:
             return self._prefixes[start.prefix].fork(1)
-        cache = self._make_cache(_budget_of(start))
-        cache.expect(start.length)
+        cache = self._make_cache(start.budget)
+        if num_prompts == 1:
+            cache.expect(start.length)
         return cache
 
     @torch.no_grad()
@@ -189,14 +185,6 @@ class Worker:
             logits_to_keep=keep,
         ).logits
         return logits
-
-
-def _budget_of(start: PromptStart | None) -> Budget | None:
-    """The budget that a prompt has of its own."""
-    if start is None or start.budget is None:
-        return None
-    heavy, recent, sink = start.budget
-    return Budget(heavy=heavy, recent=recent, sink=sink)
 
 
 def _padded(

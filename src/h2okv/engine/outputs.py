@@ -36,7 +36,7 @@ class PromptRead:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputDelta:
     """What a step of the engine adds to one output of a request.
 
     Attributes:
@@ -45,9 +45,9 @@ class Piece:
         token_ids: New tokens. Those of a stop text or an end token are among them, though their
             text is not.
         logprobs: One for each new token, if asked for.
-        finish_reason: ``"stop"`` or ``"length"`` with the last piece of an output.
+        finish_reason: ``"stop"`` or ``"length"`` with the last delta of an output.
         stop_reason: The stop text, or the token of `SamplingParams.stop_token_ids`, that ended it.
-        prompt: With the first piece of a request.
+        prompt: With the first delta of a request.
     """
 
     index: int
@@ -69,7 +69,7 @@ class Completion:
         token_ids: Its tokens.
         logprobs: One for each token, if asked for.
         finish_reason: ``"stop"`` (an end token or a stop text) or ``"length"``.
-        stop_reason: See `Piece`.
+        stop_reason: See `OutputDelta`.
     """
 
     index: int
@@ -79,12 +79,12 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, piece: Piece) -> None:
-        """Takes the next piece of this output; mutates it."""
-        self.text += piece.text
-        self.token_ids.extend(piece.token_ids)
-        self.logprobs.extend(piece.logprobs)
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+    def add(self, delta: OutputDelta) -> None:
+        """Takes the next delta of this output; mutates it."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass

@@ -10,39 +10,41 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from h2okv.engine.model_runner import Done
+from h2okv.engine.model_runner import StepOutput
 from h2okv.engine.outputs import EngineStoppedError
-from h2okv.engine.request import Plan
+from h2okv.engine.request import ScheduledStep
 
 _PATIENCE = timedelta(days=3650)
-"""How long a rank waits for a plan: a server may have no request for any time."""
+"""How long a rank waits for a step: a server may have no request for any time."""
 
 
-class Ranks:
+class TensorParallelGroup:
     """The processes that hold the parts of a model; started by ``torchrun``.
 
     Attributes:
-        number: This process's.
-        count: Of all.
+        rank: This process's number.
+        world_size: Of all processes.
     """
 
     def __init__(self) -> None:
-        self.number = dist.get_rank()
-        self.count = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         # A group of its own: that of the model's tensors gives up after some minutes.
-        self._plans = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank makes the plans, and has the clients."""
-        return self.number == 0
+        """Whether this rank schedules, and has the clients."""
+        return self.rank == 0
 
-    def leading(self, execute: Callable[[Plan], Done]) -> Callable[[Plan], Done]:
+    def broadcasting(
+        self, execute: Callable[[ScheduledStep], StepOutput]
+    ) -> Callable[[ScheduledStep], StepOutput]:
         """Makes all ranks run what the first one runs."""
 
-        def execute_everywhere(plan: Plan) -> Done:
-            self._send(plan)
-            return execute(plan)
+        def execute_everywhere(step: ScheduledStep) -> StepOutput:
+            self._broadcast(step)
+            return execute(step)
 
         return execute_everywhere
 
@@ -50,29 +52,26 @@ class Ranks:
         """What the first rank does after an error: the others are somewhere in their forward."""
         raise EngineStoppedError("a step has failed on one of several ranks; start them anew.")
 
-    def follow(self, execute: Callable[[Plan], Done]) -> None:
-        """Runs the first rank's plans until it lets go."""
-        while (plan := self._receive()) is not None:
-            execute(plan)
+    def follow(self, execute: Callable[[ScheduledStep], StepOutput]) -> None:
+        """Runs the first rank's steps until it lets go."""
+        while (step := self._broadcast(None)) is not None:
+            execute(step)
 
-    def let_go(self) -> None:
+    def stop_followers(self) -> None:
         """Ends `follow` on the other ranks."""
-        self._send(None)
+        self._broadcast(None)
 
     def smallest(self, number: int) -> int:
         """The smallest of the numbers that all ranks call this with."""
-        numbers: list[Any] = [None] * self.count
-        dist.all_gather_object(numbers, number, group=self._plans)
+        numbers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(numbers, number, group=self._group)
         return int(min(numbers))
 
-    def _send(self, plan: Plan | None) -> None:
-        dist.broadcast_object_list([plan], src=0, group=self._plans)
-
-    def _receive(self) -> Plan | None:
-        received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=0, group=self._plans)
-        plan: Plan | None = received[0]
-        return plan
+    def _broadcast(self, step: ScheduledStep | None) -> ScheduledStep | None:
+        """Sends the first rank's step to all; returns it."""
+        steps = [step]
+        dist.broadcast_object_list(steps, src=0, group=self._group)
+        return steps[0]
 
 
 def check_divides(config: PreTrainedConfig) -> None:

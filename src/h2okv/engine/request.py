@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it."""
+"""Requests, their outputs, and what the scheduler tells the model runner to do for them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from enum import Enum
 
 from transformers import PreTrainedTokenizerBase
 
+from h2okv.config import Budget
 from h2okv.engine.detokenizer import Detokenizer, StopText
-from h2okv.engine.outputs import Piece, PromptRead, TokenLogprob
+from h2okv.engine.outputs import OutputDelta, PromptRead, TokenLogprob
 from h2okv.engine.sampler import Sampler
 from h2okv.engine.sampling_params import SamplingParams
 
 
-class Wanted(Enum):
-    """Which logits of a piece of a prompt are asked for."""
+class LogitsMode(Enum):
+    """Which logits of a chunk of a prompt are asked for."""
 
     NONE = "none"
     LAST = "last"
@@ -27,61 +28,61 @@ class PromptStart:
     """How a prompt begins.
 
     Attributes:
-        length: Tokens of all its pieces.
-        budget: ``(heavy, recent, sink)`` of its own; ``None`` for the engine's.
+        length: Tokens of all its chunks.
+        budget: Of its own; ``None`` for the engine's.
         prefix: The saved prefix that it goes on from; ``None`` for none.
     """
 
     length: int
-    budget: tuple[int | float, int | float, int] | None = None
+    budget: Budget | None = None
     prefix: int | None = None
 
 
 @dataclass(frozen=True)
-class PromptPiece:
-    """Some tokens of the prompt under way.
+class PrefillChunk:
+    """Some tokens of a prompt.
 
     Attributes:
         tokens: One or more.
         position: Of the first one, in the whole text.
-        goes_on: Whether more of the prompt follows.
-        start: With the first piece.
-        wanted: Which logits.
+        is_last: Whether the prompt ends with it.
+        start: With the first chunk.
+        logits: Which of its logits are needed.
     """
 
     tokens: tuple[int, ...]
     position: int
-    goes_on: bool
+    is_last: bool
     start: PromptStart | None = None
-    wanted: Wanted = Wanted.NONE
+    logits: LogitsMode = LogitsMode.NONE
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduledStep:
     """One step of the engine, in the order of the attributes.
 
     Attributes:
-        leave: Rows to give back, one after the other; the last row takes each one's place.
-        join: Of the prompts that have been read, the number of each one that gets a row; several
+        release: Sequences that give their slots back, one after the other; the last one takes each
+            one's place.
+        admit: Of the prompts that were prefilled, the number of each one that gets slots; several
             times for several outputs.
-        forget: Whether the prompts that were read, or are under way, are dropped (after joining).
-        decode: The newest token of each row in use; empty for no decode step.
+        drop: Whether the prompts that are prefilled, in whole or part, are dropped afterwards.
+        decode: The newest token of each running sequence; empty for no decode step.
         positions: Theirs, in their texts.
-        pieces: What is read: a piece of one prompt, or several whole prompts with one budget.
+        prefill: A chunk of one prompt, or several whole prompts with one budget.
     """
 
-    leave: tuple[int, ...] = ()
-    join: tuple[int, ...] = ()
-    forget: bool = False
+    release: tuple[int, ...] = ()
+    admit: tuple[int, ...] = ()
+    drop: bool = False
     decode: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
-    pieces: tuple[PromptPiece, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        nothing = not self.leave and not self.decode and not self.pieces
-        return nothing and not self.join and not self.forget
+        return not (self.release or self.admit or self.drop or self.decode or self.prefill)
 
 
 class Output:
@@ -104,18 +105,20 @@ class Output:
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stop_text = StopText(request.params.stop, self._shown.append, strips_start=False)
 
-    def take(self, token: int, ends: frozenset[int], logprobs: tuple[TokenLogprob, ...]) -> Piece:
+    def append(
+        self, token: int, eos: frozenset[int], logprobs: tuple[TokenLogprob, ...]
+    ) -> OutputDelta:
         """Takes the next token; mutates the output."""
         params = self.request.params
         self.tokens.append(token)
         stop_reason: str | int | None = None
         if token in params.stop_token_ids:
             self.finish_reason, stop_reason = "stop", token
-        elif token in ends and not params.ignore_eos:
+        elif token in eos and not params.ignore_eos:
             self.finish_reason = "stop"
         else:
             self._stop_text.add(self._detokenizer.add([token]))
-        if self.finish_reason is None and len(self.tokens) >= self.request.room:
+        if self.finish_reason is None and len(self.tokens) >= self.request.max_new_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None and self._stop_text.stopped is None:
             self._stop_text.add(self._detokenizer.end())
@@ -124,7 +127,7 @@ class Output:
             self.finish_reason, stop_reason = "stop", self._stop_text.stopped
         text = "".join(self._shown)
         self._shown.clear()
-        return Piece(self.index, text, (token,), logprobs, self.finish_reason, stop_reason)
+        return OutputDelta(self.index, text, (token,), logprobs, self.finish_reason, stop_reason)
 
 
 @dataclass(eq=False)
@@ -134,45 +137,45 @@ class Request:
     Attributes:
         prompt: Its tokens.
         params: What is asked for.
-        room: The most new tokens of an output.
+        max_new_tokens: The most new tokens of an output.
         start: How its prompt begins.
         num_reused: Tokens of the prompt that come from a saved prefix.
-        notify: Called with each event of the request, in the engine's thread: a `Piece`, an
+        notify: Called with each event of the request, in the engine's thread: an `OutputDelta`, an
             exception, or ``None`` when all outputs are finished.
-        num_read: Tokens of the prompt that the cache has seen.
-        outputs: Once the prompt has been read, one for each of the ``n``.
+        num_prefilled: Tokens of the prompt that the cache has seen.
+        outputs: Once the prompt is prefilled, one for each of the ``n``.
         logprobs: Of the prompt's tokens so far, if asked for.
         is_over: Whether nothing more is done for it.
-        is_alone: Whether its prompt is read by itself.
+        is_alone: Whether its prompt is prefilled by itself.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    room: int
+    max_new_tokens: int
     start: PromptStart
     num_reused: int
-    notify: Callable[[Piece | Exception | None], None]
-    num_read: int = 0
+    notify: Callable[[OutputDelta | Exception | None], None]
+    num_prefilled: int = 0
     outputs: list[Output] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     is_over: bool = False
     is_alone: bool = False
 
     @property
-    def num_rows(self) -> int:
-        """Rows that it needs."""
-        return self.params.n if self.room > 0 else 0
+    def num_seqs(self) -> int:
+        """Sequences that it needs."""
+        return self.params.n if self.max_new_tokens > 0 else 0
 
     @property
-    def is_short(self) -> bool:
-        """Whether others may be read in the same forward, if all are short enough."""
+    def can_batch(self) -> bool:
+        """Whether others may be prefilled in the same forward, if all are short enough."""
         special = self.is_alone or self.params.prompt_logprobs is not None
         return not special and self.start.budget is None and self.start.prefix is None
 
     @property
-    def is_read(self) -> bool:
-        """Whether the whole prompt has been read."""
-        return self.num_read == len(self.prompt)
+    def is_prefilled(self) -> bool:
+        """Whether the cache has seen the whole prompt."""
+        return self.num_prefilled == len(self.prompt)
 
     @property
     def is_finished(self) -> bool:

@@ -6,53 +6,50 @@ import time
 from collections import deque
 
 from h2okv.engine.outputs import QueueFullError
-from h2okv.engine.request import Output, Plan, PromptPiece, Request, Wanted
+from h2okv.engine.request import LogitsMode, Output, PrefillChunk, Request, ScheduledStep
 
 _RETRY_SECONDS = 1.0
 """What a refused client is told to wait before anything is known about the pace."""
 
 
 class Scheduler:
-    """First come, first served; prompts are read piece by piece between steps of the others.
+    """First come, first served, with chunked prefill between the decode steps of others.
 
-    Knows rows by their number only: row i of the block belongs to ``rows[i]``.
+    Knows slots by the number of their sequence only: ``running[i]`` has the i-th ones.
 
     Attributes:
-        rows: Outputs that take steps.
+        running: Outputs that decode.
         waiting: Requests that have not begun.
-        reading: The request whose prompt is under way, or read and about to join; several whose
-            prompts together are not longer than a piece.
+        prefilling: The request whose prompt is prefilled, or is about to be admitted; several
+            whose prompts together are not longer than a chunk.
     """
 
     def __init__(
-        self, num_rows: int, piece_tokens: int, max_waiting: int, prompt_share: float
+        self,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        max_waiting: int,
+        max_prefill_time_fraction: float,
     ) -> None:
-        self.num_rows = num_rows
-        self.rows: list[Output] = []
+        self.max_num_seqs = max_num_seqs
+        self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
-        self.reading: list[Request] = []
-        self._piece_tokens = piece_tokens
+        self.prefilling: list[Request] = []
+        self._max_prefill_tokens = max_prefill_tokens
         self._max_waiting = max_waiting
-        self._steps_for_prompts = (1 - prompt_share) / prompt_share
-        self._owed = 0.0  # seconds of steps before the next piece
-        self._is_forgotten = True  # whether the worker holds no prompt
+        self._decode_per_prefill = (1 - max_prefill_time_fraction) / max_prefill_time_fraction
+        self._decode_debt = 0.0  # seconds of decode steps before the next chunk
+        self._holds_prompt = False  # whether the model runner does
         self._pace = 0.0  # seconds between two requests that end, smoothed
         self._last_end: float | None = None
 
     def submit(self, request: Request) -> None:
-        """Puts a request at the end of the queue."""
-        if len(self.waiting) >= self._max_waiting and not self._has_room_for(request):
+        """Puts a request at the end of the queue, if there is room in it."""
+        starts_now = not self.prefilling and not self.waiting
+        starts_now = starts_now and len(self.running) + request.num_seqs <= self.max_num_seqs
+        if len(self.waiting) >= self._max_waiting and not starts_now:
             raise QueueFullError(len(self.waiting), self.expected_wait())
-        self.enqueue(request)
-
-    def enqueue(self, request: Request) -> None:
-        """Puts a request at the end of the queue, whatever its length."""
         self.waiting.append(request)
-
-    def _has_room_for(self, request: Request) -> bool:
-        """Whether a request would begin at once."""
-        is_free = not self.reading and not self.waiting
-        return is_free and len(self.rows) + request.num_rows <= self.num_rows
 
     def expected_wait(self) -> float:
         """Seconds until a place in the queue is likely to be free, at the pace of late."""
@@ -61,10 +58,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.rows or self.waiting or self.reading)
+        return bool(self.running or self.waiting or self.prefilling)
 
     def drop(self, request: Request) -> None:
-        """Forgets a request, finished or not; its rows are given back with the next plan."""
+        """Ends a request, finished or not; its slots are released with the next step."""
         if not request.is_over:
             now = time.monotonic()
             if self._last_end is not None:
@@ -76,107 +73,105 @@ class Scheduler:
 
     def clear(self) -> list[Request]:
         """Forgets all that has begun; returns it."""
-        begun = {id(own.request): own.request for own in self.rows}
-        begun.update((id(own), own) for own in self.reading)
-        self.rows, self.reading, self._is_forgotten = [], [], True
+        begun = {id(own.request): own.request for own in self.running}
+        begun.update((id(own), own) for own in self.prefilling)
+        self.running, self.prefilling, self._holds_prompt = [], [], False
         return list(begun.values())
 
-    def spent(self, piece: float, step: float) -> None:
-        """Takes note of the time that a plan took."""
-        self._owed = max(0.0, self._owed - step) + piece * self._steps_for_prompts
-
-    def plan(self) -> Plan:
-        """Decides what is done next; what it says has to be done."""
-        leave = self._leave()
-        join, forget = self._join()
-        pieces = self._next_pieces()
-        return Plan(
-            leave=leave,
-            join=join,
-            forget=forget,
-            decode=tuple(own.tokens[-1] for own in self.rows),
-            positions=tuple(len(own.request.prompt) + len(own.tokens) - 1 for own in self.rows),
-            pieces=pieces,
+    def record_time(self, prefill: float, decode: float) -> None:
+        """Takes note of the time that a step took."""
+        self._decode_debt = (
+            max(0.0, self._decode_debt - decode) + prefill * self._decode_per_prefill
         )
 
-    def _leave(self) -> tuple[int, ...]:
-        left = []
-        row = 0
-        while row < len(self.rows):
-            own = self.rows[row]
-            if own.finish_reason is not None or own.request.is_over:
-                left.append(row)
-                # As the block does it: the last one takes the place.
-                self.rows[row] = self.rows[-1]
-                self.rows.pop()
-            else:
-                row += 1
-        return tuple(left)
-
-    def read_apart(self) -> None:
-        """Puts prompts that could not be read together back, to be read one by one."""
-        for request in reversed(self.reading):
-            request.is_alone, request.num_read = True, 0
+    def split_prefill_batch(self) -> None:
+        """Puts prompts that failed together back, to be prefilled one by one."""
+        for request in reversed(self.prefilling):
+            request.is_alone, request.num_prefilled = True, 0
             if not request.is_over:
                 self.waiting.appendleft(request)
-        self.reading, self._is_forgotten = [], True
+        self.prefilling, self._holds_prompt = [], False
 
-    def _join(self) -> tuple[tuple[int, ...], bool]:
-        """Which of the prompts that have been read take rows, and whether they are done with."""
-        if not self.reading:
+    def schedule(self) -> ScheduledStep:
+        """Decides what is done next; what it returns has to be done."""
+        release = self._release()
+        admit, drop = self._admit()
+        prefill = self._next_chunks()
+        return ScheduledStep(
+            release=release,
+            admit=admit,
+            drop=drop,
+            decode=tuple(own.tokens[-1] for own in self.running),
+            positions=tuple(len(own.request.prompt) + len(own.tokens) - 1 for own in self.running),
+            prefill=prefill,
+        )
+
+    def _release(self) -> tuple[int, ...]:
+        released = []
+        number = 0
+        while number < len(self.running):
+            own = self.running[number]
+            if own.finish_reason is not None or own.request.is_over:
+                released.append(number)
+                # As the slots are released: the last one takes the place.
+                self.running[number] = self.running[-1]
+                self.running.pop()
+            else:
+                number += 1
+        return tuple(released)
+
+    def _admit(self) -> tuple[tuple[int, ...], bool]:
+        """Which prefilled prompts get slots, and whether they are done with."""
+        if not self.prefilling:
             return (), False
-        if not all(own.is_over or own.is_read for own in self.reading):
+        if not all(own.is_over or own.is_prefilled for own in self.prefilling):
             return (), False
-        join = []
-        for number, request in enumerate(self.reading):
+        admitted = []
+        for number, request in enumerate(self.prefilling):
             going_on = [own for own in request.outputs if own.finish_reason is None]
             if not request.is_over:
-                self.rows.extend(going_on)
-                join.extend([number] * len(going_on))
-        self.reading = []
-        forget, self._is_forgotten = not self._is_forgotten, True
-        return tuple(join), forget
+                self.running.extend(going_on)
+                admitted.extend([number] * len(going_on))
+        drop, self._holds_prompt = self._holds_prompt, False
+        self.prefilling = []
+        return tuple(admitted), drop
 
-    def _next_pieces(self) -> tuple[PromptPiece, ...]:
-        if not self.reading:
+    def _next_chunks(self) -> tuple[PrefillChunk, ...]:
+        if self.running and self._decode_debt > 0:
+            return ()
+        if not self.prefilling:
             if not self.waiting:
                 return ()
-            if len(self.rows) + self.waiting[0].num_rows > self.num_rows:
+            if len(self.running) + self.waiting[0].num_seqs > self.max_num_seqs:
                 return ()
-        if self.rows and self._owed > 0:
-            return ()
-        if not self.reading:
             self._begin()
-        self._is_forgotten = False
-        return tuple(self._piece_of(request) for request in self.reading)
+        self._holds_prompt = True
+        return tuple(self._chunk_of(request) for request in self.prefilling)
 
     def _begin(self) -> None:
-        """Takes the next request, and those after it that can be read in the same forward."""
+        """Takes the next request, and those after it that can be prefilled in the same forward."""
         first = self.waiting.popleft()
-        first.num_read = first.num_reused
-        self.reading = [first]
-        width, rows = len(first.prompt), len(self.rows) + first.num_rows
-        while self.waiting and first.is_short and self.waiting[0].is_short:
+        first.num_prefilled = first.num_reused
+        self.prefilling = [first]
+        width, seqs = len(first.prompt), len(self.running) + first.num_seqs
+        while self.waiting and first.can_batch and self.waiting[0].can_batch:
             other = self.waiting[0]
-            width, rows = max(width, len(other.prompt)), rows + other.num_rows
-            # Padding is read too.
-            if width * (len(self.reading) + 1) > self._piece_tokens or rows > self.num_rows:
+            width, seqs = max(width, len(other.prompt)), seqs + other.num_seqs
+            tokens = width * (len(self.prefilling) + 1)  # padding is computed too
+            if tokens > self._max_prefill_tokens or seqs > self.max_num_seqs:
                 return
-            self.reading.append(self.waiting.popleft())
+            self.prefilling.append(self.waiting.popleft())
 
-    def _piece_of(self, request: Request) -> PromptPiece:
-        at = request.num_read
-        end = min(at + self._piece_tokens, len(request.prompt))
-        request.num_read = end
-        wanted = Wanted.NONE
+    def _chunk_of(self, request: Request) -> PrefillChunk:
+        start = request.num_prefilled
+        end = request.num_prefilled = min(start + self._max_prefill_tokens, len(request.prompt))
+        logits = LogitsMode.LAST if request.is_prefilled else LogitsMode.NONE
         if request.params.prompt_logprobs is not None:
-            wanted = Wanted.ALL
-        elif end == len(request.prompt):
-            wanted = Wanted.LAST
-        return PromptPiece(
-            tokens=request.prompt[at:end],
-            position=at,
-            goes_on=end < len(request.prompt),
-            start=request.start if at == request.num_reused else None,
-            wanted=wanted,
+            logits = LogitsMode.ALL
+        return PrefillChunk(
+            tokens=request.prompt[start:end],
+            position=start,
+            is_last=request.is_prefilled,
+            start=request.start if start == request.num_reused else None,
+            logits=logits,
         )

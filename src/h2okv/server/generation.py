@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from h2okv.config import Budget
-from h2okv.engine.outputs import Piece
+from h2okv.engine.outputs import OutputDelta
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.metrics import RequestMetrics
 from h2okv.server.tokenization import Prompt
@@ -73,7 +73,7 @@ class PreparedRequest:
 
 async def generate(
     engine: AsyncLLM, request: PreparedRequest, metrics: RequestMetrics
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[OutputDelta, None]:
     """Runs all prompts side by side; indexes count the choices of the whole request."""
     streams = [_one_prompt(engine, request, number) for number in range(len(request.prompts))]
     async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as merged:
@@ -84,21 +84,23 @@ async def generate(
 
 async def _one_prompt(
     engine: AsyncLLM, request: PreparedRequest, number: int
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[OutputDelta, None]:
     first_choice = number * request.choices_per_prompt
     prompt, params = request.prompts[number], request.params[number]
     stream = engine.generate(prompt.token_ids, params, budget=request.budget)
-    async with aclosing(cast("AsyncGenerator[Piece, None]", stream)) as pieces:
+    async with aclosing(cast("AsyncGenerator[OutputDelta, None]", stream)) as pieces:
         async for piece in pieces:
             yield dataclasses.replace(piece, index=first_choice + piece.index)
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def _merged(
+    streams: Sequence[AsyncGenerator[OutputDelta, None]],
+) -> AsyncGenerator[OutputDelta, None]:
     """Hands on what any of several streams yields, until all have ended."""
     # None says that a stream has ended.
-    arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    arrived: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
 
-    async def pump(stream: AsyncGenerator[Piece, None]) -> None:
+    async def pump(stream: AsyncGenerator[OutputDelta, None]) -> None:
         ending: Exception | None = None
         try:
             async with aclosing(stream):

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from h2okv.engine.outputs import Piece
+from h2okv.engine.outputs import OutputDelta
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
@@ -237,7 +237,7 @@ async def _send_text(send: Send, text: str, more_body: bool = True) -> None:
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more_body})
 
 
-async def _whole(builder: ResponseBuilder, pieces: AsyncGenerator[Piece, None]) -> BaseModel:
+async def _whole(builder: ResponseBuilder, pieces: AsyncGenerator[OutputDelta, None]) -> BaseModel:
     async with aclosing(pieces):
         async for piece in pieces:
             builder.take(piece)
@@ -245,7 +245,7 @@ async def _whole(builder: ResponseBuilder, pieces: AsyncGenerator[Piece, None]) 
 
 
 async def _events(
-    builder: ResponseBuilder, pieces: AsyncGenerator[Piece, None]
+    builder: ResponseBuilder, pieces: AsyncGenerator[OutputDelta, None]
 ) -> AsyncGenerator[str, None]:
     """The events of a stream, as text; those of one piece together."""
     opening = [*builder.opening()]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.console import write_remark, write_text
-from h2okv.engine.engine import Engine, EngineSettings
-from h2okv.engine.llm import AsyncLLM
+from h2okv.engine import AsyncLLM, EngineConfig
+from h2okv.engine.engine import Engine
 from h2okv.integration.loading import describe
 from h2okv.integration.models import BUNDLED
 from h2okv.records import read_text_file
@@ -27,21 +27,21 @@ class ServeRequest:
     Attributes:
         model: What `AsyncLLM` takes first.
         server: Address, key and limits.
-        engine: Budget, rows and memory; the prefixes are put in by `engine_settings`.
+        engine: Cache, sequences and memory; the prefixes are put in by `engine_config`.
         prefixes: Files with texts that many prompts begin with; their caches are kept.
         systems: Files with system messages of many chats, likewise.
-        loading: What `AsyncLLM` takes else: ``dtype``, ``device``, ``in_parts``.
+        loading: What `AsyncLLM` takes else: ``dtype``, ``device``.
     """
 
     model: str = BUNDLED
     server: ServerSettings
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     prefixes: tuple[Path, ...] = ()
     systems: tuple[Path, ...] = ()
     loading: dict[str, Any] = field(default_factory=dict)
 
-    def engine_settings(self) -> EngineSettings:
-        """The engine's settings with the tokens of all beginnings that are read once and kept."""
+    def engine_config(self) -> EngineConfig:
+        """The engine's config with the tokens of all beginnings that are read once and kept."""
         from h2okv.server.errors import ApiError
         from h2okv.server.tokenization import system_prefix, text_prefix
 
@@ -80,7 +80,7 @@ def run_server(request: ServeRequest) -> int:
     # Held from now on, so that nothing else takes it while the model is loaded.
     with open_port(settings.host, settings.port) as opened:
         port = opened.getsockname()[1]
-        engine = AsyncLLM(request.model, **request.loading, **vars(request.engine_settings()))
+        engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
         app = make_app(engine, settings)
         Listener(
             app, engine, settings.drain, lambda: announce(settings, port, engine.describe())
@@ -103,7 +103,7 @@ def follow(request: ServeRequest) -> int:
     # The first process gets the signal too, and finishes what runs, for which this one is needed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    engine = Engine(request.model, settings=request.engine_settings(), **request.loading)
+    engine = Engine(request.model, config=request.engine_config(), **request.loading)
     try:
         engine.follow()
     finally:

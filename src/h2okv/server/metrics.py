@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from h2okv.engine.outputs import Piece
+from h2okv.engine.outputs import OutputDelta
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -143,7 +143,7 @@ class RequestMetrics:
         # For each output: when its first token came, and how many came after that.
         self._outputs: dict[int, tuple[float, int]] = {}
 
-    def take(self, piece: Piece, prompt: int) -> None:
+    def take(self, piece: OutputDelta, prompt: int) -> None:
         """Notes what has just come for one of the prompts."""
         now, metrics = time.monotonic(), self._metrics
         if piece.token_ids:

@@ -28,7 +28,7 @@ from openai.types.completion_usage import PromptTokensDetails
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.engine.outputs import Completion as Output
-from h2okv.engine.outputs import Piece, PromptRead, TokenLogprob
+from h2okv.engine.outputs import OutputDelta, PromptRead, TokenLogprob
 from h2okv.server.generation import PreparedRequest
 from h2okv.server.protocol import SampledRequest
 from h2okv.server.tokenization import Prompt
@@ -118,7 +118,7 @@ class ResponseBuilder(ABC):
             "system_fingerprint": FINGERPRINT,
         }
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         """Adds what has come to its output."""
         if piece.prompt is not None:
             self._read[piece.index // self.request.choices_per_prompt] = piece.prompt
@@ -133,7 +133,7 @@ class ResponseBuilder(ABC):
         return ()
 
     @abstractmethod
-    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+    def chunks(self, piece: OutputDelta) -> Iterable[BaseModel]:
         """The chunks of a piece that was taken already."""
 
     def closing(self) -> Iterable[BaseModel]:
@@ -204,7 +204,7 @@ class ChatResponseBuilder(ResponseBuilder):
         for index in range(self.request.num_choices):
             yield self._delta(index, ChoiceDelta(role="assistant", content=""))
 
-    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+    def chunks(self, piece: OutputDelta) -> Iterable[BaseModel]:
         """See `ResponseBuilder.chunks`."""
         text = piece.text
         if self._strips_start and piece.index not in self._begun:
@@ -282,7 +282,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             choices.append(self._choice(output.index, text, ending, table))
         return self._chunk(*choices, usage=self._usage())
 
-    def chunks(self, piece: Piece) -> Iterable[BaseModel]:
+    def chunks(self, piece: OutputDelta) -> Iterable[BaseModel]:
         """See `ResponseBuilder.chunks`; an echoed prompt comes with its first piece."""
         per_prompt = self.request.choices_per_prompt
         number = piece.index // per_prompt

@@ -56,7 +56,9 @@ def make_llm(tokenizer):
     made = []
 
     def make(model, **settings):
-        llm = h2okv.LLM(model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "rows": 3} | settings))
+        llm = h2okv.LLM(
+            model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3} | settings)
+        )
         made.append(llm)
         return llm
 

@@ -12,15 +12,17 @@ import h2okv
 def main() -> None:
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])
-    with h2okv.LLM(asked["model"], in_parts=True, dtype=torch.float32, **asked["settings"]) as llm:
-        heads = llm.engine.worker.block.cache.layers[0].num_kv_heads
+    with h2okv.LLM(
+        asked["model"], tensor_parallel=True, dtype=torch.float32, **asked["settings"]
+    ) as llm:
+        heads = llm.engine.runner.pool.cache.layers[0].num_kv_heads
         made = []
         for prompts in asked["calls"]:
             params = h2okv.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
             outputs = llm.generate(prompts, params)
             made.append([own.completions[0].token_ids for own in outputs])
         if dist.get_rank() == 0:
-            told = {"made": made, "heads": heads, "rows": llm.engine.num_rows}
+            told = {"made": made, "heads": heads, "max_num_seqs": llm.engine.max_num_seqs}
             with open(asked["output"], "w", encoding="utf-8") as file:
                 json.dump(told, file)
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from h2okv.engine.outputs import EngineStoppedError, PromptTooLongError
 def make_async(tokenizer):
     def make(model, **settings):
         return h2okv.AsyncLLM(
-            model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "rows": 3} | settings)
+            model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3} | settings)
         )
 
     return make
@@ -39,7 +39,7 @@ def test_tasks_get_what_generate_gives(make_llama, make_async, make_prompts, alo
 
 def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompts, greedy):
     prompts = make_prompts([20, 20])
-    llm = make_async(make_llama(), rows=1)
+    llm = make_async(make_llama(), max_num_seqs=1)
 
     async def main():
         pieces = llm.generate(prompts[0], greedy(400))

@@ -28,35 +28,33 @@ def token_ids(outputs):
         {"heavy": 0.0, "recent": 1},
         {"sink": 2},
         {"heavy": 1.0, "recent": 0.0},
-        {"cache": {"positions": "rolling"}},
-        {"cache": {"positions": "rolling"}, "heavy": 6, "recent": 5},
-        {"cache": {"prefill_chunk": 8}},
-        {"cache": {"prefill_chunk": 1}},
-        {"cache": {"kv_bits": 8}},
-        {"cache": {"kv_bits": 4, "positions": "rolling"}},
-        {"cache": {"scoring": "mean"}},
-        {"cache": {"scoring": "decay", "decay": 0.9}},
-        {"cache": {"scoring": "value_norm"}},
-        {"cache": {"policy": "recent"}},
-        {"cache": {"policy": "sink_recent"}, "sink": 3},
-        {"cache": {"policy": "strided_heavy"}},
-        {"cache": {"policy": "random"}},
+        {"positions": "rolling"},
+        {"positions": "rolling", "heavy": 6, "recent": 5},
+        {"prefill_chunk": 8},
+        {"prefill_chunk": 1},
+        {"kv_bits": 8},
+        {"kv_bits": 4, "positions": "rolling"},
+        {"scoring": "mean"},
+        {"scoring": "decay", "decay": 0.9},
+        {"scoring": "value_norm"},
+        {"policy": "recent"},
+        {"policy": "sink_recent", "sink": 3},
+        {"policy": "strided_heavy"},
+        {"policy": "random"},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("piece_tokens", [7, 512])
+@pytest.mark.parametrize("max_prefill_tokens", [7, 512])
 def test_every_request_equals_generate(
-    make_llama, make_llm, make_prompts, alone, greedy, options, piece_tokens
+    make_llama, make_llm, make_prompts, alone, greedy, options, max_prefill_tokens
 ):
     model = make_llama()
     prompts = make_prompts(LENGTHS)
-    llm = make_llm(model, piece_tokens=piece_tokens, max_prompt_tokens=64, **options)
+    llm = make_llm(model, max_prefill_tokens=max_prefill_tokens, max_prompt_tokens=64, **options)
     made = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
     llm.close()
-    cache = {name: options[name] for name in ("heavy", "recent", "sink") if name in options}
-    cache |= options.get("cache", {})
     expected = [
-        alone(model, prompt, new, **cache) for prompt, new in zip(prompts, NEWS, strict=True)
+        alone(model, prompt, new, **options) for prompt, new in zip(prompts, NEWS, strict=True)
     ]
     assert made == expected
     stats = llm.stats()
@@ -70,7 +68,7 @@ def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
     prompts = make_prompts([40, 33, 50])
     llm = make_llm(model, heavy=10, recent=10)
     small = llm.engine.request(prompts[0], greedy(20), lambda event: None, h2okv.Budget(3, 2, 1))
-    scheduler = llm.engine.core.scheduler
+    scheduler = llm.engine.scheduler
     scheduler.submit(small)
     made = token_ids(llm.generate(prompts[1:], greedy(30)))
     llm.close()
@@ -79,13 +77,13 @@ def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
     assert made == [alone(model, own, 30, heavy=10, recent=10) for own in prompts[1:]]
 
 
-@pytest.mark.parametrize("piece_tokens", [5, 512])
+@pytest.mark.parametrize("max_prefill_tokens", [5, 512])
 def test_a_saved_prefix_goes_on_as_its_cache_would(
-    make_llama, make_llm, make_prompts, alone, greedy, piece_tokens
+    make_llama, make_llm, make_prompts, alone, greedy, max_prefill_tokens
 ):
     model = make_llama()
     prefix, other, *rests = make_prompts([30, 12, 1, 9, 20])
-    llm = make_llm(model, prefixes=[prefix, prefix + other], piece_tokens=piece_tokens)
+    llm = make_llm(model, prefixes=[prefix, prefix + other], max_prefill_tokens=max_prefill_tokens)
     prompts = [prefix + rest for rest in rests]
     prompts += [prefix + other + rests[0], prefix, rests[2]]
     outputs = llm.generate(prompts, greedy(15))
@@ -138,7 +136,7 @@ def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
 
 def test_what_does_not_fit_rows_is_refused(make_llama, make_llm):
     with pytest.raises(ValueError, match="evicts nothing"):
-        make_llm(make_llama(), cache={"policy": "full"})
+        make_llm(make_llama(), policy="full")
     with pytest.raises(ValueError, match="not held in slots; use h2okv batch"):
         make_llm(chunked_model())
 
@@ -146,10 +144,10 @@ def test_what_does_not_fit_rows_is_refused(make_llama, make_llm):
 def test_sliding_layers_hold_their_window_in_slots(make_llm, make_prompts, alone, greedy):
     model = sliding_model()
     prompts = make_prompts([40, 3, 8, 7, 9, 25])
-    llm = make_llm(model, piece_tokens=11, heavy=5, recent=4)
+    llm = make_llm(model, max_prefill_tokens=11, heavy=5, recent=4)
     made = token_ids(llm.generate(prompts, greedy(20)))
     reserved = llm.stats().reserved_bytes
-    assert reserved == 3 * llm.engine.sizes.sequence
+    assert reserved == 3 * llm.engine.memory.sequence
     llm.close()
     assert made == [alone(model, own, 20, heavy=5, recent=4) for own in prompts]
 

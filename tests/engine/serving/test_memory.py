@@ -81,15 +81,15 @@ def test_sequences_fill_the_memory_and_no_more(make_llama):
     assert sizes.num_seqs(sizes.least + 9 * (sizes.sequence + sizes.step)) == 10
 
 
-def test_memory_without_room_for_a_row_is_refused_with_what_would_do(make_llama, make_llm):
-    with pytest.raises(ValueError, match=r"no room for a single row; give \d+ MiB"):
-        make_llm(make_llama(), rows=None, memory=1 << 20)
+def test_memory_without_room_for_a_sequence_is_refused_with_what_would_do(make_llama, make_llm):
+    with pytest.raises(ValueError, match=r"no room for a single sequence; give \d+ MiB"):
+        make_llm(make_llama(), max_num_seqs=None, memory=1 << 20)
 
 
-def test_the_memory_decides_the_rows(make_llama, make_llm):
+def test_the_memory_decides_the_number_of_sequences(make_llama, make_llm):
     model = make_llama()
-    llm = make_llm(model, rows=None)
-    assert llm.engine.num_rows == 64
+    llm = make_llm(model, max_num_seqs=None)
+    assert llm.engine.max_num_seqs == 64
     description = llm.describe()
-    assert "64 rows of" in description
+    assert "64 sequences of" in description
     assert "times as much" in description

@@ -11,7 +11,7 @@ from hypothesis_examples import examples
 
 import h2okv
 from h2okv.engine import engine as core
-from h2okv.engine.model_runner import Worker
+from h2okv.engine.model_runner import ModelRunner
 from h2okv.engine.outputs import RequestFailedError
 from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler, sample
@@ -62,7 +62,7 @@ def llm(make_llama, tokenizer):
     # One end token, so that there is something to ignore.
     model = make_llama()
     model.generation_config.eos_token_id = 96
-    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, rows=8) as made:
+    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=8) as made:
         yield made
 
 
@@ -76,12 +76,12 @@ def expected(llm, prompts):
 @settings(max_examples=examples(40), deadline=None)
 @given(wishes=st.lists(WISHES, min_size=1, max_size=3))
 def test_any_parameters_beside_others(llm, prompts, expected, wishes):
-    scheduler, events = llm.engine.core.scheduler, []
+    scheduler, events = llm.engine.scheduler, []
     others = [
         llm.engine.request(own, params, lambda event: None)
         for own, params in zip(prompts, OTHERS, strict=False)
     ]
-    scheduler.enqueue(others[0])
+    scheduler.waiting.append(others[0])
     for wish in wishes:
         told = []
         try:
@@ -89,15 +89,15 @@ def test_any_parameters_beside_others(llm, prompts, expected, wishes):
             # Without an end of its own it would go on to the end of the context.
             if params.max_tokens is None:
                 continue
-            scheduler.enqueue(llm.engine.request(prompts[3], params, told.append))
+            scheduler.waiting.append(llm.engine.request(prompts[3], params, told.append))
         except ValueError as error:
             assert str(error).startswith(tuple(wish)), error
             continue
         events.append(told)
     for own in others[1:]:
-        scheduler.enqueue(own)
+        scheduler.waiting.append(own)
     while scheduler.has_work:
-        llm.engine.core.step()
+        llm.engine.step()
     assert [own.outputs[0].tokens for own in others] == expected
     assert all(own[-1] is None or isinstance(own[-1], RequestFailedError) for own in events)
     assert llm.stats().rows_in_use == 0
@@ -134,25 +134,25 @@ def weights_that_are_no_numbers(monkeypatch):
 
 
 def broken_text(monkeypatch):
-    take = Output.take
+    take = Output.append
 
     def broken(output, *rest):
         if output.request.params is MARKED and len(output.tokens) == 2:
             raise UnicodeError("half a character")
         return take(output, *rest)
 
-    monkeypatch.setattr(Output, "take", broken)
+    monkeypatch.setattr(Output, "append", broken)
 
 
 def no_memory_for_the_prompt(monkeypatch):
-    read = Worker._read
+    prefill = ModelRunner._prefill
 
-    def broken(worker, pieces):
-        if any(MARK in piece.tokens for piece in pieces):
+    def broken(runner, chunks):
+        if any(MARK in chunk.tokens for chunk in chunks):
             raise torch.OutOfMemoryError("no memory")
-        return read(worker, pieces)
+        return prefill(runner, chunks)
 
-    monkeypatch.setattr(Worker, "_read", broken)
+    monkeypatch.setattr(ModelRunner, "_prefill", broken)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def no_memory_for_the_prompt(monkeypatch):
 def test_a_fault_of_one_request(make_llama, tokenizer, prompts, expected, monkeypatch, fault):
     model = make_llama()
     model.generation_config.eos_token_id = 96
-    served = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, rows=4)
+    served = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=4)
     fault(monkeypatch)
 
     async def tokens(prompt, params):
@@ -192,7 +192,7 @@ def test_a_fault_of_one_request(make_llama, tokenizer, prompts, expected, monkey
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_row_without_weights_leaves_the_others_theirs(make_llama, value, options):
+def test_a_sequence_without_weights_leaves_the_others_theirs(make_llama, value, options):
     model, generator = make_llama(), torch.Generator().manual_seed(0)
     logits = torch.randn(3, 97, generator=generator)
     logits[1, 40:] = value

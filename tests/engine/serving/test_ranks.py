@@ -47,7 +47,7 @@ def test_two_ranks_generate_what_one_does(make_prompts, alone, tokenizer, tmp_pa
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     prompts = make_prompts([40, 3, 25, 61])
-    settings = {"heavy": 0.2, "recent": 0.2, "rows": 3, "piece_tokens": 16}
+    settings = {"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3, "max_prefill_tokens": 16}
     done = torchrun(
         {
             "model": str(tmp_path / "model"),
@@ -59,7 +59,7 @@ def test_two_ranks_generate_what_one_does(make_prompts, alone, tokenizer, tmp_pa
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "made.json").read_text())
     expected = [alone(model, own, 12) for own in prompts]
-    assert told == {"made": [expected, expected[:1]], "heads": 1, "rows": 3}
+    assert told == {"made": [expected, expected[:1]], "heads": 1, "max_num_seqs": 3}
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.engine.outputs import Piece, PromptTooLongError, QueueFullError, RequestFailedError
+from h2okv.engine.outputs import OutputDelta, PromptTooLongError, QueueFullError, RequestFailedError
 from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler
 
 
 def run(llm):
-    while llm.engine.core.scheduler.has_work:
-        llm.engine.core.step()
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
 
 
 def submit(llm, prompt, params, budget=None):
     events = []
     request = llm.engine.request(prompt, params, events.append, budget)
-    llm.engine.core.scheduler.submit(request)
+    llm.engine.scheduler.submit(request)
     return request, events
 
 
@@ -94,7 +94,7 @@ def test_penalties_and_bias_change_what_is_likeliest(make_llama, make_llm, make_
 def test_logprobs_are_those_of_the_model(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     (prompt,) = make_prompts([20])
-    llm = make_llm(model, piece_tokens=6, heavy=1.0, recent=0.0)
+    llm = make_llm(model, max_prefill_tokens=6, heavy=1.0, recent=0.0)
     params = greedy(1, logprobs=3, prompt_logprobs=2)
     (output,) = llm.generate([prompt], params)
     llm.close()
@@ -115,7 +115,7 @@ def test_logprobs_are_those_of_the_model(make_llama, make_llm, make_prompts, gre
 
 def test_reading_alone_takes_no_row(make_llama, make_llm, make_prompts, greedy):
     (prompt,) = make_prompts([20])
-    llm = make_llm(make_llama(), rows=1)
+    llm = make_llm(make_llama(), max_num_seqs=1)
     (output,) = llm.generate([prompt], greedy(0, prompt_logprobs=0))
     assert len(output.prompt.logprobs) == 20
     assert output.completions[0].token_ids == []
@@ -178,15 +178,15 @@ def test_a_text_ends_where_the_context_does(make_llama, make_llm, make_prompts):
         ("\ud800", {}, None, ValueError, "prompt cannot be read"),
         (5, {}, None, ValueError, "prompt cannot be read"),
         ([5], {"logit_bias": {97: 1}}, None, ValueError, "logit_bias: the token 97 is not one"),
-        ([5], {"n": 4}, None, ValueError, "n=4 is more than the 3 rows"),
-        ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than a row"),
+        ([5], {"n": 4}, None, ValueError, "n=4 is more than max_num_seqs=3"),
+        ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than the 204"),
     ],
 )
 def test_refused_before_anything_runs(make_llama, make_llm, prompt, params, budget, error, message):
     llm = make_llm(make_llama())
     with pytest.raises(error, match=message):
         submit(llm, prompt, h2okv.SamplingParams(**params), budget)
-    assert not llm.engine.core.scheduler.has_work
+    assert not llm.engine.scheduler.has_work
 
 
 @pytest.mark.parametrize(
@@ -232,9 +232,9 @@ def test_hardly_any_temperature_is_greedy(temperature):
 
 def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_prompts, greedy):
     prompts = make_prompts([10] * 5)
-    llm = make_llm(make_llama(), rows=1, max_waiting=2)
+    llm = make_llm(make_llama(), max_num_seqs=1, max_waiting=2)
     submit(llm, prompts[0], greedy(5))
-    llm.engine.core.step()
+    llm.engine.step()
     submit(llm, prompts[1], greedy(5))
     submit(llm, prompts[2], greedy(5))
     with pytest.raises(QueueFullError) as refused:
@@ -249,25 +249,25 @@ def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_p
 def test_an_abort_frees_the_rows_within_a_step(make_llama, make_llm, make_prompts, greedy):
     prompts = make_prompts([10, 20, 200, 15])
     model = make_llama()
-    llm = make_llm(model, piece_tokens=50, prompt_share=0.99)
+    llm = make_llm(model, max_prefill_tokens=50, max_prefill_time_fraction=0.99)
     first, _ = submit(llm, prompts[0], greedy(50))
     second, kept = submit(llm, prompts[1], greedy(50))
     while llm.stats().rows_in_use < 2:
-        llm.engine.core.step()
+        llm.engine.step()
     third, _ = submit(llm, prompts[2], greedy(50))
     waiting, _ = submit(llm, prompts[3], greedy(50))
-    llm.engine.core.abort(waiting)
-    while not 0 < third.num_read < 200:
-        llm.engine.core.step()
+    llm.engine.abort(waiting)
+    while not 0 < third.num_prefilled < 200:
+        llm.engine.step()
     before = len(kept)
-    llm.engine.core.abort(third)
-    llm.engine.core.abort(first)
-    llm.engine.core.step()
+    llm.engine.abort(third)
+    llm.engine.abort(first)
+    llm.engine.step()
     assert llm.stats().rows_in_use == 1
     assert len(kept) == before + 1
     run(llm)
     assert llm.stats().aborted == 3
-    assert sum(len(own.token_ids) for own in kept if isinstance(own, Piece)) == 50
+    assert sum(len(own.token_ids) for own in kept if isinstance(own, OutputDelta)) == 50
 
 
 def test_numbers_that_are_none_hurt_only_their_own_request(
@@ -297,10 +297,10 @@ def test_numbers_that_are_none_hurt_only_their_own_request(
 def test_short_prompts_are_read_together(make_llama, make_llm, make_prompts, greedy, alone):
     model = make_llama()
     prompts = make_prompts([20, 3, 17, 20, 30, 9])
-    llm = make_llm(model, rows=4, piece_tokens=60)
+    llm = make_llm(model, max_num_seqs=4, max_prefill_tokens=60)
     read = []
-    execute = llm.engine.core._execute
-    llm.engine.core._execute = lambda plan: read.append(len(plan.pieces)) or execute(plan)
+    execute = llm.engine._execute
+    llm.engine._execute = lambda step: read.append(len(step.prefill)) or execute(step)
     events = [submit(llm, own, greedy(8))[1] for own in prompts[:5]]
     own_budget = submit(llm, prompts[5], greedy(8), h2okv.Budget(3, 2))[1]
     run(llm)
@@ -321,15 +321,15 @@ def test_an_error_in_a_step_leaves_an_engine_that_works(
     llm = make_llm(model)
     _, events = submit(llm, prompts[0], greedy(12))
     for _ in range(4):
-        llm.engine.core.step()
-    execute = llm.engine.core._execute
+        llm.engine.step()
+    execute = llm.engine._execute
 
-    def broken(plan):
+    def broken(step):
         raise RuntimeError("out of something")
 
-    llm.engine.core._execute = broken
-    llm.engine.core.step()
-    llm.engine.core._execute = execute
+    llm.engine._execute = broken
+    llm.engine.step()
+    llm.engine._execute = execute
     assert isinstance(events[-1], RequestFailedError)
     assert "out of something" in str(events[-1])
     (output,) = llm.generate([prompts[1]], greedy(12))
@@ -372,7 +372,7 @@ def test_characters_of_several_tokens_come_whole(make_llama, make_llm, tokenizer
     request = llm.engine.request([5, 6], params, lambda event: None)
     sampler = Sampler(model, params, request.prompt, 0)
     output = Output(request, 0, sampler, tokenizer)
-    pieces = [output.take(token, frozenset(), ()) for token in wanted]
+    pieces = [output.append(token, frozenset(), ()) for token in wanted]
     assert "".join(own.text for own in pieces) == tokenizer.decode(wanted)
     assert not any("\ufffd" in own.text for own in pieces)
     assert pieces[-1].finish_reason == "length"

@@ -1,0 +1,89 @@
+"""Everything about the engine that is decided when it starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from h2okv.config import CacheConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How many requests of which size run together, on which cache.
+
+    Attributes:
+        cache: The cache of each sequence; a request may bring a budget of its own, up to this
+            one's for the longest prompt.
+        max_num_seqs: Sequences that decode at the same time; ``None``: as many as `memory` has
+            room for.
+        memory: Bytes that the process may take on a CPU, with all that it holds, or that may be
+            taken on the GPU, with the weights; ``None``: most of what is free, up to 64 sequences.
+        max_prompt_tokens: The longest prompt; ``None``: the model's context, up to 8,192. With
+            budgets in fractions all slots are as many as this prompt needs.
+        max_waiting: The most requests that wait to be scheduled; more are refused.
+        max_prefill_tokens: The most prompt tokens between two decode steps (chunked prefill); the
+            outputs do not depend on it.
+        max_prefill_time_fraction: The largest fraction of the time that is spent on prefill while
+            others decode: a smaller one makes tokens come more evenly, and first tokens later.
+        prefixes: Texts, or their tokens, that many prompts begin with. Each is read once; a prompt
+            that begins with one goes on from its compressed cache, with that cache's budget.
+        tensor_parallel: Whether each process that ``torchrun`` has started holds a part of the
+            model. All of them make the same calls, and only the first one gets outputs.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    max_num_seqs: int | None = None
+    memory: int | None = None
+    max_prompt_tokens: int | None = None
+    max_waiting: int = 256
+    max_prefill_tokens: int = 512
+    max_prefill_time_fraction: float = 0.8
+    prefixes: Sequence[str | Sequence[int]] = ()
+    tensor_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked without a model."""
+        if not isinstance(self.cache, CacheConfig):
+            raise ValueError(f"cache={self.cache!r} is of another type; give a CacheConfig.")
+        for name in ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r} is out of range; give 1 or more.")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting={self.max_waiting!r} is out of range; give 0 or more.")
+        if not 0 < self.max_prefill_time_fraction < 1:
+            raise ValueError(
+                f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is no fraction of "
+                "the time; give a number between 0 and 1."
+            )
+
+    @classmethod
+    def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:
+        """Changes a config by named options.
+
+        Args:
+            config: What is changed; ``None`` for the defaults.
+            **options: Fields of this class, or of `CacheConfig`.
+
+        Returns:
+            The new config.
+
+        Raises:
+            ValueError: If an option is unknown or out of range.
+        """
+        config = config or cls()
+        own = [part.name for part in fields(cls)]
+        known = [*own, *(part.name for part in fields(CacheConfig))]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}."
+                raise ValueError(f"option {name!r} is unknown; {hint}")
+        config = replace(config, **{name: options.pop(name) for name in own if name in options})
+        return replace(config, cache=replace(config.cache, **options))

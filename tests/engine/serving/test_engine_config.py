@@ -1,0 +1,62 @@
+"""Options are declared once: fields of the engine's config and of its cache's."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import h2okv
+from h2okv.config import CacheConfig
+from h2okv.engine import EngineConfig
+
+ENGINE = Path(h2okv.__file__).parent / "engine"
+
+
+def test_options_reach_the_config_that_they_belong_to():
+    config = EngineConfig.from_options(heavy=5, kv_bits=8, max_num_seqs=3)
+    assert config == EngineConfig(cache=CacheConfig(heavy=5, kv_bits=8), max_num_seqs=3)
+    changed = EngineConfig.from_options(config, recent=7)
+    assert changed == EngineConfig(cache=CacheConfig(heavy=5, recent=7, kv_bits=8), max_num_seqs=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 3}, "'max_num_seq' is unknown; did you mean 'max_num_seqs'"),
+        ({"polcy": "h2o"}, "'polcy' is unknown; did you mean 'policy'"),
+        ({"zzz": 1}, "'zzz' is unknown; choose from cache, max_num_seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 is out of range"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens=0 is out of range"),
+        ({"max_waiting": -1}, "max_waiting=-1 is out of range"),
+        ({"max_prefill_time_fraction": 1.0}, "max_prefill_time_fraction=1.0 is no fraction"),
+        ({"cache": {"heavy": 3}}, "give a CacheConfig"),
+        ({"heavy": -1}, "heavy=-1 is negative"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_options(**options)
+
+
+def test_conversations_are_answered_by_the_chat_template(make_llm, tokenizer, greedy):
+    llm = make_llm("bundled", max_prompt_tokens=100)
+    talk = [{"role": "user", "content": "Who are you?"}]
+    longer = [*talk, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Oh"}]
+    one, two = llm.chat([talk, longer], greedy(4))
+    assert tokenizer.decode(one.prompt.token_ids).endswith("User: Who are you?\n\nAssistant:")
+    assert llm.chat(talk, greedy(4)) == [one]
+    assert two.prompt.token_ids[: len(one.prompt.token_ids)] == one.prompt.token_ids
+    assert len(two.completions[0].token_ids) == 4
+
+
+def test_the_engine_asks_no_layer_by_attribute_names():
+    asking = [
+        f"{path.name}:{node.lineno}"
+        for path in ENGINE.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
+        and any(word in ast.unparse(node.args[0]) for word in ("layer", "cache", "pool"))
+    ]
+    assert asking == []
