@@ -27,11 +27,18 @@ from h2okv.cluster.ray_cluster import (
     share_cpus,
 )
 from h2okv.console import Progress
-from h2okv.offload.job import Job, JobResultFile, PromptFile, PromptLine, PromptList, ResultList
+from h2okv.offload.job import (
+    Job,
+    JobResultFile,
+    PromptFile,
+    PromptLine,
+    PromptList,
+    ResultList,
+    Summary,
+)
 from h2okv.offload.offload_engine import (
     BatchRequest,
     OffloadEngine,
-    Summary,
     describe_for,
     interrupted,
     job_settings,

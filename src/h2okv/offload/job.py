@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from h2okv.console import format_bytes
 from h2okv.engine.detokenizer import Detokenizer
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
@@ -144,32 +145,6 @@ class JobResultFile(ResultFile):
                     f"'{self.path}' has {what}; choose another file, or give the input that it was"
                     " begun with"
                 )
-
-
-class Prompts(Protocol):
-    """A job's prompts, such as a `PromptFile`."""
-
-    @property
-    def lines(self) -> Sequence[PromptLine]:
-        """All prompts' names."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, line: PromptLine) -> Any:
-        """Reads the prompt of one of `lines`."""
-
-
-class Results(Protocol):
-    """A job's results, such as a `JobResultFile`."""
-
-    num_errors: int
-
-    @property
-    def finished(self) -> Mapping[str, str]:
-        """The digest of each prompt that has a result, by its id as JSON."""
-
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds results."""
 
 
 class PromptList:
@@ -308,7 +283,11 @@ class Job:
     """The prompts that have no result yet, on their way through a `Runner`."""
 
     def __init__(
-        self, prompts: Prompts, results: Results, codec: TextCodec, max_new_tokens: int
+        self,
+        prompts: PromptFile | PromptList,
+        results: JobResultFile | ResultList,
+        codec: TextCodec,
+        max_new_tokens: int,
     ) -> None:
         self.prompts = prompts
         self.results = results
@@ -372,3 +351,67 @@ class Job:
             "new_tokens": len(sequence.new_tokens),
             "prompt_digest": sequence.digest,
         }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A finished job.
+
+    Attributes:
+        prompts: Of the whole job.
+        skipped: Finished by an earlier run.
+        errors: Results that are an error, those of earlier runs included.
+        prompt_tokens: Of the prompts of this run.
+        new_tokens: Generated in this run.
+        passes: Weight passes.
+        seconds: From the first weight pass to the last.
+        predicted: New tokens per second that the plan expected; ``None`` without a plan.
+        bytes_read: Weights read from the disk meanwhile.
+        cache_bytes_read: Keys and values read from the file.
+        wait_seconds: Time that computing waited for weights.
+        plan: The plan by its fields; ``None`` without a plan.
+        peak_bytes: Peak resident memory; ``None`` where it is unknown.
+        data_bytes: The process's data at the end; ``None`` where it is unknown.
+    """
+
+    prompts: int
+    skipped: int
+    errors: int
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    predicted: float | None = None
+    bytes_read: int = 0
+    cache_bytes_read: int = 0
+    wait_seconds: float = 0.0
+    plan: dict[str, Any] | None = None
+    peak_bytes: int | None = None
+    data_bytes: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of this run, prefill included in the time."""
+        return self.new_tokens / max(self.seconds, 1e-9)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second})
+
+    def to_text(self) -> str:
+        """One line."""
+        parts = [f"{self.prompts} prompts"]
+        if self.skipped:
+            parts.append(f"{self.skipped} of them finished before")
+        if self.errors:
+            parts.append(f"{self.errors} with an error record")
+        parts.append(f"{self.new_tokens} new tokens in {self.seconds:.1f} s")
+        speed = f"{self.tokens_per_second:,.1f} tokens/s"
+        if self.predicted is not None:
+            speed += f" ({self.predicted:,.1f} predicted)"
+        parts.append(speed)
+        if self.bytes_read:
+            parts.append(f"{format_bytes(self.bytes_read)} of weights read")
+        if self.peak_bytes is not None:
+            parts.append(f"peak memory {format_bytes(self.peak_bytes)}")
+        return ", ".join(parts)

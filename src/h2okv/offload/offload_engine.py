@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import h2okv
 from h2okv.config import CacheConfig
-from h2okv.console import Progress, format_bytes
+from h2okv.console import Progress
 from h2okv.engine.memory import (
     MemoryModel,
     available_bytes,
@@ -37,7 +37,7 @@ from h2okv.offload.conversion import (
     open_converted,
     untie_if_stored_apart,
 )
-from h2okv.offload.job import Job, JobResultFile, PromptFile, TextCodec
+from h2okv.offload.job import Job, JobResultFile, PromptFile, Summary, TextCodec
 from h2okv.offload.kv_tiers import TieredCacheStore
 from h2okv.offload.meta_model import MetaModel, make_meta_model
 from h2okv.offload.planner import Fractions, MemoryBudget, Plan, Planner, Workload, interleave
@@ -123,76 +123,15 @@ class BatchRequest(OffloadRequest):
         values, defaults = asdict(self.sampling), asdict(SamplingParams())
         for name in _UNSUPPORTED:
             if values[name] != defaults[name]:
-                raise ValueError(f"a batch job has no {name}; leave it out, or use h2okv.LLM")
+                raise ValueError(
+                    f"{name}={values[name]!r} is not supported in a batch job; leave it out, or use"
+                    " h2okv.LLM"
+                )
 
     @property
     def max_new_tokens(self) -> int:
         """The most tokens that are generated for a prompt."""
         return self.sampling.max_tokens or 1
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A finished job.
-
-    Attributes:
-        prompts: Of the whole job.
-        skipped: Finished by an earlier run.
-        errors: Results that are an error, those of earlier runs included.
-        prompt_tokens: Of the prompts of this run.
-        new_tokens: Generated in this run.
-        passes: Weight passes.
-        seconds: From the first weight pass to the last.
-        predicted: New tokens per second that the plan expected; ``None`` without a plan.
-        bytes_read: Weights read from the disk meanwhile.
-        cache_bytes_read: Keys and values read from the file.
-        wait_seconds: Time that computing waited for weights.
-        plan: The plan by its fields; ``None`` without a plan.
-        peak_bytes: Peak resident memory; ``None`` where it is unknown.
-        data_bytes: The process's data at the end; ``None`` where it is unknown.
-    """
-
-    prompts: int
-    skipped: int
-    errors: int
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    passes: int = 0
-    seconds: float = 0.0
-    predicted: float | None = None
-    bytes_read: int = 0
-    cache_bytes_read: int = 0
-    wait_seconds: float = 0.0
-    plan: dict[str, Any] | None = None
-    peak_bytes: int | None = None
-    data_bytes: int | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens of this run, prefill included in the time."""
-        return self.new_tokens / max(self.seconds, 1e-9)
-
-    def to_json(self) -> str:
-        """One JSON object."""
-        return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second})
-
-    def to_text(self) -> str:
-        """One line."""
-        parts = [f"{self.prompts} prompts"]
-        if self.skipped:
-            parts.append(f"{self.skipped} of them finished before")
-        if self.errors:
-            parts.append(f"{self.errors} with an error record")
-        parts.append(f"{self.new_tokens} new tokens in {self.seconds:.1f} s")
-        speed = f"{self.tokens_per_second:,.1f} tokens/s"
-        if self.predicted is not None:
-            speed += f" ({self.predicted:,.1f} predicted)"
-        parts.append(speed)
-        if self.bytes_read:
-            parts.append(f"{format_bytes(self.bytes_read)} of weights read")
-        if self.peak_bytes is not None:
-            parts.append(f"peak memory {format_bytes(self.peak_bytes)}")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
