@@ -9,7 +9,7 @@ import h2okv
 from h2okv.config import CacheConfig
 from h2okv.engine import EngineConfig
 
-ENGINE = Path(h2okv.__file__).parent / "engine"
+PACKAGE = Path(h2okv.__file__).parent
 
 
 def test_options_reach_the_config_that_they_belong_to():
@@ -50,10 +50,11 @@ def test_conversations_are_answered_by_the_chat_template(make_llm, tokenizer, gr
     assert len(two.completions[0].token_ids) == 4
 
 
-def test_the_engine_asks_no_layer_by_attribute_names():
+@pytest.mark.parametrize("folder", ["engine", "offload"])
+def test_no_layer_is_asked_by_attribute_names(folder):
     asking = [
         f"{path.name}:{node.lineno}"
-        for path in ENGINE.glob("*.py")
+        for path in (PACKAGE / folder).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
