@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     command = [
         sys.executable, "-m", "h2okv.cli", "serve", "--ray", "--replicas", "2",
-        "--max-num-seqs", str(ROWS), "--max-prompt", "256", "--port", "0", "--drain", "5",
+        "--max-num-seqs", str(ROWS), "--max-prompt-tokens", "256", "--port", "0", "--drain", "5",
     ]  # fmt: skip
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

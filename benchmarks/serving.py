@@ -202,9 +202,7 @@ def http(args: argparse.Namespace) -> list[dict[str, Any]]:
     setting = settings_of("bundled", args)
     low, high = setting["mix"]["context"]
     many = args.clients[1]
-    options = (
-        f"--heavy {SHARE / 2} --recent {SHARE / 2} --max-num-seqs {many} --max-prompt {high + 16}"
-    )
+    options = f"--budget {SHARE} --max-num-seqs {many} --max-prompt-tokens {high + 16}"
     command = [
         sys.executable, "-m", "h2okv.cli", "bench", "serve", "--model", "bundled",
         "--against", "transformers,sequential", "--serve-options", options,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+"""What shells say of a command that SIGPIPE ended."""
 
 _REDRAW_SECONDS = 0.1
 

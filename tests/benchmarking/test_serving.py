@@ -373,7 +373,7 @@ def test_our_own_server_under_load(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
     code = run([
         "bench", "serve", "--model", "bundled", "--serve-options",
-        "--max-num-seqs 2 --max-prompt 256",
+        "--max-num-seqs 2 --max-prompt-tokens 256",
         "--context", "96:128", "--new-tokens", "6", "--spread", "0", "--clients", "2",
         "--requests", "5", "--csv", str(rows), "--json", "--device", "cpu",
     ])  # fmt: skip

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     def load(*_):
         raise AssertionError("the folder was to be looked at first")
 
-    monkeypatch.setattr("h2okv.cli.analyze.describe", load)
+    monkeypatch.setattr("h2okv.integration.loading.describe", load)
     (tmp_path / "file").write_text("x")
     for folder in ("/proc/x", "/proc/x/y", tmp_path / "file", tmp_path / "file" / "report"):
         done = h2okv_command("analyze", "--out", folder)
@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "measurements are finished" in err and "the same command goes on" in err
+    assert "measurements are finished" in err and "the same command continues" in err
     assert "Traceback" not in err
     assert (tmp_path / "sparsity.csv").is_file()
     assert not (tmp_path / "theory.csv").is_file()

@@ -58,18 +58,25 @@ OPTIONS = {
     "absent device": (("--device", "cuda:99"), ("--device 'cuda:99'", "cpu")),
     "device without memory": (("--device", "meta"), ("--device 'meta'",)),
     "no new tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0", "1 or more")),
-    "negative temperature": (("--temperature", "-1"), ("--temperature -1", "0.8")),
+    "negative temperature": (("--temperature", "-1"), ("--temperature -1", "0 to 100")),
     "infinite temperature": (("--temperature", "inf"), ("--temperature inf",)),
     "top-p above 1": (("--temperature", "1", "--top-p", "1.1"), ("--top-p 1.1",)),
     "top-p without sampling": (("--top-p", "0.9"), ("--top-p 0.9", "--temperature")),
     "negative seed": (("--seed", "-1"), ("--seed -1",)),
     "seed that is no number": (("--seed", "x"), ("--seed", "--help")),
+    "top-k without sampling": (("--top-k", "5"), ("--top-k 5", "--temperature")),
+    "penalty of zero": (("--repetition-penalty", "0"), ("--repetition-penalty 0",)),
+    "budget that is no amount": (("--budget", "much"), ("--budget 'much'", "20%")),
+    "percentage above 100": (("--budget", "120%"), ("budget 1.2",)),
     "unknown comparison": (("--compare", "recent"), ("--compare 'recent'", "--compare full")),
     "unknown option": (("--heavi", "1"), ("--heavi", "--help")),
     "empty prompt": (("",), ("prompt is empty",)),
     "blank prompt": (("  \n",), ("prompt is empty",)),
     "prompt that is not text": (("\udcff",), ("not UTF-8",)),
-    "prompt beyond the context": ((WIDE_PROMPT,), ("tokens", "context", "256", "255")),
+    "prompt beyond the context": (
+        (WIDE_PROMPT,),
+        ("tokens", "context", "256", "255", "--positions rolling"),
+    ),
     "file that is not there": (("--file", "nowhere.txt"), ("--file 'nowhere.txt'", "text file")),
     "file that is a folder": (("--file", "."), ("--file '.'", "text file")),
     "prompt given twice": (("--file", "a.txt", "a prompt"), ("twice", "leave one out")),
@@ -102,7 +109,11 @@ def test_no_prompt_at_a_terminal(h2okv_command, model_folder, monkeypatch):
 
 
 def test_unknown_command(h2okv_command):
-    assert_one_sentence(h2okv_command("generat"), "generat", "--help")
+    outcome = h2okv_command("generat")
+    assert_one_sentence(outcome, "Did you mean 'generate'? See h2okv --help.")
+    assert_one_sentence(h2okv_command("xyz"), "'xyz'; see h2okv --help.")
+    outcome = h2okv_command("generate", "--heavi", "1")
+    assert_one_sentence(outcome, "--heavi", "h2okv generate --help")
 
 
 def test_demo_without_room_for_a_prompt(h2okv_command, model_folder):

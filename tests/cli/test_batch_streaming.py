@@ -306,7 +306,7 @@ class Ended:
 def processes(tmp_path):
     """Runs the command in processes that have everything imported when they begin."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["h2okv.cli.app"])
+    context.set_forkserver_preload(["h2okv.cli.app", "h2okv.offload.offload_engine"])
 
     def call(args, promise_beside=None, data_limit=None, file_size=None) -> Ended:
         report = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"

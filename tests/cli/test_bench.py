@@ -8,20 +8,22 @@ import torch
 
 import h2okv.benchmarking.caches as peer
 import h2okv.benchmarking.comparison as comparison
-import h2okv.cli.bench as bench
+import h2okv.offload.profile as profile
 import h2okv.ops.decode as step
 from h2okv.benchmarking.comparison import Row
 from h2okv.offload.profile import measure_bandwidth
 from h2okv.provenance import ENVIRONMENT_COLUMNS
 
 SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
-TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budgets", "0.25",
+TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budget", "0.25",
         "--rounds", "1", "--steps", "1", "--no-peak", "--device", "cpu")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _small_buffer(monkeypatch):
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda device: measure_bandwidth(device, 2**20))
+    monkeypatch.setattr(
+        profile, "measure_bandwidth", lambda device: measure_bandwidth(device, 2**20)
+    )
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
         (("--contexts", "many"), "--contexts 'many'"),
         (("--rounds", "0"), "--rounds 0"),
         (("--threads", "0"), "--threads 0"),
-        (("--budgets", "2.5"), "--budgets 2.5"),
+        (("--budget", "2.5"), "--budgets 2.5"),
         (("--dtype", "float8"), "'float8'"),
         (("--positions", "clamped"), "'clamped'"),
         (("--kv-bits", "3"), "kv_bits=3 .*8 or 4"),

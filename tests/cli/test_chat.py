@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import h2okv
-from h2okv.cli import chat as chat_cache
 from h2okv.cli.chat import EntryReader, converse
 
 BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
@@ -232,24 +231,11 @@ def test_what_cannot_roll_keeps_its_positions_and_says_so_once(chat, monkeypatch
                 raise ValueError("positions='rolling': cannot find out how it turns its keys.")
             return super().update(*args, **kwargs)
 
-    monkeypatch.setattr(chat_cache.CacheChoice, "make", _maker(Unrollable))
+    monkeypatch.setattr("h2okv.cache.H2OCache", Unrollable)
     outcome = chat("the cat\n")
     assert len(statuses(outcome)) == 1
     (remark,) = remarks(outcome)
     assert "cannot find out how it turns its keys" in remark
-
-
-def _maker(cache_class):
-    def make(choice, config, seed):
-        return cache_class(
-            config,
-            choice.heavy,
-            choice.recent,
-            positions=choice.positions,
-            prefill_chunk=choice.prefill_chunk,
-        )
-
-    return make
 
 
 def test_a_system_text_that_the_template_refuses(chat, chat_tokenizer, save_model):

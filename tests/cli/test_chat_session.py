@@ -9,11 +9,16 @@ import torch
 
 import h2okv
 from h2okv.chat.session import Chat, Partner
-from h2okv.cli.args import CacheChoice, Sampling
+from h2okv.config import CacheConfig
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import describe, load_weights
 
 ANSWER = 12
 LONG_TURN = "a heron, a fox; 7 owls? " * 3
+
+
+def greedy(count):
+    return SamplingParams(max_tokens=count, temperature=0.0, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def load(chat_folder, model_folder):
         described = describe(str(chat_folder if template else model_folder))
         model = load_weights(described, None, torch.device("cpu"))
         model.set_attn_implementation("h2o")
-        return Partner(model, described, Sampling(max_new_tokens=ANSWER))
+        return Partner(model, described, greedy(ANSWER))
 
     return call
 
@@ -35,8 +40,8 @@ def partner(load):
 
 
 def make_cache(partner, chunk=16, positions="rolling", budget=12):
-    choice = CacheChoice("h2o", budget, budget, 1, positions, chunk)
-    return choice.make(partner.model.config, 0)
+    config = CacheConfig("h2o", budget, budget, 1, positions=positions, prefill_chunk=chunk)
+    return h2okv.H2OCache.from_config(partner.model.config, config)
 
 
 def by_hand(partner, cache, token_ids, count):
@@ -250,7 +255,7 @@ def test_a_turn_beyond_the_context_changes_nothing(load):
 
 def test_an_answer_ends_with_the_context(load):
     partner = load()
-    partner = Partner(partner.model, partner.described, Sampling(max_new_tokens=1000))
+    partner = Partner(partner.model, partner.described, greedy(1000))
     chat = Chat(partner, make_cache(partner, positions="original"))
     answer = chat.say("the cat?", ignore)
     assert answer.finish_reason == "context"
@@ -293,7 +298,7 @@ def test_sampling_follows_the_seed(load):
     partner = load()
     texts = []
     for seed in (1, 1, 2):
-        sampling = Sampling(ANSWER, temperature=1.0, top_p=0.9, seed=seed)
+        sampling = SamplingParams(max_tokens=ANSWER, temperature=1.0, top_p=0.9, seed=seed)
         chat = Chat(Partner(partner.model, partner.described, sampling), make_cache(partner))
         texts.append([chat.say(turn, ignore).token_ids for turn in ("the cat?", "the dog?")])
     assert texts[0] == texts[1] != texts[2]

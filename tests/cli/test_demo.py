@@ -14,5 +14,4 @@ def test_shows_both_texts_and_what_they_cost(h2okv_command, model_folder):
         assert row in outcome.out
     # 0.1 + 0.1 of 240 tokens.
     kept = next(line for line in outcome.out.splitlines() if "tokens kept" in line)
-    assert kept.split("│")[2:4] == ["        255 ", kept.split("│")[3]]
-    assert kept.split("│")[3].strip() == "48"
+    assert kept.split()[2:] == ["255", "48"]

@@ -35,7 +35,7 @@ def table(path):
 def summarize(h2okv_command, model_folder, articles, out, *more):
     return h2okv_command(
         "eval", "summarize", "--model", model_folder, "--input", articles, "--csv", out,
-        "--budgets", "8,0.5,full", *more,
+        "--budget", "8,0.5,full", *more,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_ctrl_c_keeps_what_there_is(h2okv_command, model_folder, articles, tmp_p
     out = tmp_path / "s.csv"
     stopped = summarize(h2okv_command, model_folder, articles, out, "--batch-size", 4)
     assert stopped.code == 130
-    assert "stopped; 10 of 18 samples" in stopped.err and "goes on from there" in stopped.err
+    assert "stopped; 10 of 18 samples" in stopped.err and "continues from there" in stopped.err
     assert [row["budget"] for row in table(out)] == ["8"]
     monkeypatch.undo()
     assert summarize(h2okv_command, model_folder, articles, out).code == 0
@@ -85,7 +85,7 @@ def stopping(tell):
 def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "perplexity", "--model", model_folder, "--text", novel_file, "--length", 64,
-        "--windows", 2, "--every", 24, "--prefill-chunk", 16, "--budgets", "0.25,full",
+        "--windows", 2, "--every", 24, "--prefill-chunk", 16, "--budget", "0.25,full",
         "--csv", tmp_path / "p.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -98,7 +98,7 @@ def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_
 def test_needles_have_a_cell_for_each_place(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "needle", "--model", model_folder, "--text", novel_file, "--lengths", "100,150",
-        "--depths", "0,1", "--tries", 1, "--budgets", "0.5,full", "--compression", "both",
+        "--depths", "0,1", "--tries", 1, "--budget", "0.5,full", "--compression", "both",
         "--csv", tmp_path / "n.csv", "--plot", tmp_path / "n.png", "--max-new-tokens", 4,
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -110,7 +110,7 @@ def test_recall_is_asked_both_ways(h2okv_command, model_folder, prompt, tmp_path
     line = {"input": f"{prompt[:120]}\nwhere sat the dog? on", "outputs": ["the log"]}
     (tmp_path / "r.jsonl").write_text(json.dumps(line) + "\n")
     done = h2okv_command(
-        "eval", "recall", "--model", model_folder, "--input", tmp_path / "r.jsonl", "--budgets",
+        "eval", "recall", "--model", model_folder, "--input", tmp_path / "r.jsonl", "--budget",
         "0.5,full", "--max-new-tokens", 4, "--csv", tmp_path / "r.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -151,11 +151,11 @@ def test_a_sweep_fills_its_folder(h2okv_command, model_folder, articles, tmp_pat
     ("words", "message"),
     [
         (("--policy", "h20"), "did you mean 'h2o'?"),
-        (("--budgets", "most"), "is not an amount"),
-        (("--budgets", ","), "--budgets names nothing"),
+        (("--budget", "most"), "is not an amount"),
+        (("--budget", ","), "--budget names nothing"),
         (("--batch-size", "0"), "--batch-size 0 is too few"),
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
-        (("--temperature", "-1"), "temperature=-1.0 is out of range"),
+        (("--temperature", "-1"), "--temperature -1.0 is out of range"),
         (("--csv", "none/x.csv"), "is in no folder that exists"),
         (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
         (("--max-new-tokens", "250"), "more than the model's context window of 256"),
@@ -184,7 +184,8 @@ def test_other_settings_do_not_mix(h2okv_command, model_folder, articles, tmp_pa
 
 
 def test_a_window_that_evicts_nothing_is_refused(h2okv_command, novel_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("h2okv.cli.eval.load_weights", None)  # refused before the weights load
+    # Refused before the weights load.
+    monkeypatch.setattr("h2okv.integration.loading.load_weights", None)
     done = h2okv_command(
         "eval", "perplexity", "--text", novel_file, "--length", 64, "--csv", tmp_path / "p.csv"
     )
@@ -193,7 +194,7 @@ def test_a_window_that_evicts_nothing_is_refused(h2okv_command, novel_file, tmp_
 
 
 def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, monkeypatch):
-    monkeypatch.setattr("h2okv.cli.eval.load_weights", None)
+    monkeypatch.setattr("h2okv.integration.loading.load_weights", None)
     done = h2okv_command("eval", "needle", "--lengths", "2048", "--csv", tmp_path / "n.csv")
     assert done.code == 2
     assert "add --positions rolling or --prefill-chunk 512." in done.err

@@ -1,7 +1,8 @@
 import torch
+from transformers import DynamicCache
 
-from h2okv.cli.args import Sampling, full_cache
-from h2okv.cli.generate import Job, count_same_choices, generate_once
+from h2okv.chat.generation import Job, count_same_choices, generate_once
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import describe, load_weights
 
 
@@ -9,9 +10,9 @@ def test_counts_the_places_where_the_choice_is_the_given_one(model_folder, promp
     described = describe(str(model_folder))
     model = load_weights(described, None, torch.device("cpu"))
     input_ids = described.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    job = Job(model, described, input_ids, Sampling(max_new_tokens=12))
-    own = generate_once(job, full_cache(model.config), lambda _: None).token_ids
-    assert count_same_choices(job, full_cache(model.config), own) == 12
+    job = Job(model, described, input_ids, SamplingParams(max_tokens=12, temperature=0.0))
+    own = generate_once(job, DynamicCache(config=model.config), lambda _: None).token_ids
+    assert count_same_choices(job, DynamicCache(config=model.config), own) == 12
 
     # What follows the changed token is compared to one forward over the same changed text.
     changed = [*own[:4], (own[4] + 1) % 300, *own[5:]]
@@ -19,7 +20,7 @@ def test_counts_the_places_where_the_choice_is_the_given_one(model_folder, promp
     with torch.no_grad():
         choices = model(tokens).logits[0, input_ids.shape[1] - 1 : -1].argmax(-1).tolist()
     expected = sum(a == b for a, b in zip(choices, changed, strict=True))
-    assert count_same_choices(job, full_cache(model.config), changed) == expected < 12
+    assert count_same_choices(job, DynamicCache(config=model.config), changed) == expected < 12
 
 
 def test_nothing_to_follow(model_folder):

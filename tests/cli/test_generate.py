@@ -28,12 +28,18 @@ SETTINGS_FIELDS = {
     "sink": int,
     "positions": str,
     "prefill_chunk": type(None),
+    "max_tokens": type(None),
+    "chat_template": bool,
     "scoring": str,
     "decay": type(None),
     "kv_bits": type(None),
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "stop": list,
     "seed": int,
     "dtype": str,
     "device": str,
@@ -86,10 +92,11 @@ def test_compiled_steps_give_the_same_text(generate, monkeypatch):
     assert texts[0] == texts[1] and texts[0].strip()
 
 
-def test_a_share_is_of_the_whole_prompt_however_it_is_read(generate):
-    outcome = generate("--prefill-chunk", 7, "--max-new-tokens", 3, "--json")
-    told = json.loads(outcome.out)
-    assert told["num_cached_tokens"] == 2 * int(told["prompt_tokens"] * 0.1)
+def test_a_fraction_is_of_the_whole_prompt_however_it_is_read(generate, prompt):
+    part = ("--budget", "95%", "--prefill-chunk", 7, "--max-new-tokens", 3, "--json")
+    told = json.loads(generate(*part, text=prompt * 2 + "the cat sat" * 12).out)
+    assert told["num_cached_tokens"] == 2 * int(told["prompt_tokens"] * 0.475)
+    assert (told["heavy"], told["recent"]) == (0.475, 0.475)
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
@@ -101,8 +108,9 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
     assert outcome.err.endswith("tokens seen, 32 kept\n")
 
 
-def test_json_is_one_object_with_these_fields(generate):
-    outcome = generate("--heavy", "16", "--recent", "0.5", "--json", "--max-new-tokens", 9)
+def test_json_is_one_object_with_these_fields(generate, prompt):
+    parts = ("--heavy", "16", "--recent", "95%")
+    outcome = generate(*parts, "--json", "--max-new-tokens", 9, text=prompt * 2)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.count("\n") == 1
     result = json.loads(outcome.out)
@@ -151,7 +159,7 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     outcome = generate(*BUDGET, "--compare", "full", "--max-new-tokens", 12)
     assert outcome.code == 0
     assert outcome.out.count(" ---\n") == 2
-    for word in ("full cache", "h2o, heavy 16 + recent 16", "KV cache held", "of 12"):
+    for word in ("full cache", "h2o, 32", "KV cache held", "of 12"):
         assert word in outcome.out
 
 
@@ -235,15 +243,83 @@ def test_version(h2okv_command):
     assert h2okv_command("--version").out == f"h2okv {h2okv.__version__}\n"
 
 
-def test_a_share_of_a_short_prompt_brings_a_note(generate):
-    assert "note: only 2 tokens were kept" in generate(text="the cat sat on the mat").err
+def test_a_fraction_of_a_short_prompt_is_raised_to_enough_entries_and_says_so(generate):
+    outcome = generate("--max-new-tokens", 150, text="the cat sat on the mat")
+    assert "64 heavy + 64 recent entries are kept" in outcome.err
+    assert ", 128 kept" in outcome.err
     assert "note" not in generate(*BUDGET).err
+    few = ("--heavy", 4, "--recent", 4, "--max-new-tokens", 20)
+    assert "note: only 8 tokens were kept" in generate(*few).err
+
+
+def test_a_budget_is_said_in_one_way_or_the_other(generate):
+    told = json.loads(generate("--budget", 40, "--heavy-fraction", 0.25, "--json").out)
+    assert (told["heavy"], told["recent"]) == (10, 30)
+    told = json.loads(generate("--heavy", 12, "--recent", "3", "--sink", 2, "--json").out)
+    assert told["num_cached_tokens"] == 17
+    assert json.loads(generate("--budget", "full", "--json").out)["policy"] == "full"
+    outcome = generate("--budget", 40, "--heavy", 12)
+    assert outcome.code == 2 and "--budget goes without --heavy" in outcome.err
+
+
+def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
+    options = (*BUDGET, "--json", "--max-new-tokens", 5)
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a cat?"}]
+    for more, own in (((), messages[1:]), (("--system", "be brief"), messages)):
+        told = json.loads(generate(*options, *more, model=chat_folder, text="a cat?").out)
+        form = tokenizer.apply_chat_template(own, add_generation_prompt=True)["input_ids"]
+        assert told["chat_template"] and told["prompt_tokens"] == len(form)
+    told = json.loads(generate(*options, "--raw", model=chat_folder, text="a cat?").out)
+    assert not told["chat_template"]
+    assert told["prompt_tokens"] == len(tokenizer("a cat?")["input_ids"])
+    outcome = generate("--system", "be brief")
+    assert outcome.code == 2 and "--system needs a chat template" in outcome.err
+
+
+def test_the_models_own_sampling_is_the_default(generate, save_model):
+    model = save_model()
+    own = {"bos_token_id": 0, "do_sample": True, "temperature": 1.5, "top_k": 7}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    told = json.loads(generate(*BUDGET, "--json", model=model).out)
+    assert (told["temperature"], told["top_k"], told["top_p"]) == (1.5, 7, 1.0)
+    asked = (*BUDGET, "--json", "--temperature", 1.5, "--top-k", 7)
+    assert told["token_ids"] == json.loads(generate(*asked).out)["token_ids"]
+    greedy = json.loads(generate(*BUDGET, "--json", "--temperature", 0, model=model).out)
+    assert greedy["token_ids"] == json.loads(generate(*BUDGET, "--json").out)["token_ids"]
+
+
+def test_a_stop_string_ends_the_text_and_is_not_shown(generate):
+    free = json.loads(generate(*BUDGET, "--json", "--max-new-tokens", 40).out)["text"]
+    stop = free[10:13]
+    told = json.loads(generate(*BUDGET, "--json", "--stop", stop).out)
+    assert told["finish_reason"] == "stop"
+    assert told["text"] == free[: free.index(stop)]
+
+
+def test_a_repetition_penalty_reaches_the_model(generate, model_folder, prompt):
+    told = json.loads(generate(*BUDGET, "--json", "--repetition-penalty", 1.7).out)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
+    ids = AutoTokenizer.from_pretrained(model_folder)(prompt, return_tensors="pt").input_ids
+    expected = model.generate(
+        ids,
+        past_key_values=h2okv.H2OCache(model.config, 16, 16),
+        max_new_tokens=128,
+        do_sample=False,
+        repetition_penalty=1.7,
+    )
+    assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_temperature_next_to_zero_is_greedy(generate):
+    cold = json.loads(generate(*BUDGET, "--json", "--temperature", "1e-40").out)
+    assert cold["token_ids"] == json.loads(generate(*BUDGET, "--json").out)["token_ids"]
 
 
 def test_help_shows_an_example(h2okv_command):
     outcome = h2okv_command("generate", "--help")
     assert outcome.code == 0
-    assert "h2okv generate --file chapter.txt --heavy 0.1 --recent 0.1" in outcome.out
+    assert "h2okv generate --file chapter.txt --budget 20%" in outcome.out
 
 
 def test_no_command_shows_the_commands(h2okv_command):

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from h2okv.cli.generate import LONG_PROMPT, decoder_layers, prefill_progress
+from h2okv.chat.generation import LONG_PROMPT, decoder_layers, prefill_progress
 
 
 class Terminal(io.StringIO):

@@ -1,16 +1,16 @@
 import pytest
 
+from h2okv.chat.generation import Agreement, Generation
 from h2okv.cli.generate import (
-    Agreement,
-    Generation,
     agreement_text,
-    small_budget_note,
+    few_entries_note,
     summary_line,
 )
 
 
 def make_generation(**values):
     defaults = {
+        "shown": "a text",
         "text": "a text",
         "token_ids": [1, 2, 3],
         "finish_reason": "length",
@@ -66,6 +66,6 @@ def test_summary_line_of_nothing():
 @pytest.mark.parametrize(
     ("seen", "kept", "warns"), [(400, 31, True), (400, 32, False), (9, 9, False)]
 )
-def test_small_budget_note(seen, kept, warns):
+def test_few_entries_note(seen, kept, warns):
     run = make_generation(num_seen_tokens=seen, num_cached_tokens=kept)
-    assert (small_budget_note(run) is not None) is warns
+    assert (few_entries_note(run) is not None) is warns

@@ -28,7 +28,7 @@ def test_an_export_holds_the_policies_and_budgets_asked_for(
     path = tmp_path / "kept.html"
     done = h2okv_command(
         "view", "--model", model_folder, "--text", text_file, "--export", path,
-        "--budget", 0.5, "--budget", 0.2, "--beside", "recent", "--layer", 1, "--new-tokens", 3,
+        "--budget", "0.5,20%", "--compare", "recent", "--layer", 1, "--new-tokens", 3,
     )  # fmt: skip
     assert (done.code, done.out) == (0, f"{path}\n"), done.err
     content = content_of(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
     def load(*_):
         raise AssertionError("the path was to be looked at first")
 
-    monkeypatch.setattr("h2okv.cli.analyze.describe", load)
+    monkeypatch.setattr("h2okv.integration.loading.describe", load)
     done = h2okv_command("view", "--export", path)
     assert done.code == 2 and done.err.count("\n") == 1
     assert f"--export '{path}' cannot be written" in done.err and reason in done.err
@@ -69,8 +69,8 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
         (("--layer", 9), "layer 9 is not a full-attention layer of this model; choose one of 0, 1"),
         (("--head", -1), "head -1 is out of range; the KV heads are 0 to 1"),
         (("--policy", "h3o"), "policy='h3o' is unknown"),
-        (("--beside", "h3o"), "policy='h3o' is unknown"),
-        (("--budget", 1.5), "a budget of 1.5 is no fraction of the text"),
+        (("--compare", "h3o"), "policy='h3o' is unknown"),
+        (("--budget", 1.5), "a budget of the page is a fraction of the text"),
         (("--new-tokens", 9999), "9999 new tokens is out of range"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
     ],

@@ -77,7 +77,7 @@ def test_a_key_prefixes_limits_and_a_second_signal(server, tmp_path):
     process, address = server(
         "--port", 0, "--system", "system.txt", "--prefix", "prefix.txt",
         "--view-page", "view.html", "--name", "captain",
-        "--max-tokens-limit", 1900, "--drain", 600, H2OKV_API_KEY="a-key",
+        "--max-new-tokens", 1900, "--drain", 600, H2OKV_API_KEY="a-key",
     )  # fmt: skip
     root = address.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/view", timeout=10) as page:
@@ -134,13 +134,13 @@ def command(capsys, monkeypatch):
         (("--max-body", "large"), "--max-body 'large' is no size"),
         (("--timeout", 0), "timeout=0.0 is too little"),
         (("--drain", -1), "--drain -1 is out of range"),
-        (("--max-tokens-limit", 0), "max_new_tokens=0 is too little"),
+        (("--max-new-tokens", 0), "max_new_tokens=0 is too little"),
         (("--max-waiting", -1), "max_waiting=-1 is out of range"),
         (("--max-num-seqs", 0), "max_num_seqs=0 is out of range"),
         (("--heavy", "much"), "--heavy 'much' is not an amount"),
         (("--heavy", 0, "--recent", 0), "keep nothing"),
         (("--memory", "10MiB"), "has no room for a single sequence"),
-        (("--max-prompt", 5000), "max_prompt_tokens=5000 is more than the model's context"),
+        (("--max-prompt-tokens", 5000), "max_prompt_tokens=5000 is more than the model's context"),
         (("--system", "nowhere.txt"), "--system 'nowhere.txt' cannot be read"),
         (("--view-page", "nowhere.html"), "--view-page 'nowhere.html' cannot be read"),
         (("--model", "nowhere/at/all"), "nowhere/at/all"),
@@ -167,7 +167,7 @@ def no_weights(monkeypatch):
     "options",
     [
         ("--port", 70000), ("--max-num-seqs", 0), ("--max-prefill-tokens", 0),
-        ("--policy", "h20"), ("--kv-bits", 3), ("--max-prompt", 5000), ("--sink", -1),
+        ("--policy", "h20"), ("--kv-bits", 3), ("--max-prompt-tokens", 5000), ("--sink", -1),
     ],
     ids=str,
 )  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_warning_where_everybody_may_ask(command, monkeypatch):
 
     monkeypatch.setattr("h2okv.server.listener.Listener.run", announce_only)
     warning = "warning: whoever reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
-    options = ("--port", 0, "--max-num-seqs", 1, "--max-prompt", 64)
+    options = ("--port", 0, "--max-num-seqs", 1, "--max-prompt-tokens", 64)
     assert warning in command("--host", "0.0.0.0", *options)[1]
     assert "warning" not in command(*options)[1]
     monkeypatch.setenv("H2OKV_API_KEY", "a-key")

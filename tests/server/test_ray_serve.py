@@ -26,7 +26,7 @@ def server(tmp_path_factory):
     """`h2okv serve --ray` on a cluster of this machine alone; ended as an operator ends it."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
     command = (
-        "serve", "--ray", "--replicas", "2", "--max-num-seqs", ROWS, "--max-prompt", "256",
+        "serve", "--ray", "--replicas", "2", "--max-num-seqs", ROWS, "--max-prompt-tokens", "256",
         "--max-waiting", WAITING, "--name", "books", "--port", "0", "--drain", "5",
     )  # fmt: skip
     environment = os.environ | {

@@ -3,173 +3,22 @@
 from __future__ import annotations
 
 import json
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import h2okv
+from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.cli.args import Sampling
-from h2okv.cli.generate import LONG_PROMPT, check_vocabulary, sampling_options
-from h2okv.console import Interrupt, Progress
-from h2okv.engine.detokenizer import StopText, TextStream
-from h2okv.engine.sampler import RefuseNaN
+from h2okv.chat.generation import Generating, Generation, check_vocabulary, end_tokens
+from h2okv.console import Interrupt
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.integration.loading import Described
-from h2okv.integration.prefill import read_blocks
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model said, and what it took.
-
-    Attributes:
-        shown: The text that the user saw.
-        text: The text of all tokens, a stop string included, special tokens left out.
-        token_ids: The new tokens; the last one has not been through the cache.
-        finish_reason: `eos`, `stop` (a stop string), `length`, `context` (the context window is
-            full), or `interrupted`.
-        time_to_first_token: Seconds from the user's turn on; None if no token came.
-        tokens_per_second: While decoding, the first token not counted; None below two tokens.
-    """
-
-    shown: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    time_to_first_token: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True)
-class Question:
-    """What an answer is made from.
-
-    Attributes:
-        token_ids: What the cache has not seen; at least one.
-        room: The most tokens to generate.
-        stop_strings: What else ends the answer.
-        end_tokens: Tokens that end it.
-    """
-
-    token_ids: list[int]
-    room: int
-    stop_strings: tuple[str, ...]
-    end_tokens: list[int]
-
-
-class Answering(StoppingCriteria):
-    """Makes one answer, and keeps what there is of it if it is cut short.
-
-    It takes the tokens as a stopping criterion and not as a streamer, for only a criterion hears
-    of a token before it is decided whether another one follows, in every version of transformers.
-    """
-
-    def __init__(
-        self,
-        question: Question,
-        tokenizer: PreTrainedTokenizerBase,
-        interrupt: Interrupt,
-        write: Callable[[str], None],
-    ) -> None:
-        self._question = question
-        self._ids = torch.tensor([question.token_ids])
-        self._tokenizer = tokenizer
-        self._interrupt = interrupt
-        self._shown = StopText(question.stop_strings, write)
-        self._stream = TextStream(tokenizer, self._ids, self._shown.add, lambda: None)
-        self._stream.put(self._ids)
-        self._start = time.perf_counter()
-
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any
-    ) -> torch.BoolTensor:
-        """Takes the newest token, int `[1, T]`; tells whether the answer ends with it."""
-        self._stream.put(input_ids[0, -1:].cpu())
-        done = self._shown.stopped is not None or self._interrupt.requested
-        return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
-
-    def run(
-        self,
-        model: PreTrainedModel,
-        cache: h2okv.H2OCache,
-        sampling: Sampling,
-        show_progress: bool = False,
-    ) -> None:
-        """Reads the question and generates; `answer` tells how far it came, also after an error.
-
-        The question is read in blocks of `cache.prefill_chunk`, the last of which is the first
-        forward of `generate`; so it is read exactly as `h2okv.prefill` would.
-        """
-        rest = self._ids
-        chunk = cache.prefill_chunk
-        before = 0 if chunk is None else (rest.shape[1] - 1) // chunk * chunk
-        if before and not self._read(model, cache, before, show_progress):
-            return
-        rest = rest[:, before:].to(model.device)
-        length = cache.num_seen_tokens + rest.shape[1]
-        generate: Any = model.generate  # its type gets lost on the way through torch's Module
-        generate(
-            input_ids=rest,
-            attention_mask=torch.ones(1, length, dtype=torch.long, device=model.device),
-            past_key_values=cache,
-            max_new_tokens=self._question.room,
-            use_cache=True,
-            num_beams=1,
-            eos_token_id=self._question.end_tokens or None,
-            logits_processor=[RefuseNaN()],
-            stopping_criteria=[self],
-            **sampling_options(sampling),
-        )
-
-    def _read(
-        self, model: PreTrainedModel, cache: h2okv.H2OCache, count: int, show_progress: bool
-    ) -> bool:
-        """Reads all blocks but the last; returns whether nobody interrupted."""
-        shown = show_progress and count >= LONG_PROMPT
-        with Progress("reading", count, "tokens", shown=shown) as progress:
-            for read, _ in read_blocks(model, self._ids[:, :count], cache):
-                progress.update(read)
-                if self._interrupt.requested:
-                    return False
-        return not self._interrupt.requested
-
-    def answer(self) -> Answer:
-        """Finishes the text and returns the answer as far as it came."""
-        self._stream.end()
-        self._shown.end()
-        times = self._stream.arrival_times
-        speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
-        return Answer(
-            shown=self._shown.text,
-            text=self._stream.text,
-            token_ids=self._stream.token_ids,
-            finish_reason=self._finish_reason(),
-            time_to_first_token=times[0] - self._start if times else None,
-            tokens_per_second=speed,
-        )
-
-    def _finish_reason(self) -> str:
-        tokens = self._stream.token_ids
-        if tokens and tokens[-1] in self._question.end_tokens:
-            return "eos"
-        if self._shown.stopped is not None:
-            return "stop"
-        return "length" if len(tokens) == self._question.room else "interrupted"
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Lists the tokens that end an answer: the model's own, and the tokenizer's."""
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    found: Sequence[int | None] = named if isinstance(named, list) else [named]
-    return sorted({token for token in (*found, tokenizer.eos_token_id) if token is not None})
-
 
 Message = dict[str, str]
 
@@ -349,24 +198,29 @@ class SavedChat:
     Attributes:
         transcript: The chat so far.
         system: What stood before everything.
-        sampling: How its tokens were chosen.
+        params: How its tokens were chosen.
     """
 
     transcript: Transcript
     system: str
-    sampling: Sampling
+    params: SamplingParams
 
 
-def write_chat(path: Path, cache: h2okv.H2OCache, chat: SavedChat) -> None:
+def write_chat(path: Path, cache: H2OCache, chat: SavedChat) -> None:
     """Writes a chat and its cache to one file, whole or not at all."""
     path = path.expanduser()
     if path.exists():
         _require_saved_cache(path)
-    note = json.dumps({"version": _VERSION, **asdict(chat)})
+    content = {
+        "transcript": asdict(chat.transcript),
+        "system": chat.system,
+        "sampling": sampling_fields(chat.params),
+    }
+    note = json.dumps({"version": _VERSION, **content})
     cache.save(path, notes={_NOTE: note})
 
 
-def read_chat(path: Path, model: PreTrainedModel) -> tuple[h2okv.H2OCache, SavedChat]:
+def read_chat(path: Path, model: PreTrainedModel) -> tuple[H2OCache, SavedChat]:
     """Reads a saved chat."""
     path = path.expanduser()
     if not path.is_file():
@@ -378,7 +232,7 @@ def read_chat(path: Path, model: PreTrainedModel) -> tuple[h2okv.H2OCache, Saved
         chat = _parse(json.loads(note))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"the chat in '{path}' is damaged ({error}); use another file") from error
-    cache = h2okv.H2OCache.load(path, model)
+    cache = H2OCache.load(path, model)
     if len(chat.transcript.token_ids) < cache.num_seen_tokens:
         raise ValueError(
             f"the chat in '{path}' is damaged (its cache has read {cache.num_seen_tokens} tokens,"
@@ -387,15 +241,32 @@ def read_chat(path: Path, model: PreTrainedModel) -> tuple[h2okv.H2OCache, Saved
     return cache, chat
 
 
-def _parse(fields: dict[str, Any]) -> SavedChat:
-    if fields["version"] != _VERSION:
-        raise ValueError(f"version {fields['version']} of the chat, not {_VERSION}")
-    transcript = Transcript(**fields["transcript"])
+def _parse(saved: Mapping[str, Any]) -> SavedChat:
+    if saved["version"] != _VERSION:
+        raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
+    transcript = Transcript(**saved["transcript"])
     if not all(isinstance(token, int) for token in transcript.token_ids):
         raise ValueError("a token that is no number")
     if not all(set(message) == {"role", "content"} for message in transcript.messages):
         raise ValueError("a message without role or content")
-    return SavedChat(transcript, str(fields["system"]), Sampling(**fields["sampling"]))
+    sampling = dict(saved["sampling"])
+    params = SamplingParams(max_tokens=sampling.pop("max_new_tokens"), **sampling)
+    return SavedChat(transcript, str(saved["system"]), params)
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """What is not left at its default, by the names of the command line."""
+    values = {part.name: getattr(params, part.name) for part in fields(params)}
+    always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+    changed = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if name in always or value != getattr(_DEFAULTS, name)
+    }
+    return {"max_new_tokens": changed.pop("max_tokens", None), **changed}
+
+
+_DEFAULTS = SamplingParams()
 
 
 def _require_saved_cache(path: Path) -> None:
@@ -421,29 +292,29 @@ class Partner:
     Attributes:
         model: With H2O attention.
         described: Its description.
-        sampling: How its tokens are chosen.
+        params: How its tokens are chosen; `seed` and `max_tokens` are set.
     """
 
     model: PreTrainedModel
     described: Described
-    sampling: Sampling
+    params: SamplingParams
 
 
 class Chat:
     """A conversation on one cache; the past is never read again."""
 
-    def __init__(self, partner: Partner, cache: h2okv.H2OCache, system: str = "") -> None:
+    def __init__(self, partner: Partner, cache: H2OCache, system: str = "") -> None:
         self.partner = partner
         self.cache = cache
         self.form: TurnForm = form_for(partner.described.tokenizer, system)
         self.transcript = Transcript()
         self.is_broken = False
         self._end_tokens = end_tokens(partner.model, partner.described.tokenizer)
-        torch.manual_seed(partner.sampling.seed)
+        torch.manual_seed(int(partner.params.seed or 0))
 
     def say(
         self, message: str, write: Callable[[str], None], show_progress: bool = False
-    ) -> Answer:
+    ) -> Generation:
         """Takes a turn of the user's and answers it. Mutates the cache and the transcript.
 
         Ctrl-C ends the answer with what there is of it; the chat goes on from there. A second one
@@ -454,25 +325,30 @@ class Chat:
         asked = self.form.ask(self.transcript, message)
         new = asked.token_ids[seen:]
         check_vocabulary(self.partner.described, max(new))
-        wanted = self.partner.sampling.max_new_tokens
-        room = min(wanted, self._room(seen, len(new)))
-        question = Question(new, room, self.form.stop_strings, self._end_tokens)
+        wanted = self.partner.params
+        params = replace(
+            wanted,
+            max_tokens=self._room(seen, len(new)),
+            stop=(*self.form.stop_strings, *wanted.stop),
+        )
         model, tokenizer = self.partner.model, self.partner.described.tokenizer
         with Interrupt(model.base_model) as interrupt:
-            answering = Answering(question, tokenizer, interrupt, write)
+            answering = Generating(
+                tokenizer, new, params, write, self._end_tokens, lambda: interrupt.requested, True
+            )
             try:
-                answering.run(model, self.cache, self.partner.sampling, show_progress)
+                answering.run(model, self.cache, show_progress)
             except KeyboardInterrupt:
                 self.is_broken = interrupt.in_forward
             finally:
                 interrupt.settle()
-                answer = answering.answer()
-                if answer.finish_reason == "length" and room < wanted:
+                answer = answering.result(self.cache)
+                if answer.finish_reason == "length" and params.max_tokens != wanted.max_tokens:
                     answer = replace(answer, finish_reason="context")
                 self._commit(asked, answer, seen)
         return answer
 
-    def _commit(self, asked: Transcript, answer: Answer, seen_before: int) -> None:
+    def _commit(self, asked: Transcript, answer: Generation, seen_before: int) -> None:
         """Notes what was read and said; nothing if none of the turn was read."""
         self.is_broken = self.is_broken or not self._is_whole()
         if not self.is_broken and self.cache.num_seen_tokens == seen_before:
@@ -489,7 +365,7 @@ class Chat:
 
     def _room(self, seen: int, new: int) -> int:
         """How many tokens an answer may have."""
-        described, wanted = self.partner.described, self.partner.sampling.max_new_tokens
+        described, wanted = self.partner.described, int(self.partner.params.max_tokens or 0)
         if self.cache.rule.positions != "original" or described.context is None:
             return wanted
         room = described.context - seen - new
@@ -525,7 +401,7 @@ class Chat:
         return saved
 
     def _saved(self) -> SavedChat:
-        return SavedChat(self.transcript, self.form.system, self.partner.sampling)
+        return SavedChat(self.transcript, self.form.system, self.partner.params)
 
     def _is_whole(self) -> bool:
         try:

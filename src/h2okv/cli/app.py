@@ -2,84 +2,64 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
-from transformers.utils import logging as transformers_logging
+from typer.core import TyperGroup
 
 import h2okv
-from h2okv.cli.analyze import HELP as ANALYZE_HELP
-from h2okv.cli.analyze import VIEW_HELP, analyze, view
-from h2okv.cli.batch import HELP as BATCH_HELP
-from h2okv.cli.batch import PLAN_HELP, batch, plan
-from h2okv.cli.bench import HELP as BENCH_HELP
-from h2okv.cli.bench import bench
-from h2okv.cli.bench_serve import SERVE_HELP as BENCH_SERVE_HELP
-from h2okv.cli.bench_serve import bench_serve
-from h2okv.cli.chat import HELP as CHAT_HELP
-from h2okv.cli.chat import chat
-from h2okv.cli.env import HELP as ENV_HELP
-from h2okv.cli.env import env
-from h2okv.cli.eval import eval_app
-from h2okv.cli.generate import HELP, demo, generate
-from h2okv.cli.models import models_app
-from h2okv.cli.serve import HELP as SERVE_HELP
-from h2okv.cli.serve import serve
-from h2okv.cli.stream import HELP as STREAM_HELP
-from h2okv.cli.stream import stream
-from h2okv.console import BAD_INPUT, INTERRUPTED, OutputClosedError, write_remark, write_text
-from h2okv.evaluation.lm_eval.launcher import run_harness
+from h2okv.cli.args import reflow
+from h2okv.console import BAD_INPUT, OUTPUT_CLOSED, OutputClosedError, write_text
 
-LM_EVAL_HELP = """Run lm-evaluation-harness with the model type h2okv and six tasks.
-
-All options but --data are lm_eval's own; `lm_eval run --help` lists them.
---model is h2okv unless you say otherwise. The tasks read local files:
-h2okv_copa, h2okv_rte, h2okv_piqa, h2okv_openbookqa, h2okv_winogrande,
-h2okv_mathqa, and h2okv_tasks for all six.
-
-Examples:
-
-    h2okv lm-eval --data DIR --tasks h2okv_copa --num_fewshot 5
-    --model_args pretrained=bundled,heavy=0.1,recent=0.1
-
-    h2okv lm-eval --data DIR --tasks h2okv_tasks --output_path OUT
-    --model_args pretrained=./my-model,heavy=64,recent=64,prefill_chunk=1
-
-    h2okv lm-eval ls tasks
-"""
-
-LM_EVAL_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""What the registration gives typer, so that it passes on what it does not know."""
+COMMANDS = {
+    "generate": ("generate:generate", "Generate text with an H2O cache."),
+    "demo": ("generate:demo", "Compare H2O at 20 % with the full cache on a sample text."),
+    "chat": ("chat:chat", "Chat with a model in constant KV memory."),
+    "serve": ("serve:serve", "Serve a model over OpenAI's API, each request with an H2O cache."),
+    "batch": ("batch:batch", "Generate for a file of prompts."),
+    "plan": ("batch:plan", "Plan a batch job: where weights go, batch size, expected speed."),
+    "stream": ("stream:stream", "Stream an endless text or conversations through one cache."),
+    "eval": ("eval:eval_app", "Measure what a cache size costs in quality."),
+    "lm-eval": ("eval:lm_eval", "Run lm-evaluation-harness with an H2O cache."),
+    "bench": ("bench:bench_app", "Measure speed and memory against transformers' own caches."),
+    "analyze": ("analyze:analyze", "Measure what the paper observed, and write a report."),
+    "view": ("analyze:view", "See what a policy keeps of a text, token by token."),
+    "models": ("models:models_app", "Fetch and list models that have a name."),
+    "env": ("env:env", "Show what is installed, and what would run attention and why."),
+}
+"""Each command's function or group in `h2okv.cli`, and its line in `h2okv --help`. A command is
+imported when it runs: torch and transformers take seconds."""
 
 
-def lm_eval(
-    context: typer.Context,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the tasks' data files; or set H2OKV_EVAL_DATA."),
-    ] = None,
-) -> int:
-    """Hands over to the harness, as `HELP` tells the user."""
-    try:
-        return run_harness(context.args, data)
-    except KeyboardInterrupt:
-        write_remark(
-            "stopped; answers that --use_cache stored stay, and the same command goes on from them."
-        )
-        return INTERRUPTED
+class LazyGroup(TyperGroup):
+    """Lists commands without importing them, and imports the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Finds the command that the user called."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load_command(str(name)), rest
 
 
-_app = typer.Typer(
-    name="h2okv",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+def load_command(name: str) -> Any:
+    """Imports a command."""
+    module, attribute = COMMANDS[name][0].split(":")
+    found = getattr(importlib.import_module(f"h2okv.cli.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        settings = getattr(found, "context_settings", None)
+        app.command(name, help=reflow(found.__doc__), context_settings=settings)(found)
+        found = app
+    command = typer.main.get_command(found)
+    command.name = name
+    return command
+
+
+_app = typer.Typer(name="h2okv", cls=LazyGroup, pretty_exceptions_enable=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,7 +68,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@_app.callback(help="Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face models.")
+@_app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -97,26 +77,11 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Takes what comes before the command."""
+    """Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face models."""
 
 
-_app.command("generate", help=HELP)(generate)
-_app.command("demo")(demo)
-_app.command("analyze", help=ANALYZE_HELP)(analyze)
-_app.command("view", help=VIEW_HELP)(view)
-_app.command("chat", help=CHAT_HELP)(chat)
-_app.command("stream", help=STREAM_HELP)(stream)
-_bench_app = typer.Typer(pretty_exceptions_enable=False)
-_bench_app.callback(invoke_without_command=True, help=BENCH_HELP)(bench)
-_bench_app.command("serve", help=BENCH_SERVE_HELP)(bench_serve)
-_app.add_typer(_bench_app, name="bench")
-_app.command("env", help=ENV_HELP)(env)
-_app.add_typer(models_app)
-_app.command("lm-eval", help=LM_EVAL_HELP, context_settings=LM_EVAL_CONTEXT)(lm_eval)
-_app.add_typer(eval_app)
-_app.command("serve", help=SERVE_HELP)(serve)
-_app.command("batch", help=BATCH_HELP)(batch)
-_app.command("plan", help=PLAN_HELP)(plan)
+for _name, (_, _summary) in COMMANDS.items():
+    _app.command(_name, help=_summary)(lambda: None)
 
 
 def run(args: Sequence[str]) -> int:
@@ -125,29 +90,42 @@ def run(args: Sequence[str]) -> int:
     try:
         code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
-        return _fail(f"{_one_line(error.format_message()).rstrip('.')}; see h2okv --help")
-    except OutputClosedError as error:
+        return _fail(_usage(error))
+    except OutputClosedError:
         _drop_stdout()
-        return _fail(str(error))
-    except torch.OutOfMemoryError as error:
+        return OUTPUT_CLOSED
+    except ValueError as error:
+        return _fail(_one_line(str(error)))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not be imported
+            raise
         return _fail(
             f"the device is out of memory ({_one_line(str(error))}); choose a smaller model,"
             " a shorter prompt or --dtype bfloat16"
         )
-    except ValueError as error:
-        return _fail(_one_line(str(error)))
     return code if isinstance(code, int) else 0
 
 
 def _quieten_libraries() -> None:
-    """Keeps stderr for this command's own sentences."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    """Keeps stderr for this command's own sentences; read by libraries when they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
     for output in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not a crash.
         if hasattr(output, "reconfigure"):
             output.reconfigure(errors="replace")
+
+
+def _usage(error: typer.TyperException) -> str:
+    """A mistake in the command line, and where to look."""
+    message = _one_line(error.format_message())
+    context = getattr(error, "ctx", None)
+    path = "h2okv" if context is None else context.command_path
+    if message.endswith("?"):
+        return f"{message} See {path} --help"
+    return f"{message.rstrip('.')}; see {path} --help"
 
 
 def _one_line(text: str) -> str:

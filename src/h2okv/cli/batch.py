@@ -4,117 +4,62 @@ from __future__ import annotations
 
 import json as json_format
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import h2okv
 from h2okv.cli.args import (
-    DECAY_HELP,
-    DTYPES,
-    KV_BITS_HELP,
+    BUNDLED,
     MODEL_HELP,
-    SCORING_HELP,
-    Model,
-    Sampling,
+    ModelOptions,
+    SamplingOptions,
+    cache_options,
     check_copies,
-    parse_amount,
-    parse_device,
-    parse_dtype,
-    parse_positions,
+    model_options,
+    own_generation_config,
+    sampling_options,
 )
-from h2okv.cluster.batch import run_batch_on_ray
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, format_bytes, format_table, write_remark, write_text
-from h2okv.engine.memory import parse_memory
-from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.models import BUNDLED
-from h2okv.offload.kv_tiers import CACHE_TIERS
-from h2okv.offload.offload_engine import (
-    BatchRequest,
-    Interrupted,
-    OffloadRequest,
-    PlannedJob,
-)
-from h2okv.offload.offload_engine import plan as plan_job
-from h2okv.offload.offload_engine import run as run_job
-from h2okv.offload.planner import PLACES, Workload, parse_placement
-from h2okv.offload.quantized_linear import WEIGHT_BITS
 
-HELP = """Generate for a file of prompts, as many at a time as there is room for.
-
-The input has a line {"id": ..., "prompt": "..."} for each prompt, or {"id": ..., "messages": [...]}
-with messages as in OpenAI's API; the output a line {"id", "text", ...} or {"id", "error"}. If the
-model has a chat template, a prompt is a user's message to be answered; --raw continues its text.
-Every result is on the disk as soon as it is there: after Ctrl-C or a kill the same command goes on
-with what is left.
-
-Examples:
-
-    h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
-
-    h2okv batch --model ./large-model --memory 4GiB --input prompts.jsonl --output texts.jsonl
-
-    h2okv batch --ray --actors 8 --model ./model --input prompts.jsonl --output texts.jsonl
-"""
+if TYPE_CHECKING:
+    from h2okv.offload.offload_engine import BatchRequest, PlannedJob
 
 WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
 CACHE_HELP = "Where keys and values are: auto, device, cpu, file, or percentages of the layers."
-WEIGHT_BITS_HELP = "8 or 4 (CPUs, bfloat16): weights of the layers in so many bits."
-RAY_HELP = "Run on a Ray cluster: that of RAY_ADDRESS, or this machine alone."
-ACTORS_HELP = "With --ray: how many models."
-MEMORY_HELP = "All memory that the process may take, such as 4GiB; on a GPU that of the GPU."
+WEIGHT_BITS_HELP = "Quantize the layers' weights to 8 or 4 bits (CPUs, bfloat16)."
+MEMORY_HELP = "Memory limit of the process, such as 4GiB; on a GPU that of the GPU."
+BATCH_HELP = "Sequences that run together: a number, or auto."
 
 
+@cache_options()
+@model_options()
+@sampling_options()
 def batch(
+    cache: CacheConfig,
+    model: ModelOptions,
+    sampling: SamplingOptions,
     input: Annotated[Path, typer.Option(help="The prompts, a JSONL file.")],
-    output: Annotated[Path, typer.Option(help="The results, a JSONL file; made or gone on with.")],
-    model: Model = BUNDLED,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens for a prompt.")] = 128,
-    batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
-    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
-    cache: Annotated[str, typer.Option(help=CACHE_HELP)] = "auto",
-    cache_folder: Annotated[
-        Path | None,
-        typer.Option(help="Where the cache's file is made.", show_default="beside the output"),
-    ] = None,
+    output: Annotated[Path, typer.Option(help="The results, a JSONL file; made or continued.")],
+    batch: Annotated[str, typer.Option(help=BATCH_HELP)] = "auto",
     memory: Annotated[
         str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
     ] = None,
-    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
-    heavy: Annotated[
-        str, typer.Option(help="Heavy hitters to keep: tokens (64) or a share of the prompt (0.1).")
-    ] = "0.1",
-    recent: Annotated[
-        str, typer.Option(help="Newest tokens to keep: tokens (64) or a share (0.1).")
-    ] = "0.1",
-    sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
-    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
-    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
-    positions: Annotated[
-        str, typer.Option(help="original, rolling (past the context window) or clamped (OPT).")
-    ] = "original",
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(help="The most tokens that are attended to at once.", show_default="all"),
+    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
+    kv_cache: Annotated[str, typer.Option("--cache", help=CACHE_HELP)] = "auto",
+    cache_folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a cache in a file.", show_default="that of the output"),
     ] = None,
-    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus (top-p) sampling.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed; each prompt draws with its own.")] = 0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue prompts as they are, without a chat template.")
-    ] = False,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     weight_bits: Annotated[
         int | None, typer.Option(help=WEIGHT_BITS_HELP, show_default="the checkpoint's own")
     ] = None,
     converted: Annotated[
         Path | None,
         typer.Option(
-            help="Where checkpoints go that must be written anew to be streamed.",
+            help="Folder for checkpoints that must be rewritten to be streamed.",
             show_default="the user's cache folder",
         ),
     ] = None,
@@ -122,42 +67,59 @@ def batch(
         bool,
         typer.Option("--keep-pages", help="Let the system keep streamed weights in free memory."),
     ] = False,
-    ray: Annotated[bool, typer.Option("--ray", help=RAY_HELP)] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run on the Ray cluster of RAY_ADDRESS, or on this one.")
+    ] = False,
     actors: Annotated[
-        int | None, typer.Option(help=ACTORS_HELP, show_default="one on each GPU or machine")
+        int | None,
+        typer.Option(
+            help="With --ray: copies of the model.", show_default="one on each GPU or machine"
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompts: no chat template, if there is one.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> int:
-    """Runs a job, as `HELP` tells the user."""
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    """Generate for a file of prompts, as many at a time as fit into memory.
+
+    The input has a line {"id": ..., "prompt": "..."} for each prompt, or {"id": ..., "messages":
+    [...]} with messages as in OpenAI's API; the output a line {"id", "text", ...} or {"id",
+    "error"}. If the model has a chat template, a prompt is a user's message to be answered; --raw
+    continues its text. Every result is on the disk as soon as it is there: after Ctrl-C or a kill
+    the same command continues with what is left.
+
+    Examples:
+
+        h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
+
+        h2okv batch --model ./large-model --memory 4GiB --input prompts.jsonl --output texts.jsonl
+
+        h2okv batch --ray --actors 8 --model ./model --input prompts.jsonl --output texts.jsonl
+    """
+    import torch
+
+    from h2okv.cluster.batch import run_batch_on_ray
+    from h2okv.engine.memory import parse_memory
+    from h2okv.offload.kv_tiers import CACHE_TIERS
+    from h2okv.offload.offload_engine import BatchRequest, Interrupted
+    from h2okv.offload.offload_engine import run as run_job
+    from h2okv.offload.planner import PLACES, parse_placement
+
+    if sampling.given.get("stop"):
+        raise ValueError("--stop is not known to h2okv batch; cut the texts afterwards")
     request = BatchRequest(
-        model=model,
+        model=model.name,
         input=input,
         output=output,
-        cache=CacheConfig(
-            policy=policy,
-            heavy=parse_amount("heavy", heavy),
-            recent=parse_amount("recent", recent),
-            sink=sink,
-            scoring=scoring,
-            decay=decay,
-            positions=parse_positions(positions),
-            prefill_chunk=prefill_chunk,
-            kv_bits=kv_bits,
-            seed=seed,
-        ),
-        sampling=SamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-        ),
+        cache=cache,
+        sampling=sampling.params(),
         is_raw=raw,
-        dtype=parse_dtype(dtype),
-        device=parse_device("cpu" if ray else device),
+        dtype=model.dtype,
+        device=torch.device("cpu") if ray else model.device,
         batch_size=_parse_batch(batch),
         weight_placement=parse_placement("weights", weights, PLACES),
-        cache_placement=parse_placement("cache", cache, CACHE_TIERS),
+        cache_placement=parse_placement("cache", kv_cache, CACHE_TIERS),
         cache_folder=cache_folder,
         memory=None if memory is None else parse_memory(memory),
         converted=converted,
@@ -169,9 +131,13 @@ def batch(
             f"no file for the cache can be made in '{cache_folder}'; give another --cache-folder,"
             " one that exists"
         )
+    device = model.device_name
     check_copies("--actors", actors, ray, device)
     if ray:
         _check_for_ray(request)
+    params = sampling.params(own_generation_config(model.describe()))
+    seeded = replace(cache, seed=int(params.seed or 0))
+    request = replace(request, sampling=params, cache=seeded)
     try:
         summary = run_batch_on_ray(request, device, actors) if ray else run_job(request)
     except Interrupted as stopped:
@@ -186,6 +152,8 @@ def batch(
 
 def _check_weight_bits(bits: int | None) -> int | None:
     """Refuses a number of bits that there is no format for."""
+    from h2okv.offload.quantized_linear import WEIGHT_BITS
+
     if bits is not None and bits not in WEIGHT_BITS:
         raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
     return bits
@@ -219,58 +187,62 @@ def _parse_batch(text: str) -> int | None:
     except ValueError:
         size = 0
     if size < 1:
-        raise ValueError(f"--batch {text!r} is no number of prompts; give 1 or more, or auto")
+        raise ValueError(f"--batch {text!r} is not a number of prompts; give 1 or more, or auto")
     return size
 
 
-PLAN_HELP = """Plan a job: where the weights go, the batch size, and the speed to expect.
-
-Bandwidths, GEMM throughput and the overhead of a layer are measured here, in a few seconds; a
-decode step takes the longest of loading the weights, reading the caches and computing.
-
-Examples:
-
-    h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256
-
-    h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256 --policy full
-"""
+_PATIENCE = 60.0
+"""Seconds until the first result, above which the user is told."""
 
 
+@cache_options(without=("prefill_chunk",))
+@model_options(without=("model",))
 def plan(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = (BUNDLED),
+    cache: CacheConfig,
+    model: ModelOptions,
+    name: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = BUNDLED,
     memory: Annotated[
         str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
     ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     gen: Annotated[int, typer.Option(help="New tokens for a prompt.")] = 128,
     prompts: Annotated[int, typer.Option(help="Prompts of the job.")] = 1000,
-    batch: Annotated[str, typer.Option(help="Prompts under way: a number, or auto.")] = "auto",
+    batch: Annotated[str, typer.Option(help=BATCH_HELP)] = "auto",
     weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
-    cache: Annotated[str, typer.Option(help=CACHE_HELP)] = "auto",
-    policy: Annotated[str, typer.Option(help=f"{', '.join(h2okv.policy_names())}.")] = "h2o",
-    heavy: Annotated[str, typer.Option(help="Heavy hitters: tokens or a share.")] = "0.1",
-    recent: Annotated[str, typer.Option(help="Newest tokens: tokens or a share.")] = "0.1",
-    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
+    kv_cache: Annotated[str, typer.Option("--cache", help=CACHE_HELP)] = "auto",
     weight_bits: Annotated[
         int | None, typer.Option(help=WEIGHT_BITS_HELP, show_default="the checkpoint's own")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Plans a job, as `HELP` tells the user."""
-    for name, value in (("prompt", prompt), ("gen", gen), ("prompts", prompts)):
+    """Plan a batch job: where the weights go, the batch size, and the speed to expect.
+
+    Bandwidths, GEMM throughput and the overhead of a layer are measured here, in a few seconds; a
+    decode step takes the longest of loading the weights, reading the caches and computing.
+
+    Examples:
+
+        h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256
+
+        h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256 --budget full
+    """
+    from h2okv.engine.memory import parse_memory
+    from h2okv.offload.kv_tiers import CACHE_TIERS
+    from h2okv.offload.offload_engine import OffloadRequest
+    from h2okv.offload.offload_engine import plan as plan_job
+    from h2okv.offload.planner import PLACES, Workload, parse_placement
+
+    for option, value in (("prompt", prompt), ("gen", gen), ("prompts", prompts)):
         if value < 1:
-            raise ValueError(f"--{name} {value} is too few; give 1 or more")
-    amounts = parse_amount("heavy", heavy), parse_amount("recent", recent)
+            raise ValueError(f"--{option} {value} is too few; give 1 or more")
     request = OffloadRequest(
-        model=model,
-        cache=CacheConfig(policy, *amounts, kv_bits=kv_bits),
-        dtype=parse_dtype(dtype),
-        device=parse_device(device),
+        model=name,
+        cache=cache,
+        dtype=model.dtype,
+        device=model.device,
         batch_size=_parse_batch(batch),
         weight_placement=parse_placement("weights", weights, PLACES),
-        cache_placement=parse_placement("cache", cache, CACHE_TIERS),
+        cache_placement=parse_placement("cache", kv_cache, CACHE_TIERS),
         memory=None if memory is None else parse_memory(memory),
         weight_bits=_check_weight_bits(weight_bits),
     )
@@ -282,10 +254,6 @@ def plan(
     if planned.plan.estimate.first_result_seconds > _PATIENCE:
         write_remark(_warning(planned))
     return 0
-
-
-_PATIENCE = 60.0
-"""Seconds until the first result, above which the user is told."""
 
 
 def _warning(planned: PlannedJob) -> str:

@@ -6,38 +6,37 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-import h2okv
-from h2okv.benchmarking.caches import RUNNERS
-from h2okv.benchmarking.comparison import Comparison, Row, Settings, count_units
-from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
-from h2okv.benchmarking.max_batch import MaxBatch, MaxBatchRow
-from h2okv.benchmarking.memory import Footprint, footprint_of
-from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
-from h2okv.benchmarking.peak import PeakRunFailedError, dtype_name
-from h2okv.benchmarking.roofline import check_plot, plot_roofline
-from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
-from h2okv.cache.validation import context_window
 from h2okv.cli.args import (
+    DTYPES,
     MODEL_HELP,
-    parse_budgets,
-    parse_device,
-    parse_dtypes,
+    check_file,
+    parse_budget,
+    parse_dtype,
     parse_numbers,
     parse_positions,
+    reflow,
     split_list,
 )
+from h2okv.cli.bench_serve import bench_serve
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
-from h2okv.engine.memory import available_bytes, parse_memory
-from h2okv.integration.enable import check_compiler
-from h2okv.integration.models import resolve_model
-from h2okv.offload.profile import measure_bandwidth
-from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
-from h2okv.records import CsvFile
+
+if TYPE_CHECKING:
+    import torch
+
+    from h2okv.benchmarking.comparison import Row, Settings
+    from h2okv.benchmarking.max_batch import MaxBatchRow
+    from h2okv.benchmarking.memory import Footprint
+    from h2okv.benchmarking.model import ModelSource
+    from h2okv.records import CsvFile
+
+CHECK_FAILED = 1
+RUNNERS = ("dynamic", "static", "quantized", "h2o", "kvpress")
+SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b", "small")
+"""Written down, for the modules that define them import torch."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,9 @@ class Request:
 
 def choose_source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
     """Finds the model that the options name."""
+    from h2okv.benchmarking.model import ModelSource, parse_shape
+    from h2okv.integration.models import resolve_model
+
     if model is None:
         chosen = parse_shape("small" if shape is None else shape, layers)
         return ModelSource(chosen.name, shape=chosen)
@@ -78,6 +80,8 @@ def memory_for_batch(
     max_batch: bool, memory: str | None, most: int, plot: Path | None
 ) -> int | None:
     """Reads the options of `--max-batch`."""
+    from h2okv.engine.memory import parse_memory
+
     if max_batch != (memory is not None):
         raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
     if most < 1:
@@ -90,9 +94,11 @@ def memory_for_batch(
 def check_files(csv: Path | None, plot: Path | None) -> None:
     """Refuses files that could not be written at the end."""
     for name, path in (("csv", csv), ("plot", plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"--{name} '{path}' is no file in a folder that exists; make it first")
+        if path is not None:
+            check_file(name, path)
     if plot is not None:
+        from h2okv.benchmarking.roofline import check_plot
+
         check_plot(plot)
 
 
@@ -104,6 +110,12 @@ def checked_request(
     max_run_batch: int,
 ) -> Request:
     """Finds out what can be known before anything is allocated."""
+    import h2okv
+    from h2okv.benchmarking.comparison import Settings
+    from h2okv.benchmarking.memory import footprint_of
+    from h2okv.cache.validation import context_window
+    from h2okv.engine.memory import available_bytes
+
     config = source.config()
     h2okv.check_model(config)
     settings.check_window(context_window(config))
@@ -145,23 +157,6 @@ def to_json(
     return json.dumps(result, allow_nan=False)
 
 
-CHECK_FAILED = 1
-
-HELP = """Measure H2O beside transformers' own caches, against the limit that memory traffic sets.
-
-Correctness is checked first; if it fails, no speed is reported and the exit code is 1. Rows go to
-the CSV file as they come, so that Ctrl-C keeps them.
-
-Examples:
-
-    h2okv bench --contexts 2048 --batches 1,4 --budgets 0.1,0.2 --csv bench.csv --plot bench.png
-
-    h2okv bench --shape llama-3-8b --layers 4 --dtype bfloat16 --contexts 4096 --batches 1
-
-    h2okv bench --max-batch --memory 8GiB --contexts 2048 --budgets 0.2 --prefill-chunk 512
-"""
-
-
 @dataclass
 class _Results:
     """All that was found so far."""
@@ -179,59 +174,92 @@ class _Results:
             self.file.append({**self.environment, **row.cells()})
 
 
+bench_app = typer.Typer(name="bench", pretty_exceptions_enable=False)
+
+
 def bench(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     shape: Annotated[
         str | None,
         typer.Option(
-            help=f"Random weights: {', '.join(SHAPES)}, or hidden=..,layers=..,heads=..,"
-            "kv_heads=..,head_dim=..,intermediate=..,vocab=.. [default: small]"
+            help=f"Random weights of a shape: {', '.join(SHAPES)}, or hidden=..,layers=..,"
+            "heads=..,kv_heads=..,head_dim=..,intermediate=..,vocab=..",
+            show_default="small",
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Cut a shape to so many layers.")] = None,
-    contexts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "2048",
-    batches: Annotated[str, typer.Option(help="Numbers of sequences.")] = "4",
-    budgets: Annotated[
-        str, typer.Option(help="Fractions of the prompt or tokens, half for heavy hitters.")
-    ] = "0.2",
-    caches: Annotated[str, typer.Option(help=f"{', '.join(RUNNERS)}.")] = (
+    layers: Annotated[
+        int | None, typer.Option(help="Use only the first layers of a shape.")
+    ] = None,
+    contexts: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
+    ] = "2048",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "4",
+    budget: Annotated[
+        str,
+        typer.Option(help="Budgets, comma-separated: part of the prompt (20%) or tokens (512)."),
+    ] = "20%",
+    caches: Annotated[str, typer.Option(help=f"Caches, comma-separated: {', '.join(RUNNERS)}.")] = (
         "dynamic,static,quantized,h2o"
     ),
     positions: Annotated[str, typer.Option(help="original or rolling.")] = "original",
     kv_bits: Annotated[
-        str, typer.Option(help="8, 4 or 8,4: h2o once more with keys and values in so many bits.")
+        str, typer.Option(help="8, 4 or 8,4: h2o once more with quantized keys and values.")
     ] = "",
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")
+        str,
+        typer.Option(help=f"Data types, comma-separated: {', '.join(DTYPES)} (bfloat16 on a GPU)."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    rounds: Annotated[int, typer.Option(help="In each, every cache takes its turn.")] = 5,
-    steps: Annotated[int, typer.Option(help="Decode steps of one turn.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds; in each, every cache is measured once.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps of one measurement.")] = 8,
     prefill_chunk: Annotated[
-        int | None, typer.Option(help="Read prompts in blocks of so many tokens.")
+        int | None, typer.Option(help="Prefill in blocks of this many tokens.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Number of torch threads.")] = None,
     peak: Annotated[
-        bool, typer.Option(help="Measure peak memory, on a CPU in processes of its own.")
+        bool, typer.Option(help="Measure peak memory; on a CPU in child processes.")
     ] = True,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the steps of static and h2o.")
+        bool, typer.Option("--compile", help="Compile the decode steps of static and h2o.")
     ] = False,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Find the largest batch in --memory instead.")
     ] = False,
     memory: Annotated[str | None, typer.Option(help="For --max-batch, such as 8GiB.")] = None,
     max_run_batch: Annotated[
-        int, typer.Option(help="Run no larger batch than this to verify --max-batch.")
+        int, typer.Option(help="Largest batch that is run to verify --max-batch.")
     ] = 256,
-    csv: Annotated[Path | None, typer.Option(help="Add the rows to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A picture: .png, .svg, .pdf.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot decode steps: .png, .svg or .pdf.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Runs the benchmark, as `HELP` tells the user."""
+    """Measure H2O against transformers' own caches, and the limit that memory traffic sets.
+
+    Correctness is checked first; if it fails, no speed is reported and the exit code is 1. Rows go
+    to the CSV file as they come, so that Ctrl-C keeps them.
+
+    Examples:
+
+        h2okv bench --contexts 2048 --batches 1,4 --budget 10%,20% --csv bench.csv --plot bench.png
+
+        h2okv bench --shape llama-3-8b --layers 4 --dtype bfloat16 --contexts 4096 --batches 1
+
+        h2okv bench --max-batch --memory 8GiB --contexts 2048 --budget 20% --prefill-chunk 512
+    """
     if ctx.invoked_subcommand is not None:
         return 0
+    import torch
+
+    from h2okv.benchmarking.comparison import Row, Settings
+    from h2okv.benchmarking.max_batch import MaxBatchRow
+    from h2okv.integration.enable import check_compiler
+    from h2okv.integration.loading import parse_device
+    from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
+    from h2okv.records import CsvFile
+
     if threads is not None:
         if threads < 1:
             raise ValueError(f"--threads {threads} is too few; give 1 or more")
@@ -240,7 +268,7 @@ def bench(
     settings = Settings(
         contexts=parse_numbers("contexts", contexts),
         batches=parse_numbers("batches", batches),
-        budgets=parse_budgets(budgets),
+        budgets=parse_budgets(budget),
         caches=split_list(caches),
         dtypes=parse_dtypes(dtype, chosen_device),
         positions=parse_positions(positions),
@@ -265,8 +293,39 @@ def bench(
     return code
 
 
+bench_app.callback(invoke_without_command=True, help=reflow(bench.__doc__))(bench)
+bench_app.command("serve", help=reflow(bench_serve.__doc__))(bench_serve)
+
+
+def parse_budgets(text: str) -> tuple[int | float, ...]:
+    """Reads a comma-separated list of budgets."""
+    found = tuple(parse_budget(part) for part in split_list(text))
+    known = tuple(part for part in found if part is not None)
+    if len(known) < len(found):
+        raise ValueError("--budget full has no meaning here; --caches dynamic is the full cache")
+    return known
+
+
+def parse_dtypes(text: str, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Reads a comma-separated list of data types."""
+    import torch
+
+    if "auto" in split_list(text) and text.strip() != "auto":
+        raise ValueError(
+            f"--dtype {text!r} mixes auto with others; choose from {', '.join(DTYPES)}"
+        )
+    preferred = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return tuple(parse_dtype(part) or preferred for part in split_list(text))
+
+
 def _run(request: Request, results: _Results) -> int:
     """Measures; whatever ends it, the rows so far are in the results."""
+    import torch
+
+    from h2okv.benchmarking.correctness import CheckFailedError
+    from h2okv.benchmarking.peak import PeakRunFailedError
+    from h2okv.offload.profile import measure_bandwidth
+
     with Progress("measuring", _total(request), "runs") as progress:
         try:
             progress.advance(0, "memory bandwidth")
@@ -298,6 +357,9 @@ def _run(request: Request, results: _Results) -> int:
 
 
 def _total(request: Request) -> int:
+    from h2okv.benchmarking.comparison import count_units
+    from h2okv.benchmarking.max_batch import MaxBatch
+
     count = count_units if request.memory is None else MaxBatch.count_units
     return len(request.settings.dtypes) * count(request.settings)
 
@@ -306,6 +368,11 @@ def _rows(
     request: Request, results: _Results, dtype: torch.dtype, progress: Progress
 ) -> Iterator[Row | MaxBatchRow]:
     """Builds the model of one dtype, checks H2O on it, and only then measures."""
+    from h2okv.benchmarking.comparison import Comparison
+    from h2okv.benchmarking.correctness import check_h2o
+    from h2okv.benchmarking.max_batch import MaxBatch
+    from h2okv.benchmarking.peak import dtype_name
+
     progress.advance(0, "building the model")
     model = request.source.build(dtype, request.device)
     progress.advance(0, "checking correctness")
@@ -327,6 +394,9 @@ def _rows(
 
 def _show(request: Request, results: _Results, plot: Path | None, as_json: bool) -> None:
     """Prints what was found, and draws it."""
+    from h2okv.benchmarking.roofline import plot_roofline
+    from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
+
     if as_json:
         line = to_json(results.environment, results.bandwidth, results.checks, results.rows)
         write_text(line + "\n")

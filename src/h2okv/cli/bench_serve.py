@@ -6,27 +6,15 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from h2okv.benchmarking.serving import (
-    COLUMNS,
-    Load,
-    LoadResult,
-    ServeRun,
-    ServeSettings,
-    choose_servers,
-    make_loads,
-)
-from h2okv.benchmarking.serving_client import Mix, default_texts, load_aiohttp, read_texts
-from h2okv.benchmarking.tables import serving_remarks, serving_table
-from h2okv.cli.args import MODEL_HELP, parse_numbers, split_list
-from h2okv.cli.bench import check_files
+from h2okv.cli.args import MODEL_HELP, check_file, parse_numbers, split_list
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
-from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
-from h2okv.records import CsvFile
+
+if TYPE_CHECKING:
+    from h2okv.benchmarking.serving import Load, LoadResult, ServeSettings
 
 
 def serve_json(environment: Mapping[str, str], rows: Sequence[LoadResult]) -> str:
@@ -51,7 +39,7 @@ def parse_context(text: str) -> tuple[int, int] | None:
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 2):
-        raise ValueError(f"--context {text!r} is no range of tokens; give one such as 2048:4096")
+        raise ValueError(f"--context {text!r} is not a range of tokens; give one such as 2048:4096")
     return numbers[0], numbers[-1]
 
 
@@ -60,7 +48,11 @@ def parse_loads(clients: str, rates: str, requests: int | None) -> tuple[Load, .
     try:
         found = tuple(float(part) for part in split_list(rates))
     except ValueError:
-        raise ValueError(f"--rate {rates!r} is no list of numbers; give one such as 2,5") from None
+        raise ValueError(
+            f"--rate {rates!r} is not a list of numbers; give one such as 2,5"
+        ) from None
+    from h2okv.benchmarking.serving import make_loads
+
     chosen = clients or ("" if found else _CLIENTS)
     return tuple(make_loads(parse_numbers("clients", chosen), found, requests))
 
@@ -75,7 +67,7 @@ def parse_extra(text: str) -> dict[str, Any]:
         fields = None
     if not isinstance(fields, dict):
         raise ValueError(
-            f"--extra {text!r} is no JSON object; give one such as '{{\"top_p\": 0.9}}'"
+            f"--extra {text!r} is not a JSON object; give one such as '{{\"top_p\": 0.9}}'"
         )
     return fields
 
@@ -89,24 +81,10 @@ def check_timeout(seconds: float) -> float:
 
 NOTHING_FINISHED = 1
 
-SERVE_HELP = """Put a server that speaks OpenAI's API under load, and report what its clients saw.
-
-A closed loop (--clients) has so many clients at any time; an open one (--rate) sends so many
-requests a second on average, whatever becomes of earlier ones. Answers are streamed.
-
-Examples:
-
-    h2okv bench serve --url http://127.0.0.1:8000 --clients 8,32 --prompts mt_bench.jsonl
-
-    h2okv bench serve --model bundled --context 1024:1792 --clients 8,32 --against transformers
-
-    h2okv bench serve --url http://127.0.0.1:8000 --rate 2,5 --requests 200 --csv load.csv
-"""
-
 
 def bench_serve(
     ctx: typer.Context,
-    url: Annotated[str | None, typer.Option(help="A running server's, without /v1.")] = None,
+    url: Annotated[str | None, typer.Option(help="URL of a running server, without /v1.")] = None,
     model: Annotated[
         str | None,
         typer.Option(help=f"Start h2okv serve for the run. {MODEL_HELP}"),
@@ -119,51 +97,80 @@ def bench_serve(
         ),
     ] = "",
     served_name: Annotated[
-        str | None, typer.Option(help="The model's name in requests (default: the server's first).")
+        str | None,
+        typer.Option(help="The model's name in requests.", show_default="the server's first"),
     ] = None,
     serve_options: Annotated[
-        str, typer.Option(help='With --model, for h2okv serve, such as "--heavy 0.1 --recent 0.1".')
+        str, typer.Option(help='With --model, for h2okv serve, such as "--budget 512".')
     ] = "",
     device: Annotated[str, typer.Option(help="With --model: auto, cpu, cuda ...")] = "auto",
     clients: Annotated[
-        str, typer.Option(help="Clients of closed loops (default: 8, if there is no --rate).")
+        str,
+        typer.Option(
+            help="Closed loops: numbers of clients, comma-separated.",
+            show_default="8 without --rate",
+        ),
     ] = "",
-    rate: Annotated[str, typer.Option(help="Open loops: requests a second.")] = "",
+    rate: Annotated[
+        str, typer.Option(help="Open loops: requests per second, comma-separated.")
+    ] = "",
     requests: Annotated[
         int | None,
-        typer.Option(help="In each loop (default: 4 for each client; 30 s of a rate)."),
+        typer.Option(help="Requests in each loop.", show_default="4 per client, 30 s of a rate"),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines with turns (MT-Bench), prompt, question or text."),
     ] = None,
     context: Annotated[
-        str, typer.Option(help="Stretch prompts to so many tokens, such as 2048:4096.")
+        str, typer.Option(help="Stretch prompts to this many tokens, such as 2048:4096.")
     ] = "",
     new_tokens: Annotated[int, typer.Option(help="Median of the new tokens asked for.")] = 128,
     spread: Annotated[
-        float, typer.Option(help="Of their logarithm; 0: all ask for the median.")
+        float, typer.Option(help="Log-normal spread of the new tokens; 0: all ask for the median.")
     ] = 0.8,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send chat messages, not texts to go on with.")
+        bool, typer.Option("--chat", help="Send chat messages instead of text completions.")
     ] = False,
     extra: Annotated[
         str, typer.Option(help="Further fields of every request, such as '{\"h2o\": ...}'.")
     ] = "",
     warmup: Annotated[int, typer.Option(help="Requests before each server's first loop.")] = 2,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of lengths, places in texts and times.")] = 0,
-    csv: Annotated[Path | None, typer.Option(help="Add the rows to this file.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of lengths, places in texts and times.")
+    ] = 0,
+    csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Runs the loads, as `SERVE_HELP` tells the user."""
+    """Put a server that speaks OpenAI's API under load, and report what its clients saw.
+
+    A closed loop (--clients) has a fixed number of clients; an open one (--rate) sends requests at
+    a mean rate, whatever becomes of earlier ones. Answers are streamed.
+
+    Examples:
+
+        h2okv bench serve --url http://127.0.0.1:8000 --clients 8,32 --prompts mt_bench.jsonl
+
+        h2okv bench serve --model bundled --context 1024:1792 --clients 8,32 --against transformers
+
+        h2okv bench serve --url http://127.0.0.1:8000 --rate 2,5 --requests 200 --csv load.csv
+    """
+    import torch
+
+    from h2okv.benchmarking.serving import COLUMNS, ServeSettings, choose_servers
+    from h2okv.benchmarking.serving_client import Mix, default_texts, load_aiohttp, read_texts
+    from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
+    from h2okv.records import CsvFile
+
     _refuse_options_before(ctx)
     load_aiohttp()
     mix = Mix(parse_context(context), new_tokens, spread, seed)
     loads = parse_loads(clients, rate, requests)
     if warmup < 0:
         raise ValueError(f"--warmup {warmup} is negative; give 0 or more")
-    check_files(csv, None)
+    if csv is not None:
+        check_file("csv", csv)
     wanted = ServeSettings(
         servers=choose_servers(
             url, model, split_list(against), served_name, serve_options, device, loads, mix
@@ -202,6 +209,8 @@ def bench_serve(
 
 def _run(wanted: ServeSettings, keep: Callable[[LoadResult], None]) -> bool:
     """Measures; whether Ctrl-C ended it."""
+    from h2okv.benchmarking.serving import ServeRun
+
     with Progress("load", wanted.num_requests, "requests") as progress:
         run = ServeRun(wanted, keep, progress)
         try:
@@ -214,6 +223,8 @@ def _run(wanted: ServeSettings, keep: Callable[[LoadResult], None]) -> bool:
 
 
 def _show(rows: Sequence[LoadResult], told: dict[str, str], as_json: bool) -> None:
+    from h2okv.benchmarking.tables import serving_remarks, serving_table
+
     if as_json:
         write_text(serve_json(told, rows) + "\n")
         return

@@ -8,95 +8,147 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
-import torch
 import typer
-from rich.console import Console
-from transformers import PreTrainedConfig, PreTrainedModel
 
-import h2okv
-from h2okv.cache.validation import context_window
-from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
-from h2okv.chat.session import Answer, Chat, Partner
 from h2okv.cli.args import (
+    BUNDLED,
     COMPILE_HELP,
-    DECAY_HELP,
-    DTYPES,
-    KV_BITS_HELP,
-    POLICY_HELP,
-    SCORING_HELP,
-    CacheChoice,
-    Model,
-    Sampling,
-    parse_amount,
-    parse_device,
-    parse_dtype,
+    ModelOptions,
+    SamplingOptions,
+    cache_options,
+    model_options,
+    own_generation_config,
+    sampling_options,
 )
-from h2okv.config import POSITIONS, Positions
+from h2okv.config import POSITIONS, CacheConfig, Positions
 from h2okv.console import INTERRUPTED, OutputClosedError, format_bytes, write_remark, write_text
-from h2okv.integration.loading import describe, load_weights
-from h2okv.integration.models import BUNDLED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from h2okv.chat.generation import Generation
+    from h2okv.chat.session import Chat
 
 # Enough to read fast, few enough to hear Ctrl-C soon.
 _CHUNK = 512
 _AUTO = "auto"
 
 
-def parse_tokens(name: str, text: str) -> int:
-    """Reads a part of the budget in tokens."""
-    amount = parse_amount(name, text)
-    if isinstance(amount, float):
-        raise ValueError(
-            f"--{name} {text} is a share of a prompt, but a chat has no end; give tokens, such as"
-            f" --{name} 256"
-        )
-    return amount
+@cache_options(budget="512", without=("positions",))
+@model_options()
+@sampling_options(max_new_tokens=256)
+def chat(
+    cache: CacheConfig,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    positions: Annotated[
+        str, typer.Option(help="auto (rolling where the model can), original, rolling or clamped.")
+    ] = _AUTO,
+    system: Annotated[str, typer.Option(help="System message, before the first turn.")] = "",
+    compile: Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)] = False,
+    load: Annotated[Path | None, typer.Option(help="Continue a saved chat.")] = None,
+) -> int:
+    """Chat with a model in constant KV memory.
+
+    Only what is new is read in each turn, and the cache never holds more than its budget, so that
+    a chat can go on for ever. Answers stream to stdout, all else goes to stderr. /help lists what
+    can be typed beside a turn; from a pipe, each line or block is a turn.
+
+    Examples:
+
+        h2okv chat --model smollm2
+
+        h2okv chat --model ./my-model --budget 1024 --sink 4 --system "Answer briefly."
+
+        h2okv chat --load evening.chat
+    """
+    from h2okv.cache import H2OCache
+    from h2okv.chat.session import Chat, Partner
+    from h2okv.integration import enable
+
+    if load is not None and system:
+        raise ValueError("--system has no effect with --load, for the saved chat has its own")
+    check_tokens(cache)
+    described = model.describe()
+    params = sampling.params(own_generation_config(described))
+    cache, remark = plan_cache(described.config, cache, positions)
+    loaded = model.load(described)
+    with enable(loaded, compile=compile):
+        cache, doubt = probe_positions(loaded, cache, positions)
+        made = H2OCache.from_config(loaded.config, replace(cache, seed=int(params.seed or 0)))
+        session = Chat(Partner(loaded, described, params), made, system)
+        if load is not None:
+            load_and_tell(session, load)
+        elif remark or doubt:
+            write_remark(remark or doubt or "")
+        if sys.stdin.isatty():
+            write_remark(greeting(session))
+        return converse(session, entries_of_stdin())
+
+
+def check_tokens(cache: CacheConfig) -> None:
+    """Refuses a budget that is a fraction of a prompt."""
+    for name in ("heavy", "recent"):
+        part = getattr(cache, name)
+        if isinstance(part, float) and not cache.is_full:
+            raise ValueError(
+                f"--{name} {part:g} is a fraction of a prompt, but a chat has no end; give tokens,"
+                f" such as --budget 512 or --{name} 256"
+            )
 
 
 def plan_cache(
-    config: PreTrainedConfig, choice: CacheChoice, positions: str, chunk: int | None
-) -> tuple[CacheChoice, str | None]:
-    """Settles what the user left open, and hears about mistakes before the weights load."""
+    config: PreTrainedConfig, cache: CacheConfig, positions: str
+) -> tuple[CacheConfig, str | None]:
+    """Settles what the user left open; mistakes show before the weights load."""
+    from h2okv.cache import H2OCache
+
     if positions not in (_AUTO, *POSITIONS):
         raise ValueError(
             f"--positions {positions!r} is not known; choose from {', '.join((_AUTO, *POSITIONS))}"
         )
+    chunk = cache.prefill_chunk
     if chunk is not None and chunk < 1:
         raise ValueError(f"--prefill-chunk {chunk} reads nothing; give 1 or more")
-    choice.make(config, seed=0)
+    H2OCache.from_config(config, cache)
     remark = None
     if positions == _AUTO:
         positions = "rolling"
         try:
-            replace(choice, positions="rolling").make(config, seed=0)
+            H2OCache.from_config(config, replace(cache, positions="rolling"))
         except ValueError as error:
             positions, remark = "original", _remark(error)
-    most = _largest_chunk(config, choice) if positions == "rolling" else None
+    most = _largest_chunk(config, cache) if positions == "rolling" else None
     if chunk is not None and most is not None and chunk > most:
         raise ValueError(
-            f"--prefill-chunk {chunk} does not fit behind the cache's entries in the window that"
-            f" --model was trained on; give {most} or less, or lower --heavy, --recent or --sink"
+            f"--prefill-chunk {chunk} does not fit behind the cache's entries in the model's"
+            f" context window; give {most} or less, or lower --budget or --sink"
         )
     if chunk is None:
         chunk = _CHUNK if most is None else min(_CHUNK, most)
-    planned = replace(choice, positions=cast(Positions, positions), prefill_chunk=chunk)
-    planned.make(config, seed=0)
+    planned = replace(cache, positions=cast(Positions, positions), prefill_chunk=chunk)
+    H2OCache.from_config(config, planned)
     return planned, remark
 
 
 def probe_positions(
-    model: PreTrainedModel, planned: CacheChoice, positions: str
-) -> tuple[CacheChoice, str | None]:
+    model: PreTrainedModel, planned: CacheConfig, positions: str
+) -> tuple[CacheConfig, str | None]:
     """Asks the loaded model whether its positions roll, for a config does not tell everything."""
+    import torch
+
+    from h2okv.cache import H2OCache
+
     if positions != _AUTO or planned.positions != "rolling":
         return planned, None
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model(token, past_key_values=planned.make(model.config, seed=0))
+            model(token, past_key_values=H2OCache.from_config(model.config, planned))
     except ValueError as error:
         if "positions=" not in str(error):
             raise
@@ -104,18 +156,20 @@ def probe_positions(
     return planned, None
 
 
-def _largest_chunk(config: PreTrainedConfig, choice: CacheChoice) -> int | None:
+def _largest_chunk(config: PreTrainedConfig, cache: CacheConfig) -> int | None:
     """The most tokens that fit behind a full cache; None for any number."""
+    from h2okv.cache.validation import context_window
+
     window = context_window(config)
     if window is None:
         return None
-    budget = int(choice.sink + choice.heavy + choice.recent)
-    if budget >= window:
+    held = int(cache.sink + cache.heavy + cache.recent)
+    if held >= window:
         raise ValueError(
-            f"--sink, --heavy and --recent add up to {budget} tokens, which leaves no room for a"
-            f" new one in the window of {window} that --model was trained on; lower them"
+            f"the budget and --sink are {held} tokens, which leaves no room for a new one in the"
+            f" model's context window of {window}; lower them"
         )
-    return window - budget
+    return window - held
 
 
 def _remark(error: ValueError) -> str:
@@ -132,7 +186,7 @@ whatever stands between two lines of """ is one turn as it is.
 /cache [LAYER [HEAD]]  the chat so far: which tokens the cache still holds, by all layers and heads
                        or by the one named
 /save FILE             write the chat and its cache to a file
-/load FILE             go on with a saved chat; the one that is going on is left
+/load FILE             continue a saved chat; the one that is going on is left
 /reset                 forget everything but the system text
 /help                  this text
 /quit                  leave; Ctrl-D does it too
@@ -203,6 +257,10 @@ class Commands:
             raise ValueError("there is nothing in the cache yet; say something first")
         if self.chat.is_broken:
             raise ValueError("the cache is broken since the last answer was cut; use /reset")
+        from rich.console import Console
+
+        from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
+
         shares = kept_shares(cache, layer, head)
         shorten = _SHORTEN_ABOVE if len(transcript.token_ids) > _LONG_CHAT else None
         tokenizer = self.chat.partner.described.tokenizer
@@ -225,8 +283,12 @@ def load_and_tell(chat: Chat, path: Path) -> None:
         f"'{path}': {turns} {'turn' if turns == 1 else 'turns'}, {cache.num_seen_tokens:,} tokens"
         f" read, {cache.num_cached_tokens:,} held; {cache!r}"
     )
-    now, then = asdict(chat.partner.sampling), asdict(saved.sampling)
-    others = [f"--{name.replace('_', '-')} {then[name]}" for name in now if now[name] != then[name]]
+    from h2okv.chat.session import sampling_fields
+
+    now, then = sampling_fields(chat.partner.params), sampling_fields(saved.params)
+    others = [
+        f"--{name.replace('_', '-')} {then[name]}" for name in then if now.get(name) != then[name]
+    ]
     if others:
         write_remark(f"note: it was saved with {' '.join(others)}; this chat goes on with its own")
 
@@ -345,74 +407,6 @@ def _checked(text: str) -> str:
     return text
 
 
-HELP = """Chat with a model on one H2O cache.
-
-Only what is new is read in each turn, and the cache never holds more than
-its budget, so that a chat can go on for ever.
-
-Answers stream to stdout, all else goes to stderr. /help lists what can be
-typed beside a turn; from a pipe, each line or block is a turn.
-
-Examples:
-
-    h2okv chat
-
-    h2okv chat --model ./my-model --heavy 512 --recent 512 --sink 4 --system "Answer briefly."
-
-    h2okv chat --load evening.chat
-"""
-
-
-def chat(
-    model: Model = BUNDLED,
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
-    heavy: Annotated[str, typer.Option(help="Heavy hitters to keep, in tokens.")] = "256",
-    recent: Annotated[str, typer.Option(help="Newest tokens to keep, in tokens.")] = "256",
-    sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
-    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
-    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
-    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
-    positions: Annotated[
-        str,
-        typer.Option(help="auto (rolling where the model can), original, rolling or clamped."),
-    ] = "auto",
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(help="The most tokens of a turn that are read at once.", show_default="512"),
-    ] = None,
-    system: Annotated[str, typer.Option(help="What stands before the first turn.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Where the random numbers start.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)] = False,
-    load: Annotated[Path | None, typer.Option(help="Go on with a saved chat.")] = None,
-) -> int:
-    """Chats on one cache, as `HELP` tells the user."""
-    if load is not None and system:
-        raise ValueError("--system has no effect with --load, for the saved chat has its own")
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    amounts = parse_tokens("heavy", heavy), parse_tokens("recent", recent)
-    choice = CacheChoice(policy, *amounts, sink, scoring=scoring, decay=decay, kv_bits=kv_bits)
-    wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
-    described = describe(model)
-    choice, remark = plan_cache(described.config, choice, positions, prefill_chunk)
-    loaded = load_weights(described, wanted_dtype, wanted_device)
-    with h2okv.enable(loaded, compile=compile):
-        choice, doubt = probe_positions(loaded, choice, positions)
-        cache = choice.make(loaded.config, seed)
-        session = Chat(Partner(loaded, described, sampling), cache, system)
-        if load is not None:
-            load_and_tell(session, load)
-        elif remark or doubt:
-            write_remark(remark or doubt or "")
-        if sys.stdin.isatty():
-            write_remark(greeting(session))
-        return converse(session, entries_of_stdin())
-
-
 def greeting(session: Chat) -> str:
     """Says who is there, before the first turn."""
     partner, cache = session.partner, session.cache
@@ -437,6 +431,8 @@ def converse(session: Chat, entries: EntryReader) -> int:
 
     Whatever is wrong with an entry is said in one sentence, and the chat goes on.
     """
+    import torch
+
     commands = Commands(session)
     leaving = False
     while True:
@@ -478,6 +474,8 @@ def _answer(session: Chat, message: str) -> None:
     finally:
         if shown:
             write_text("\n")
+    from rich.console import Console
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)
     if session.is_broken:
@@ -487,7 +485,7 @@ def _answer(session: Chat, message: str) -> None:
         )
 
 
-def status_line(session: Chat, answer: Answer) -> str:
+def status_line(session: Chat, answer: Generation) -> str:
     """Puts what an answer took in one line."""
     cache = session.cache
     held, full = format_bytes(cache.nbytes), format_bytes(cache.full_nbytes)
@@ -495,14 +493,14 @@ def status_line(session: Chat, answer: Answer) -> str:
     waiting = len(session.transcript.token_ids) - cache.num_seen_tokens - len(answer.token_ids)
     rest = f", {waiting:,} tokens of the turn are read with the next one" if waiting > 0 else ""
     endings = {
-        "length": f"cut at --max-new-tokens {session.partner.sampling.max_new_tokens}",
+        "length": f"cut at --max-new-tokens {session.partner.params.max_tokens}",
         "context": "cut, the context is full",
         "interrupted": f"stopped{rest}",
     }
     parts = [
         f"{cache.num_seen_tokens:,} tokens seen",
         f"{cache.num_cached_tokens:,} held",
-        f"cache {held} of a full one's {full}",
+        f"cache {held} reserved, full cache {full}",
         "- tokens/s" if speed is None else f"{speed:.1f} tokens/s",
         "no token" if first is None else f"first after {first:.2f} s",
     ]

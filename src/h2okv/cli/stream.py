@@ -6,23 +6,12 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from h2okv.cache.validation import context_window
-from h2okv.cli.args import (
-    DECAY_HELP,
-    DTYPES,
-    KV_BITS_HELP,
-    POLICY_HELP,
-    SCORING_HELP,
-    CacheChoice,
-    Model,
-    parse_device,
-    parse_dtype,
-)
-from h2okv.config import POSITIONS
+from h2okv.cli.args import ModelOptions, cache_options, check_file, model_options
+from h2okv.config import POSITIONS, CacheConfig, Positions
 from h2okv.console import (
     INTERRUPTED,
     Interrupt,
@@ -31,33 +20,14 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
-from h2okv.engine.memory import resident_bytes
-from h2okv.evaluation.plots import check_plot, plot_stream
-from h2okv.evaluation.stream_data import ConversationSource, TextSource
-from h2okv.evaluation.streaming import Setting, Step, Stream, StreamFile, StreamSettings, run_stream
-from h2okv.integration.loading import Described, describe, load_weights
-from h2okv.integration.models import BUNDLED
 
-# What each part of the budget gets if nothing else is said: a share of the context window, but no
-# more than a window of 8,192 tokens would give.
-_DEFAULT_SHARE = 8
-_MOST_BY_DEFAULT = 1024
+if TYPE_CHECKING:
+    from h2okv.evaluation.stream_data import ConversationSource, TextSource
+    from h2okv.evaluation.streaming import Setting, Step, Stream, StreamSettings
+    from h2okv.integration.loading import Described
 
-HELP = """Run a text or conversations through one cache, far past the context window.
-
-A text is scored token by token. Of conversations each question is answered, and answers that the
-file gives are read. Everything goes sample after sample on one cache that is never emptied.
-
-Examples:
-
-    h2okv stream --text book.txt --tokens 100000 --csv h2o.csv --plot h2o.png
-
-    h2okv stream --text book.txt --tokens 8000 --policy full --csv full.csv
-
-    h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors
-
-    h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors --resume
-"""
+_NO_WINDOW = 8192
+"""Stands for the context window of a model without one."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +42,11 @@ class _Files:
     def __post_init__(self) -> None:
         for name in ("csv", "plot", "checkpoint"):
             path = getattr(self, name)
-            if path is None:
-                continue
-            if path.is_dir():
-                raise ValueError(f"--{name} '{path}' is a folder; give a file")
-            if not path.parent.is_dir():
-                raise ValueError(f"--{name} '{path}' is in no folder that exists; make it first")
+            if path is not None:
+                check_file(name, path)
         if self.plot is not None:
+            from h2okv.evaluation.plots import check_plot
+
             check_plot(self.plot)
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint FILE, the file to go on from")
@@ -89,50 +57,57 @@ class _Files:
             )
 
 
+@cache_options(budget="25%", without=("positions", "prefill_chunk"))
+@model_options()
 def stream(
+    cache: CacheConfig,
+    model: ModelOptions,
     text: Annotated[Path | None, typer.Option(help="A text to read and score.")] = None,
     input: Annotated[
         Path | None,
         typer.Option(help='JSONL of conversations: {"turns": [..]} or {"messages": [..]}.'),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Stop here; else at the end.")] = None,
-    model: Model = BUNDLED,
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "h2o",
-    heavy: Annotated[
-        int | None,
-        typer.Option(help="Heavy hitters to keep, in tokens; else window / 8, 1024 at most."),
+    tokens: Annotated[
+        int | None, typer.Option(help="Stop after this many tokens.", show_default="at the end")
     ] = None,
-    recent: Annotated[
-        int | None,
-        typer.Option(help="Newest tokens to keep, in tokens; else window / 8, 1024 at most."),
-    ] = None,
-    sink: Annotated[int, typer.Option(help="First tokens to keep whatever their score.")] = 0,
-    scoring: Annotated[str, typer.Option(help=SCORING_HELP)] = "sum",
-    decay: Annotated[float | None, typer.Option(help=DECAY_HELP, show_default=False)] = None,
-    kv_bits: Annotated[int | None, typer.Option(help=KV_BITS_HELP, show_default=False)] = None,
     positions: Annotated[
-        str,
-        typer.Option(help=f"auto (rolling, but original for full), {', '.join(POSITIONS)}."),
+        str, typer.Option(help=f"auto (rolling, but original for full), {', '.join(POSITIONS)}.")
     ] = "auto",
     prefill_chunk: Annotated[
         int, typer.Option(help="Tokens of text read at once; 1 is the paper's Algorithm 1.")
     ] = 64,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     every: Annotated[int, typer.Option(help="Tokens between two rows.")] = 1000,
-    csv: Annotated[Path | None, typer.Option(help="Where the rows go.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A picture of them: .png, .svg, .pdf.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot them: .png, .svg or .pdf.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Save cache and place here, to be resumed.")
+        Path | None, typer.Option(help="Save the cache and the place here, to be resumed.")
     ] = None,
     save_every: Annotated[int, typer.Option(help="Tokens between two checkpoints.")] = 10_000,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint; --tokens may be larger.")
+        bool, typer.Option("--resume", help="Continue from --checkpoint; --tokens may be larger.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    seed: Annotated[int, typer.Option(help="For the policy random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed, for --policy random.")] = 0,
 ) -> int:
-    """Streams a source through one cache, as `HELP` tells the user."""
+    """Stream an endless text or conversations through one cache, far past the context window.
+
+    A text is scored token by token. Of conversations each question is answered, and answers that
+    the file gives are read. Everything goes sample after sample on one cache that is never
+    emptied. A budget in percent is of the context window.
+
+    Examples:
+
+        h2okv stream --text book.txt --tokens 100000 --csv h2o.csv --plot h2o.png
+
+        h2okv stream --text book.txt --tokens 8000 --budget full --csv full.csv
+
+        h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors
+
+        h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors --resume
+    """
+    from h2okv.cache import H2OCache
+    from h2okv.evaluation.streaming import Stream, StreamSettings
+
     settings = StreamSettings(prefill_chunk, every, tokens, max_new_tokens)
     if save_every < 1:
         raise ValueError(f"--save-every {save_every} is too few; give 1 or more")
@@ -140,47 +115,45 @@ def stream(
         what = "both --text and --input are" if text else "neither --text nor --input is"
         raise ValueError(f"{what} given; give one of them")
     files = _Files(csv, plot, checkpoint, resume)
-    wanted_dtype, wanted_device = parse_dtype(dtype), parse_device(device)
-    described = describe(model)
-    choice = _choice(described, policy, heavy, recent, sink, positions)
-    choice = replace(choice, scoring=scoring, decay=decay, kv_bits=kv_bits)
-    choice.make(described.config, seed)  # a bad budget is heard about before anything is read
-    _check_room(described, choice, settings)
+    described = model.describe()
+    cache = replace(_in_tokens(described, cache, positions), seed=seed)
+    # A bad budget shows before anything is read.
+    made = H2OCache.from_config(described.config, cache)
+    _check_room(described, cache, settings)
     source = _source(described, text, input)
-    loaded = load_weights(described, wanted_dtype, wanted_device)
+    loaded = model.load(described)
     identity: dict[str, Setting] = {
-        "policy": policy, "heavy": choice.heavy, "recent": choice.recent, "sink": sink,
-        "positions": choice.positions, "seed": seed,
-        "scoring": None if scoring == "sum" else scoring, "decay": decay,
-        "kv_bits": kv_bits,
+        "policy": cache.policy, "heavy": cache.heavy, "recent": cache.recent, "sink": cache.sink,
+        "positions": cache.positions, "seed": seed,
+        "scoring": None if cache.scoring == "sum" else cache.scoring, "decay": cache.decay,
+        "kv_bits": cache.kv_bits,
     }  # fmt: skip
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:
-        cache = choice.make(described.config, seed)
-        running = Stream(loaded, cache, source, settings, identity)
+        running = Stream(loaded, made, source, settings, identity)
     _note_short_text(source, settings)
-    return _run(running, described, choice, files, save_every)
+    return _run(running, described, cache, files, save_every)
 
 
-def _choice(
-    described: Described, policy: str, heavy: int | None, recent: int | None, sink: int, wanted: str
-) -> CacheChoice:
-    window = described.context or _MOST_BY_DEFAULT
-    part = max(1, min(window // _DEFAULT_SHARE, _MOST_BY_DEFAULT))
-    positions = wanted
-    if wanted == "auto":
-        positions = "original" if policy == "full" else "rolling"
-    for name in POSITIONS:
-        if name == positions:
-            heavy, recent = (part if amount is None else amount for amount in (heavy, recent))
-            return CacheChoice(policy, heavy, recent, sink, name)
-    raise ValueError(f"--positions {wanted!r} is not known; choose auto, {', '.join(POSITIONS)}")
+def _in_tokens(described: Described, cache: CacheConfig, positions: str) -> CacheConfig:
+    """Settles fractions by the context window, for a stream has no end, and the positions."""
+    if positions not in ("auto", *POSITIONS):
+        known = ", ".join(("auto", *POSITIONS))
+        raise ValueError(f"--positions {positions!r} is not known; choose from {known}")
+    if positions == "auto":
+        positions = "original" if cache.is_full else "rolling"
+    tokens = cache.budget.resolve(described.context or _NO_WINDOW)
+    return replace(
+        cache, heavy=tokens.heavy, recent=tokens.recent, positions=cast(Positions, positions)
+    )
 
 
 def _source(
     described: Described, text: Path | None, conversations: Path | None
 ) -> TextSource | ConversationSource:
+    from h2okv.evaluation.stream_data import ConversationSource, TextSource
+
     vocab_size = described.config.get_text_config().vocab_size
     if text is not None:
         return TextSource.of_file(text, described.tokenizer, vocab_size)
@@ -188,32 +161,39 @@ def _source(
     return ConversationSource(conversations, described.tokenizer, vocab_size)
 
 
-def _check_room(described: Described, choice: CacheChoice, settings: StreamSettings) -> None:
+def _check_room(described: Described, cache: CacheConfig, settings: StreamSettings) -> None:
     """Refuses ranks past the context window now, not at the block that would reach them."""
-    held = int(choice.heavy) + int(choice.recent) + choice.sink
+    from h2okv.cache.validation import context_window
+
+    held = int(cache.heavy) + int(cache.recent) + cache.sink
     window = context_window(described.config)
     if (
-        choice.positions == "rolling"
+        cache.positions == "rolling"
         and window is not None
         and held + settings.prefill_chunk > window
     ):
         raise ValueError(
             f"a budget of {held} tokens and a --prefill-chunk of {settings.prefill_chunk} are more"
-            f" than the context window of {window}; make --heavy, --recent or"
-            " --prefill-chunk smaller"
+            f" than the context window of {window}; make --budget or --prefill-chunk smaller"
         )
 
 
 def _note_short_text(source: TextSource | ConversationSource, settings: StreamSettings) -> None:
+    from h2okv.evaluation.stream_data import TextSource
+
     wanted = settings.tokens
     if wanted is not None and isinstance(source, TextSource) and source.num_tokens < wanted:
         write_remark(f"note: the text has {source.num_tokens} tokens to read, not {wanted}")
 
 
 def _run(
-    running: Stream, described: Described, choice: CacheChoice, files: _Files, save_every: int
+    running: Stream, described: Described, cache: CacheConfig, files: _Files, save_every: int
 ) -> int:
     """Runs the stream with everything around it, and tells how it ended."""
+    from h2okv.evaluation.plots import plot_stream
+    from h2okv.evaluation.stream_data import TextSource
+    from h2okv.evaluation.streaming import StreamFile, run_stream
+
     source, state = running.source, running.state
     is_text = isinstance(source, TextSource)
     total = running.settings.tokens
@@ -249,7 +229,7 @@ def _run(
     last = running.last_row() if ended else None
     drawn = [*state.rows, *([last] if last else [])]
     if files.plot is not None and drawn:
-        title = f"{described.name}: {choice.label}, {choice.positions} positions"
+        title = f"{described.name}: {cache.label}"
         plot_stream(files.plot, drawn, described.context, title)
     write_remark(_summary(running))
     if not ended:
@@ -288,6 +268,8 @@ def _summary(running: Stream) -> str:
     if state.seconds:
         parts.append(f"{state.position / state.seconds:,.0f} tokens/s")
     parts.append(f"cache {format_bytes(running.cache.nbytes)}")
+    from h2okv.engine.memory import resident_bytes
+
     resident = resident_bytes()
     if resident is not None:
         parts.append(f"process {format_bytes(resident)}")
@@ -300,6 +282,6 @@ def _how_to_resume(running: Stream, files: _Files) -> str:
     if not files.checkpoint.exists():
         return "stopped before the first checkpoint, so that there is nothing to resume"
     return (
-        f"stopped at token {running.state.position}; go on with the same command and --resume"
+        f"stopped at token {running.state.position}; continue with the same command and --resume"
         f" (the checkpoint is '{files.checkpoint}')"
     )

@@ -17,7 +17,6 @@ import pyarrow
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from h2okv.cli.args import parse_device
 from h2okv.cluster.ray_cluster import (
     cluster,
     count_workers,
@@ -27,6 +26,7 @@ from h2okv.cluster.ray_cluster import (
     share_cpus,
 )
 from h2okv.console import Progress
+from h2okv.integration.loading import parse_device
 from h2okv.offload.job import (
     Job,
     JobResultFile,

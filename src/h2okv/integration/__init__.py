@@ -5,3 +5,5 @@ from h2okv.integration.enable import enable, recipe_path
 from h2okv.integration.prefill import prefill
 
 __all__ = ["enable", "prefill", "recipe_path", "register"]
+
+register()

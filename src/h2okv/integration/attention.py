@@ -313,6 +313,6 @@ def _check_causal(
 
 
 def register() -> None:
-    """Makes ``attn_implementation="h2o"`` known to transformers; done by ``import h2okv``."""
+    """Makes ``attn_implementation="h2o"`` known to transformers; done by importing this package."""
     AttentionInterface.register(ATTENTION_NAME, h2o_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)

@@ -118,3 +118,21 @@ def context_of(config: PreTrainedConfig) -> int | None:
         return limit
     original = rope.get("original_max_position_embeddings", limit)
     return max(limit, int(original * (rope.get("factor") or 1)))
+
+
+def parse_device(text: str) -> torch.device:
+    """Reads a device and looks whether it is there."""
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+        if device.type == "meta":
+            raise RuntimeError("a device without memory")
+        # Only an allocation tells whether the device really works here.
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"--device {text!r} cannot be used on this machine; choose auto, cpu or a GPU that"
+            " torch can see, such as cuda:0"
+        ) from error
+    return device

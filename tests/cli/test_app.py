@@ -1,0 +1,105 @@
+"""The command as a whole: what it imports, lists and says of itself."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+
+import h2okv
+from h2okv.cli.app import COMMANDS
+from h2okv.cli.args import POLICIES, SCORINGS
+from h2okv.cli.bench import RUNNERS, SHAPES
+from h2okv.policy import scoring
+
+_HEAVY = """
+import json, sys
+from h2okv.cli.app import run
+code = run(sys.argv[1:])
+heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
+print(json.dumps([code, heavy]), file=sys.stderr)
+"""
+
+
+def test_help_and_version_import_neither_torch_nor_transformers():
+    for args in (["--version"], ["--help"], ["generate", "--help"], ["serve", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", _HEAVY, *args], capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stderr) == [0, []], args
+        assert done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_line_and_an_example(h2okv_command, name):
+    outcome = h2okv_command(name, "--help")
+    assert outcome.code == 0
+    assert f"h2okv {name} " in outcome.out.split("Usage:")[1]
+    module, attribute = COMMANDS[name][0].split(":")
+    found = getattr(importlib.import_module(f"h2okv.cli.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        assert f"h2okv {name}" in inspect.getdoc(found)
+    listed = h2okv_command("--help").out
+    assert name in listed
+
+
+def test_names_that_are_written_down_are_those_that_exist():
+    assert h2okv.policy_names(dropping=True) == POLICIES
+    assert tuple(scoring.SCORINGS) == SCORINGS
+    from h2okv.benchmarking.caches import RUNNERS as runners
+    from h2okv.benchmarking.model import SHAPES as shapes
+    from h2okv.cli.eval import NEEDLE, QUESTION
+    from h2okv.evaluation.tasks.needle import Needle
+    from h2okv.evaluation.tasks.ruler import MOST_TOKENS
+
+    assert (Needle().statement, Needle().question) == (NEEDLE, QUESTION)
+    assert (Needle().max_new_tokens, MOST_TOKENS) == (16, 128)
+    assert (tuple(runners), tuple(shapes)) == (RUNNERS, SHAPES)
+
+
+def test_shells_can_complete_commands(monkeypatch):
+    done = subprocess.run(
+        [sys.executable, "-m", "h2okv.cli"],
+        env={
+            "_H2OKV_COMPLETE": "complete_bash",
+            "COMP_WORDS": "h2okv ge",
+            "COMP_CWORD": "1",
+            "PYTHONPATH": ":".join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["generate"]
+
+
+_ONLY_IMPORTED = """
+import sys
+import h2okv
+assert "transformers" not in sys.modules and "torch" not in sys.modules
+from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=20,
+                     num_attention_heads=2, num_key_value_heads=2)
+model = LlamaForCausalLM._from_config(config, attn_implementation="h2o").eval()
+ids = torch.tensor([[1, 2, 3]])
+assert model(ids).logits.shape == (1, 3, 20)
+cache = h2okv.H2OCache(config, 2, 2)
+assert model.generate(ids, past_key_values=cache, max_new_tokens=5).shape == (1, 8)
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_importing_the_package_alone_registers_its_attention(order):
+    code = _ONLY_IMPORTED
+    if order == "after":
+        code = "import transformers.modeling_utils\n" + code.replace('assert "', 'True or "')
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_lists_its_names_and_refuses_others():
+    assert set(h2okv.__all__) <= set(dir(h2okv))
+    with pytest.raises(AttributeError, match="no attribute 'H3OCache'"):
+        h2okv.H3OCache  # noqa: B018
