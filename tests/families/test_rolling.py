@@ -31,7 +31,7 @@ def one_layer(family: Family) -> list[dict]:
     if "layer_types" in family.options:
         options["layer_types"] = ["full_attention"]
     if "no_rope_layers" in family.options:
-        return [options | {"no_rope_layers": [turned]} for turned in (0, 1)]
+        return [options | {"no_rope_layers": [rotated]} for rotated in (0, 1)]
     return [options]
 
 
@@ -113,11 +113,11 @@ def test_only_rotary_positions_roll(family):
 @torch.no_grad()
 def test_padding_is_refused_where_a_model_tells_no_positions():
     family = next(f for f in FAMILIES if f.model_type == "llama4_text")
-    turned = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "no_rope_layers": [1]}
-    config = AutoConfig.for_model("llama4_text", **config_options(family, 4) | turned)
+    rotated = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "no_rope_layers": [1]}
+    config = AutoConfig.for_model("llama4_text", **config_options(family, 4) | rotated)
     model = AutoModelForCausalLM.from_config(config)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
     cache = h2okv.H2OCache(config, 4, 4, positions="rolling")
-    with h2okv.enable(model), pytest.raises(ValueError, match="run each row alone"):
+    with h2okv.enable(model), pytest.raises(ValueError, match="run each sequence alone"):
         model(tokens(2, 9), attention_mask=mask, past_key_values=cache)

@@ -16,6 +16,13 @@ from h2okv.integration.rope_probe import find_rotation
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores, windowed_attention
 from h2okv.ops.reference import attention_with_scores
 
+ATTENTION_NAME = "h2o"
+logger = logging.get_logger(__name__)
+
+# Arguments that change the probabilities and that SDPA passes over in silence: learned sinks, and
+# the keys that an indexer chose.
+_IGNORED_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
+
 WINDOW_DTYPE = torch.int32
 """A mask of this dtype holds for each key the window in which it is seen; 0 for padding.
 
@@ -200,14 +207,6 @@ def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     length, total = query.shape[2], key.shape[2]
     mask = torch.ones(1, 1, length, total, dtype=torch.bool, device=query.device)
     return mask.tril(total - length)
-
-
-ATTENTION_NAME = "h2o"
-logger = logging.get_logger(__name__)
-
-# Arguments that change the probabilities and that SDPA passes over in silence: learned sinks, and
-# the keys that an indexer chose.
-_IGNORED_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
 
 
 def h2o_attention(

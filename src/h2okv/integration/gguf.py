@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.cache.validation import check_model
-from h2okv.integration.checkpoint import check_complete
 
 RECORD = "converted_from.json"
 """In a converted folder: the file that it was converted from."""
@@ -215,3 +214,12 @@ def _convert(path: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
             model.generation_config.eos_token_id = sorted(ends)
         model.save_pretrained(made)
     tokenizer.save_pretrained(made)
+
+
+def check_complete(name: str, missing: list[str]) -> None:
+    """Refuses a checkpoint that lacks weights, which would be random numbers."""
+    if missing:
+        raise ValueError(
+            f"--model {name!r} is incomplete: {len(missing)} parameters are not in its weights"
+            f" (the first is {min(missing)}); get the model again"
+        )

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
-from h2okv.integration.checkpoint import check_complete, check_finite
+from h2okv.integration.gguf import check_complete
 from h2okv.integration.models import default_dtype, resolve_model
 
 
@@ -74,7 +74,7 @@ def load_weights(
         ),
     )
     check_complete(described.name, sorted(info["missing_keys"]))
-    check_finite(described.name, model)
+    _check_finite(described.name, model)
     if model.generation_config is not None:
         # A checkpoint may ask for a cache of its own; here the command brings the cache.
         model.generation_config.cache_implementation = None
@@ -82,6 +82,17 @@ def load_weights(
         model.to(device)
     model.eval()
     return model
+
+
+def _check_finite(name: str, model: torch.nn.Module) -> None:
+    """Refuses weights that are not numbers, which would give any text at all."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for tensor_name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"--model {name!r} has NaN or infinity in {tensor_name}; its weights are damaged"
+                " or do not fit the data type, so get it again or try --dtype float32"
+            )
 
 
 def _read(name: str, part: str, load: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from pathlib import Path
 import torch
 
 from h2okv.assets import bundled_model_path
-from h2okv.integration.checkpoint import locate
 from h2okv.integration.gguf import cache_folder, converted, find_gguf, made_in, sha256
 
 BUNDLED = "bundled"
@@ -70,7 +70,48 @@ def resolve_model(name: str) -> str:
             )
     else:
         found = find_gguf(name)
-    return locate(name) if found is None else str(converted(found))
+    return _locate(name) if found is None else str(converted(found))
+
+
+def _locate(name: str) -> str:
+    """Decides whether a model's name is a folder or a Hub id."""
+    if not name.strip():
+        raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_config_file(path)
+        return str(path)
+    if path.exists():
+        raise ValueError(
+            f"--model {name!r} is a file, but no GGUF; give the folder that holds"
+            " config.json and the weights"
+        )
+    looks_like_a_path = name.startswith(("/", ".", "~")) or name.count("/") != 1 and "/" in name
+    if looks_like_a_path or "\\" in name:
+        raise ValueError(
+            f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
+            " a Hub id such as owner/name"
+        )
+    return name
+
+
+def _check_config_file(folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--model '{folder}' is not a model: it has no config.json and no GGUF file;"
+            " give the folder that save_pretrained wrote"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"'{path}' cannot be read as JSON ({error}); the file is damaged, get the model again"
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(
+            f"'{path}' names no model_type, so it does not describe a model; get the model again"
+        )
 
 
 def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:

@@ -86,7 +86,7 @@ def _forwards(
             yield read, logits
 
 
-def check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
+def _check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
     """Refuses what cannot be read onto a cache."""
     if not isinstance(cache, H2OCache):
         raise ValueError(
@@ -127,7 +127,7 @@ def prefill(
     Raises:
         ValueError: if there is nothing to read.
     """
-    check_inputs(input_ids, cache)
+    _check_inputs(input_ids, cache)
     given = attention_mask
     if attention_mask is None:
         attention_mask = cache.next_turn(input_ids)["attention_mask"]
