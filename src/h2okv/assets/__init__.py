@@ -12,6 +12,11 @@ def bundled_model_path() -> Path:
     return _FOLDER / "books-llama"
 
 
+def sample_article() -> str:
+    """Returns a newspaper article of some 780 words, written for this package."""
+    return (_FOLDER / "article.txt").read_text(encoding="utf-8")
+
+
 def sample_prompt() -> str:
     """Returns the opening of a novel that the bundled model has not been trained on.
 

@@ -48,6 +48,7 @@ _CHUNK = 512
 _MOST_PROMPT_TOKENS = 4096
 """What the demo's prompt may use of a context that is longer than its sample text."""
 _SHOWN_CHARACTERS = 300
+_QUESTION = "Summarize the article in three sentences."
 
 
 @cache_options()
@@ -121,28 +122,34 @@ def demo(
     model: ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
 ) -> int:
-    """Compare H2O at 20 % with the full cache on a sample text.
+    """Compare H2O at 20 % with the full cache and with a recent window of the same size.
 
-    Shows the texts that both generate, and their speed and memory.
+    A model with a chat template summarizes an article, any other continues a novel.
 
     Example:
 
-        h2okv demo --max-new-tokens 64
+        h2okv demo --model smollm2
     """
+    from h2okv.assets import sample_article
     from h2okv.chat.generation import Job, end_tokens
 
-    params = SamplingOptions({"max_tokens": max_new_tokens, "seed": 0, "temperature": 0}).params()
+    options: dict[str, Any] = {"max_tokens": max_new_tokens, "seed": 0, "temperature": 0}
     described = model.describe()
-    input_ids = _long_prompt(described, max_new_tokens)
+    is_chat = described.tokenizer.chat_template is not None
+    if is_chat:
+        options["repetition_penalty"] = 1.1  # without it a small model's greedy text loops
+        input_ids = encode_prompt(described, f"{sample_article()}\n{_QUESTION}", "")
+        what = f"an article on a tidal power station, then: {_QUESTION}"
+    else:
+        input_ids = _long_prompt(described, max_new_tokens)
+        text = described.tokenizer.decode(input_ids[0], skip_special_tokens=True)
+        what = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
+    write_text(f"{described.name}, {input_ids.shape[1]} tokens of {what}\n\n")
     loaded = model.load(described)
-    prompt_end = described.tokenizer.decode(input_ids[0], skip_special_tokens=True)
-    write_text(
-        f"{described.name}, {input_ids.shape[1]} tokens of a novel that it was not trained on,"
-        f" ending in\n\n...{prompt_end[-_SHOWN_CHARACTERS:]}\n\n"
-    )
-    job = Job(loaded, described, input_ids, params, tuple(end_tokens(loaded)))
+    ends = end_tokens(loaded, described.tokenizer if is_chat else None)
+    job = Job(loaded, described, input_ids, SamplingOptions(options).params(), tuple(ends))
     cache = CacheConfig()
-    comparison = run_beside_full(job, cache, quiet=False)
+    comparison = run_beside_full(job, cache, False, CacheConfig(policy="recent"))
     report(cache.label, comparison)
     return exit_code(comparison)
 
@@ -185,17 +192,19 @@ class Comparison:
         full: With transformers' own cache; None if not asked for, or after Ctrl-C before it.
         agreement: How far both agree; None without `full`.
         cut_short: Whether Ctrl-C came after both, while their agreement was looked into.
+        baselines: Further caches by label, generations and agreements with the full cache's.
     """
 
     run: Generation
     full: Generation | None = None
     agreement: Agreement | None = None
     cut_short: bool = False
+    baselines: tuple[tuple[str, Generation, Agreement], ...] = ()
 
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended any part of it."""
-        runs = (self.run, self.full)
+        runs = (self.run, self.full, *(run for _, run, _ in self.baselines))
         return self.cut_short or any(run is not None and run.interrupted for run in runs)
 
 
@@ -211,8 +220,10 @@ def run_alone(job: Job, cache: CacheConfig, quiet: bool) -> Comparison:
     return Comparison(run)
 
 
-def run_beside_full(job: Job, cache: CacheConfig, quiet: bool) -> Comparison:
-    """Generates with the chosen cache and then with the full one."""
+def run_beside_full(
+    job: Job, cache: CacheConfig, quiet: bool, *baselines: CacheConfig
+) -> Comparison:
+    """Generates with the chosen cache, then with the full one, then with further baselines."""
     from transformers import DynamicCache
 
     from h2okv.cache import H2OCache
@@ -220,8 +231,8 @@ def run_beside_full(job: Job, cache: CacheConfig, quiet: bool) -> Comparison:
 
     config = job.model.config
 
-    def make() -> Cache:
-        return H2OCache.from_config(config, cache)
+    def make(chosen: CacheConfig) -> Cache:
+        return H2OCache.from_config(config, chosen)
 
     def generate(label: str, made: Cache) -> Generation:
         if not quiet:
@@ -231,20 +242,28 @@ def run_beside_full(job: Job, cache: CacheConfig, quiet: bool) -> Comparison:
             write_text("\n\n")
         return run
 
-    warm_up(job, [make, lambda: DynamicCache(config=config)])
-    run = generate(cache.label, make())
+    def compare(chosen: CacheConfig, run: Generation) -> Agreement:
+        # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
+        same = None
+        if job.params.is_greedy and not full.interrupted:
+            same = count_same_choices(job, make(chosen), full.token_ids)
+        return Agreement.of(run.token_ids, full.token_ids, same)
+
+    warm_up(job, [lambda: make(cache), lambda: DynamicCache(config=config)])
+    run = generate(cache.label, make(cache))
     if run.interrupted:
         return Comparison(run)
     full = generate("full cache", DynamicCache(config=config))
-    same_next_token, cut_short = None, False
-    # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
-    if job.params.is_greedy and not full.interrupted:
-        try:
-            same_next_token = count_same_choices(job, make(), full.token_ids)
-        except KeyboardInterrupt:
-            cut_short = True
-    agreement = Agreement.of(run.token_ids, full.token_ids, same_next_token)
-    return Comparison(run, full, agreement, cut_short)
+    others: list[tuple[str, Generation, Agreement]] = []
+    try:
+        agreement = compare(cache, run)
+        for baseline in baselines:
+            other = generate(baseline.label, make(baseline))
+            others.append((baseline.label, other, compare(baseline, other)))
+    except KeyboardInterrupt:
+        agreement = Agreement.of(run.token_ids, full.token_ids, None)
+        return Comparison(run, full, agreement, True, tuple(others))
+    return Comparison(run, full, agreement, False, tuple(others))
 
 
 def with_least_entries(cache: CacheConfig, length: int) -> tuple[CacheConfig, str | None]:
@@ -339,7 +358,8 @@ def report(label: str, comparison: Comparison, note: str | None = None) -> None:
     """
     run = comparison.run
     if comparison.full is not None and comparison.agreement is not None:
-        write_text(comparison_table(label, run, comparison.full, comparison.agreement))
+        columns = ((label, run, comparison.agreement), *comparison.baselines)
+        write_text(comparison_table(comparison.full, *columns))
     else:
         write_remark(summary_line(run))
     for line in (note or few_entries_note(run), _context_note(comparison)):
@@ -366,8 +386,8 @@ def _context_note(comparison: Comparison) -> str | None:
     )
 
 
-def comparison_table(label: str, run: Generation, full: Generation, agreement: Agreement) -> str:
-    """Sets a generation beside that of the full cache."""
+def comparison_table(full: Generation, *columns: tuple[str, Generation, Agreement]) -> str:
+    """Sets generations, each with its label and agreement, beside that of the full cache."""
     cells: dict[str, Callable[[Generation], str]] = {
         "tokens generated": lambda r: str(len(r.token_ids)),
         "time to first token": lambda r: _seconds(r.time_to_first_token),
@@ -377,12 +397,14 @@ def comparison_table(label: str, run: Generation, full: Generation, agreement: A
         "tokens seen": lambda r: str(r.num_seen_tokens),
         "tokens kept": lambda r: str(r.num_cached_tokens),
     }
-    rows = [(name, cell(full), cell(run)) for name, cell in cells.items()]
-    rows.append(("tokens that agree", "", agreement_text(agreement)))
-    if agreement.same_next_token is not None:
-        same = f"{agreement.same_next_token} of {len(full.token_ids)}"
-        rows.append(("same next token after the full cache's text", "", same))
-    return format_table(("", "full cache", label), rows, left=("",))
+    runs = (full, *(run for _, run, _ in columns))
+    rows = [(name, *map(cell, runs)) for name, cell in cells.items()]
+    agreements = [agreement for _, _, agreement in columns]
+    rows.append(("tokens that agree", "", *map(agreement_text, agreements)))
+    if any(agreement.same_next_token is not None for agreement in agreements):
+        same = [f"{agreement.same_next_token} of {len(full.token_ids)}" for agreement in agreements]
+        rows.append(("same next token after the full cache's text", "", *same))
+    return format_table(("", "full cache", *(label for label, _, _ in columns)), rows, left=("",))
 
 
 def agreement_text(agreement: Agreement) -> str:
