@@ -28,8 +28,8 @@ def test_what_is_not_default_stands_in_the_label():
 
 
 def test_top_k_is_masked_because_it_cannot_drop(subject):
-    assert make_cache(budget(0.2, policy="topk"), subject.config).options["simulate"]
-    assert not make_cache(budget(0.2), subject.config).options["simulate"]
+    assert make_cache(budget(0.2, policy="topk"), subject.config).simulate
+    assert not make_cache(budget(0.2), subject.config).simulate
 
 
 def test_rolling_positions_are_read_in_blocks(subject):
