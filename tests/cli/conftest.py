@@ -7,7 +7,6 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -106,9 +105,7 @@ def model_folder(save_model) -> Path:
 
 @pytest.fixture
 def h2okv_command(capsys, monkeypatch) -> Callable[..., Outcome]:
-    # These environment variables are read once, long before a test could set them.
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    # The environment variable is read once, long before a test could set it.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
     def call(*args: object) -> Outcome:

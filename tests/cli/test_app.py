@@ -82,7 +82,7 @@ assert "transformers" not in sys.modules and "torch" not in sys.modules
 from transformers import LlamaConfig, LlamaForCausalLM
 import torch
 config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=20,
-                     num_attention_heads=2, num_key_value_heads=2)
+                     num_attention_heads=2, num_key_value_heads=2, eos_token_id=None)
 model = LlamaForCausalLM._from_config(config, attn_implementation="h2o").eval()
 ids = torch.tensor([[1, 2, 3]])
 assert model(ids).logits.shape == (1, 3, 20)

@@ -66,7 +66,7 @@ OPTIONS = {
     "seed that is no number": (("--seed", "x"), ("--seed", "--help")),
     "top-k without sampling": (("--top-k", "5"), ("--top-k 5", "--temperature")),
     "penalty of zero": (("--repetition-penalty", "0"), ("--repetition-penalty 0",)),
-    "budget that is no amount": (("--budget", "much"), ("--budget 'much'", "20%")),
+    "budget that is no amount": (("--budget", "much"), ("--budget 'much'", "10%")),
     "percentage above 100": (("--budget", "120%"), ("budget 1.2",)),
     "unknown comparison": (("--compare", "recent"), ("--compare 'recent'", "--compare full")),
     "unknown option": (("--heavi", "1"), ("--heavi", "--help")),

@@ -114,6 +114,7 @@ def test_without_a_budget_it_follows_the_window(stream, book, tmp_path):
         return read_rows(rows)[-1].cache_bytes
 
     assert size() == size("--heavy", 32, "--recent", 32)
+    assert size() == size("--heavy", "12.5%", "--recent", "0.125")  # of the context window
 
 
 def test_a_stream_made_in_two_runs_is_that_of_one(stream, book, chats, tmp_path):
@@ -147,8 +148,8 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
         (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
         (("--save-every", 0), "--save-every 0 is too few"),
         (("--policy", "h20"), "policy='h20' is unknown; did you mean 'h2o'?"),
-        (("--positions", "round"), "--positions 'round' is not known; choose auto, original"),
-        (("--heavy", "0.5"), "--heavy"),
+        (("--positions", "round"), "--positions 'round' is not known; choose from auto, original"),
+        (("--heavy", "1.5"), "heavy=1.5"),
         (("--resume",), "--resume needs --checkpoint FILE"),
         (("--plot", "picture.bmp"), "let it end in .png, .svg, .pdf"),
         (("--csv", "no/where.csv"), "is in no folder that exists"),
@@ -336,7 +337,7 @@ def test_control_c_waits_for_the_block_and_saves(stream, book, tmp_path, control
     outcome = stream(*args)
     assert (outcome.code, outcome.out) == (130, "")
     assert outcome.err.splitlines()[1] == (
-        "stopped at token 104; go on with the same command and --resume"
+        "stopped at token 104; continue with the same command and --resume"
         f" (the checkpoint is '{saved}')"
     )
     assert [row.position for row in read_rows(rows)] == [20, 40, 60, 80, 100]

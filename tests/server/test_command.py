@@ -131,7 +131,7 @@ def command(capsys, monkeypatch):
         (("--port", 70000), "--port 70000 is out of range"),
         (("--host", "300.1.1.1"), "--host '300.1.1.1'"),
         (("--host", "192.0.2.1"), "of 192.0.2.1 cannot be opened"),
-        (("--max-body", "large"), "--max-body 'large' is no size"),
+        (("--max-body", "large"), "--max-body 'large' is not a size"),
         (("--timeout", 0), "timeout=0.0 is too little"),
         (("--drain", -1), "--drain -1 is out of range"),
         (("--max-new-tokens", 0), "max_new_tokens=0 is too little"),

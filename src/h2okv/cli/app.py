@@ -111,6 +111,10 @@ def _quieten_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # then it has read them already
+        logging = importlib.import_module("transformers.utils.logging")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     for output in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not a crash.
