@@ -42,9 +42,9 @@ def run(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
 def main() -> None:
     """Runs the model both ways on every rank; the first one prints."""
     described, device = describe("bundled"), torch.device("cpu")
-    in_parts = load_weights(described, torch.float32, device, in_parts=True)
+    split = load_weights(described, torch.float32, device, tensor_parallel=True)
     ids = torch.randint(5, 4000, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
-    logits, made, heads = run(in_parts, ids)
+    logits, made, heads = run(split, ids)
     whole, expected, all_heads = run(load_weights(described, torch.float32, device), ids)
     if dist.get_rank() == 0:
         difference, largest = (logits - whole).abs().max(), whole.abs().max()

@@ -166,7 +166,7 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
         (("--contexts", "many"), "--contexts 'many'"),
         (("--rounds", "0"), "--rounds 0"),
         (("--threads", "0"), "--threads 0"),
-        (("--budget", "2.5"), "--budgets 2.5"),
+        (("--budget", "2.5"), "--budget 2.5"),
         (("--dtype", "float8"), "'float8'"),
         (("--positions", "clamped"), "'clamped'"),
         (("--kv-bits", "3"), "kv_bits=3 .*8 or 4"),

@@ -163,7 +163,7 @@ def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Hand
     if not reached:
         raise ValueError(
             f"model type {model.config.model_type!r} gives no access to its attention; use a model "
-            "of the README's support table."
+            "of docs/support-table.md."
         )
     return output
 

@@ -87,7 +87,7 @@ class Settings:
         for budget in self.budgets:
             if isinstance(budget, float) and not 0 < budget <= 1:
                 raise ValueError(
-                    f"--budgets {budget:g} is out of range; give a fraction above 0 and up to 1,"
+                    f"--budget {budget:g} is out of range; give a fraction above 0 and up to 1,"
                     " or tokens"
                 )
             if isinstance(budget, int):

@@ -104,7 +104,7 @@ def check_config(config: PreTrainedConfig) -> None:
     if reason is not None:
         raise ValueError(
             f"model type {text_config.model_type!r} is not supported: {reason}; "
-            "use transformers' own cache for it, or a model of the README's support table."
+            "use transformers' own cache for it, or a model of docs/support-table.md."
         )
 
 

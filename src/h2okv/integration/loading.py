@@ -57,7 +57,7 @@ def load_weights(
     described: Described,
     dtype: torch.dtype | None,
     device: torch.device,
-    in_parts: bool = False,
+    tensor_parallel: bool = False,
 ) -> PreTrainedModel:
     """Loads a described model, ready to generate."""
     dtype = dtype or default_dtype(described.name, device)
@@ -70,7 +70,9 @@ def load_weights(
             dtype=dtype or "auto",
             output_loading_info=True,
             trust_remote_code=False,
-            **({"distributed_config": DistributedConfig(tp_plan="auto")} if in_parts else {}),
+            **(
+                {"distributed_config": DistributedConfig(tp_plan="auto")} if tensor_parallel else {}
+            ),
         ),
     )
     check_complete(described.name, sorted(info["missing_keys"]))
@@ -78,7 +80,7 @@ def load_weights(
     if model.generation_config is not None:
         # A checkpoint may ask for a cache of its own; here the command brings the cache.
         model.generation_config.cache_implementation = None
-    if not in_parts:
+    if not tensor_parallel:
         model.to(device)
     model.eval()
     return model
