@@ -19,6 +19,8 @@ from h2okv.analysis.run import (
 from h2okv.analysis.study import Study, make_sample, token_pieces
 from h2okv.records import read_csv, write_csv
 
+pytestmark = pytest.mark.slow
+
 TEXT = "the text"
 
 

@@ -9,6 +9,8 @@ from h2okv.benchmarking.peak import PeakRun, PeakRunFailedError, measure_peak
 from h2okv.benchmarking.serving import own_server, transformers_server
 from h2okv.engine.memory import peak_resident_bytes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _a_folder_with_a_module_of_its_own(monkeypatch, tmp_path):

@@ -12,6 +12,8 @@ from h2okv.benchmarking.memory import footprint_of
 from h2okv.benchmarking.peak import Peak, PeakRun, PeakRunFailedError, measure_peak
 from h2okv.engine.memory import peak_resident_bytes
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 100
 FULL, OWN = CONTEXT * 512, 21 * (512 + 32)
 RUNTIME, CONSTANT, ACTIVATION = 5000, 300, 20_000

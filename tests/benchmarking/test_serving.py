@@ -39,6 +39,8 @@ from h2okv.benchmarking.timing import Percentiles
 from h2okv.cli.app import run
 from h2okv.provenance import ENVIRONMENT_COLUMNS
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("aiohttp", reason="aiohttp is in the [serve] extra")
 WAIT = 60
 

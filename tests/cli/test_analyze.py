@@ -10,6 +10,8 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from h2okv.analysis.measurements import MEASUREMENTS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):

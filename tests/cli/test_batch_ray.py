@@ -12,6 +12,8 @@ import pytest
 
 from h2okv.cli.app import run
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log,"]
 STEPS = 40
 

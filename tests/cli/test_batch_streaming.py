@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from h2okv.cli.app import run
 from h2okv.engine.memory import data_bytes
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 PROMPTS = ["the cat sat", "the dog sat on the log, " * 6, "on", "the mat and the dog " * 3, "", "a"]
 

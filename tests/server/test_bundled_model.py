@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 
+pytestmark = pytest.mark.slow
+
 ROWS = 16
 BUDGET = 48
 ROW = 2 * BUDGET

@@ -17,6 +17,8 @@ import pytest
 from h2okv.cli.app import run
 from h2okv.server.listener import open_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path):

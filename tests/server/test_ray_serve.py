@@ -15,6 +15,8 @@ import pytest
 
 from h2okv.engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 ROWS, WAITING = 2, 16
 TOKENS = 500
 PROMPT = "It was a dark and stormy night, and the"
