@@ -5,7 +5,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import h2okv
-from h2okv.integration import enable as compiled
 
 pytestmark = pytest.mark.slow
 NEW = 14
@@ -18,7 +17,7 @@ def counter(monkeypatch):
     counter = CompileCounterWithBackend("eager")
     plain = torch.compile
     monkeypatch.setattr(
-        compiled.torch, "compile", lambda model, **options: plain(model, backend=counter, **options)
+        torch, "compile", lambda model, **options: plain(model, backend=counter, **options)
     )
     yield counter
     torch._dynamo.reset()
@@ -93,7 +92,7 @@ def test_no_compiler_is_one_sentence(make_llama, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nand more")
 
-    monkeypatch.setattr(compiled.torch, "compile", fail)
+    monkeypatch.setattr(torch, "compile", fail)
     model = make_llama(attention="sdpa")
     message = r"C\+\+ compiler found\); .* leave out compile=True"
     with pytest.raises(ValueError, match=message), h2okv.enable(model, compile=True):

@@ -156,7 +156,7 @@ class SlotState(Slots):
         """No slots yet, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` like these."""
         batch, heads = key.shape[:2]
         with ordinary_tensors():
-            scores = torch.zeros(batch, heads, 0, device=key.device)
+            scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
             zeros = torch.zeros(batch, dtype=torch.int64, device=key.device)
             return cls(
                 storage.store(key.new_zeros(batch, heads, 0, key.shape[-1])),
