@@ -1,8 +1,8 @@
-def test_shows_both_texts_and_what_they_cost(h2okv_command, model_folder):
+def test_shows_the_texts_and_what_they_cost(h2okv_command, model_folder):
     outcome = h2okv_command("demo", "--model", model_folder, "--max-new-tokens", 16)
     assert outcome.code == 0
     assert "240 tokens of a novel" in outcome.out
-    assert outcome.out.count(" ---\n") == 2
+    assert outcome.out.count(" ---\n") == 3
     for row in (
         "tokens generated",
         "time to first token",
@@ -14,4 +14,4 @@ def test_shows_both_texts_and_what_they_cost(h2okv_command, model_folder):
         assert row in outcome.out
     # 0.1 + 0.1 of 240 tokens.
     kept = next(line for line in outcome.out.splitlines() if "tokens kept" in line)
-    assert kept.split()[2:] == ["255", "48"]
+    assert kept.split()[2:] == ["255", "48", "48"]

@@ -12,8 +12,8 @@ from h2okv.integration.models import resolve_model
 ARTICLE = Path(h2okv.__file__).parent / "assets" / "article.txt"
 PROMPT = 640
 
-# Perplexity over the full cache's on the rest of the article, measured with these versions.
-MEASURED = {"h2o": 1.0, "recent": 1.0}
+# Perplexity over the full cache's (23.8) on the rest of the article, 240 tokens, with 128 entries.
+MEASURED = {"h2o": 1.10, "recent": 3.37}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def perplexity(model, ids, **options) -> float:
 def test_h2o_keeps_what_a_recent_window_loses(smollm2):
     full = perplexity(*smollm2, policy="full")
     ratio = {
-        policy: perplexity(*smollm2, policy=policy, heavy=0.1, recent=0.1) / full
+        policy: perplexity(*smollm2, policy=policy, heavy=64, recent=64) / full
         for policy in MEASURED
     }
     assert ratio["h2o"] == pytest.approx(MEASURED["h2o"], rel=0.05)
-    assert ratio["recent"] > 1.25 * ratio["h2o"]
+    assert ratio["recent"] > 2 * ratio["h2o"]

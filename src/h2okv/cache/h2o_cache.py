@@ -235,7 +235,7 @@ class H2OCache(Cache):
             return
         if self._expects_turn:
             return
-        if self.budget.is_relative and length <= first.cumulative_length:
+        if self.policy.evicts and self.budget.is_relative and length <= first.cumulative_length:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{int(first.cumulative_length)} tokens, and {length} more follow it at once. If "
