@@ -267,7 +267,7 @@ def test_rows_before_a_server_that_fails_are_kept(fake_server, tmp_path, capsys,
         gone = Endpoint("http://127.0.0.1:9")
         return Endpoint(server.url), gone
 
-    monkeypatch.setattr("h2okv.cli.bench_serve.choose_servers", choose)
+    monkeypatch.setattr("h2okv.benchmarking.serving.choose_servers", choose)
     rows = tmp_path / "rows.csv"
     with fake_server() as server:
         code = run(["bench", "serve", "--clients", "1", "--requests", "2", "--csv", str(rows)])

@@ -396,7 +396,7 @@ def test_a_full_disk_under_the_cache(processes, job, model_folder, tmp_path, pro
     args = ["batch", "--model", model_folder, "--input", prompts, "--output", output,
             "--max-new-tokens", STEPS, "--weights", "device", "--cache", "file", "--batch", 2,
             "--policy", "full"]  # fmt: skip
-    ended = processes(args, file_size=150_000)
+    ended = processes(args, file_size=6_000)
     assert ended.code == 2 and ended.error.count("\n") == 1
     assert "the cache's file" in ended.error and "--cache-folder" in ended.error
     again = processes(args)

@@ -99,7 +99,6 @@ def batch(
     """
     import torch
 
-    from h2okv.cluster.batch import run_batch_on_ray
     from h2okv.engine.memory import parse_memory
     from h2okv.offload.kv_tiers import CACHE_TIERS
     from h2okv.offload.offload_engine import BatchRequest, Interrupted
@@ -139,7 +138,12 @@ def batch(
     seeded = replace(cache, seed=int(params.seed or 0))
     request = replace(request, sampling=params, cache=seeded)
     try:
-        summary = run_batch_on_ray(request, device, actors) if ray else run_job(request)
+        if ray:  # imported here: a job on this machine alone needs neither Ray nor its memory
+            from h2okv.cluster.batch import run_batch_on_ray
+
+            summary = run_batch_on_ray(request, device, actors)
+        else:
+            summary = run_job(request)
     except Interrupted as stopped:
         write_remark(str(stopped))
         return INTERRUPTED
