@@ -70,7 +70,8 @@ class Settings:
         for batch in self.batches:
             _check_least("batches", batch, 1)
         for name in ("contexts", "batches", "budgets", "caches", "dtypes", "kv_bits"):
-            values, option = getattr(self, name), name.replace("_", "-")
+            values = getattr(self, name)
+            option = {"budgets": "budget", "dtypes": "dtype"}.get(name, name).replace("_", "-")
             if not values and name != "kv_bits":
                 raise ValueError(f"--{option} names nothing; give at least one value")
             if len(set(values)) != len(values):
@@ -91,7 +92,7 @@ class Settings:
                     " or tokens"
                 )
             if isinstance(budget, int):
-                _check_least("budgets", budget, 2)
+                _check_least("budget", budget, 2)
         if self.positions not in ("original", "rolling"):
             raise ValueError(
                 f"--positions {self.positions!r} cannot be measured; choose original or rolling"
