@@ -8,6 +8,8 @@ from h2okv.analysis.attention_stats import Accumulation, watch_rows
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, held_after
 from h2okv.config import TokenBudget
 
+pytestmark = pytest.mark.slow
+
 BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
 
 

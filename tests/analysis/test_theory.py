@@ -29,6 +29,8 @@ from h2okv.analysis.theory import (
 )
 from h2okv.config import TokenBudget
 
+pytestmark = pytest.mark.slow
+
 
 def random_logits(seed, size=9, group=2):
     return np.random.default_rng(seed).normal(0, 2, (group, size, size))

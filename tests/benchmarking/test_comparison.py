@@ -7,6 +7,8 @@ import h2okv.benchmarking.caches as caches
 from h2okv.benchmarking.comparison import Comparison, Row, Settings, count_units
 from h2okv.benchmarking.memory import footprint_of, speedup_limit
 
+pytestmark = pytest.mark.slow
+
 CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 
 

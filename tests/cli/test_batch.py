@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from h2okv.cli.app import run
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log,"]
 STEPS = 6
 

@@ -13,6 +13,8 @@ from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import describe, load_weights
 
+pytestmark = pytest.mark.slow
+
 WAIT = 120
 CACHE = CacheConfig(heavy=16, recent=16)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, seed=0)

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausa
 
 from h2okv.evaluation.streaming import read_rows
 
+pytestmark = pytest.mark.slow
+
 WAIT = 120
 BUDGET = ("--heavy", "16", "--recent", "16", "--prefill-chunk", "8")
 TURNS = [{"question_id": 1, "category": "x", "turns": ["the cat sat", "and the dog"]}] * 2

@@ -10,6 +10,8 @@ from h2okv.evaluation.runner import Evaluation, Run, SampleFile
 from h2okv.evaluation.task import BatchOptions, TextPrompt
 from h2okv.evaluation.tasks.summarization import Article, Summarization
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = [CacheConfig.from_budget(16), CacheConfig("full")]
 CODE = {"h2okv": "0"}
 

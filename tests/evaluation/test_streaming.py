@@ -20,6 +20,8 @@ from h2okv.evaluation.streaming import (
     run_stream,
 )
 
+pytestmark = pytest.mark.slow
+
 ROLLING = {"heavy": 12, "recent": 12, "positions": "rolling"}
 
 

@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import h2okv
 from h2okv.offload.batch_runner import Limits
 
+pytestmark = pytest.mark.slow
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
 

@@ -26,6 +26,8 @@ from h2okv.offload.conversion import (
 from h2okv.offload.meta_model import make_meta_model
 from h2okv.offload.planner import Placement, place_by_fractions
 
+pytestmark = pytest.mark.slow
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
 

@@ -12,6 +12,8 @@ from h2okv.offload.batch_runner import Limits, MicroBatch, SequentialScheduler
 from h2okv.offload.kv_tiers import SpillFile, TieredCacheStore
 from h2okv.offload.meta_model import split_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18)
 LAYERS = 4

@@ -4,6 +4,8 @@ import pytest
 from training.data import TrainingWindows, fact_window, held_out_windows, plain_window
 from training.text import HELD_OUT_BOOKS, read_held_out_book
 
+pytestmark = pytest.mark.slow
+
 
 def test_windows_begin_with_bos_and_have_their_length(corpus):
     windows = TrainingWindows(corpus, seed=3)

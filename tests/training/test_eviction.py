@@ -5,6 +5,8 @@ import torch
 from training import eviction, model, quality, tables
 from training.data import fact_window, held_out_windows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def net(tokenizer):

@@ -1,6 +1,9 @@
 import numpy as np
+import pytest
 
 from training.facts import ANSWERS, KINDS, Fact, draw_facts
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_sentence_asks_before_it_answers():

@@ -1,7 +1,10 @@
+import pytest
 import torch
 
 from training import checkpoint, model, schedule
 from training.optimizer import Optimizers
+
+pytestmark = pytest.mark.slow
 
 
 def test_schedule_ends_at_zero_and_context_grows():

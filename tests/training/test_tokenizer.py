@@ -1,4 +1,7 @@
+import pytest
 from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.slow
 
 
 def test_encode_puts_bos_first(tokenizer):

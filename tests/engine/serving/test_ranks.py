@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from h2okv.engine.parallel import check_divides
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("generate_in_parts.py")
 
 

@@ -8,6 +8,8 @@ from transformers import AutoTokenizer
 import h2okv
 from h2okv.assets import bundled_model_path
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
 
 from lm_eval.api.instance import Instance  # noqa: E402

@@ -4,6 +4,8 @@ from h2okv.config import CacheConfig
 from h2okv.evaluation.plots import plot_needles
 from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask
 
+pytestmark = pytest.mark.slow
+
 FULL = CacheConfig("full")
 GRID = Grid((128, 256), (0.0, 0.5, 1.0), tries=2)
 
