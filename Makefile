@@ -20,7 +20,7 @@ PINS := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
-	@echo "make test         the quick tests: unit and model tier (about 4 minutes on two cores)"
+	@echo "make test         the quick tests: unit and model tier (about 5 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
 	@echo "make lint         style, types and the import contract"

@@ -66,6 +66,8 @@ class Listener(uvicorn.Server):
             loop="asyncio",
             ws="none",
             lifespan="off",
+            # Its own configuration would close the handlers of whatever else runs in this process.
+            log_config=None,
             log_level="warning",
             access_log=False,
             backlog=_BACKLOG,
