@@ -110,14 +110,14 @@ async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: 
         tasks = [asyncio.create_task(clients.run(n, session)) for n in range(args.clients)]
         with args.series.open("w", newline="", encoding="utf-8") as file:
             lines = csv.writer(file)
-            lines.writerow(["seconds", "resident_bytes", "rows_in_use", "finished", "new_tokens"])
+            lines.writerow(["seconds", "resident_bytes", "running", "finished", "new_tokens"])
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(EVERY)
                 async with session.get(f"{url}/stats") as reply:
                     stats = await reply.json()
                 pages = Path(f"/proc/{process.pid}/statm").read_text(encoding="ascii").split()[1]
                 seconds = time.monotonic() - begun
-                row = [stats[name] for name in ("rows_in_use", "finished", "new_tokens")]
+                row = [stats[name] for name in ("running", "finished", "new_tokens")]
                 lines.writerow([f"{seconds:.1f}", int(pages) * PAGE, *row])
                 file.flush()
                 progress(
@@ -130,7 +130,7 @@ async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: 
             stats = await reply.json()
         progress("")
         print(stats)
-        if stats["rows_in_use"] or stats["waiting"]:
+        if stats["running"] or stats["waiting"]:
             raise SystemExit("rows are still in use though every client is gone")
     return clients
 

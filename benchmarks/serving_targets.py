@@ -59,7 +59,8 @@ class EngineTarget:
         """Stops; tells the bytes of a row."""
         stats = self.llm.stats()
         told = {
-            "user_bytes": stats.reserved_bytes / stats.rows, "row_budget": self.llm.row_budget,
+            "user_bytes": stats.reserved_bytes / stats.max_num_seqs,
+            "max_budget": self.llm.max_budget,
         }  # fmt: skip
         await self.llm.aclose()
         return told

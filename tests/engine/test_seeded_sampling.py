@@ -26,7 +26,7 @@ def test_top_p_leaves_the_unlikely_out():
     assert set(draws(3_000, top_p=0.85).tolist()) == {1, 2, 4}
 
 
-def test_a_row_draws_the_same_beside_other_rows():
+def test_a_sequence_draws_the_same_beside_others():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     together = SeededSampling([SamplingParams(seed=seed) for seed in (5, 6, 7)])
     alone = SeededSampling([SamplingParams(seed=6)])

@@ -37,14 +37,12 @@ class FakeEngine:
         failing: Raised instead of the token with this number.
     """
 
-    def __init__(self, tokenizer, pause: float = 0.0, rows: int = 4, max_waiting: int = 1000):
-        self.tokenizer, self.pause, self.rows, self.max_waiting = (
-            tokenizer,
-            pause,
-            rows,
-            max_waiting,
-        )
-        self.max_context, self.max_prompt_tokens, self.row_budget = 2048, 2048, 400
+    def __init__(
+        self, tokenizer, pause: float = 0.0, max_num_seqs: int = 4, max_waiting: int = 1000
+    ):
+        self.tokenizer, self.pause = tokenizer, pause
+        self.max_num_seqs, self.max_waiting = max_num_seqs, max_waiting
+        self.max_context, self.max_prompt_tokens, self.max_budget = 2048, 2048, 400
         self.is_healthy = True
         self.running = 0
         self.retry_after = 2.5
@@ -55,7 +53,7 @@ class FakeEngine:
     async def generate(self, prompt, params, *, budget=None):
         if not self.is_healthy:
             raise EngineStoppedError("the engine is shutting down.")
-        if self.running >= self.rows + self.max_waiting:
+        if self.running >= self.max_num_seqs + self.max_waiting:
             raise QueueFullError(self.max_waiting, self.retry_after)
         self.asked.append((tuple(prompt), params, budget))
         self.running += 1
@@ -102,8 +100,9 @@ class FakeEngine:
 
     def stats(self):
         zeros = dict.fromkeys((one.name for one in dataclasses.fields(EngineStats)), 0)
-        in_use = min(self.running, self.rows)
-        own = {"rows": self.rows, "rows_in_use": in_use, "waiting": self.running - in_use}
+        decoding = min(self.running, self.max_num_seqs)
+        own = {"max_num_seqs": self.max_num_seqs, "running": decoding}
+        own["waiting"] = self.running - decoding
         return EngineStats(**{**zeros, **own, **self.counts})
 
     async def aclose(self, drain=30.0):

@@ -62,7 +62,7 @@ def test_two_hundred_clients_at_once_get_what_each_gets_alone(served, openings):
     texts = asyncio.run(all_of_them())
     assert texts == [alone[number % len(openings)] for number in range(200)]
     stats = served.engine.stats()
-    assert (stats.rows_in_use, stats.waiting) == (0, 0) and stats.evictions > 0
+    assert (stats.running, stats.waiting) == (0, 0) and stats.evictions > 0
     assert stats.finished >= 225
 
 
@@ -116,11 +116,11 @@ def test_a_client_that_goes_away_frees_its_row(served):
     pieces = iter(stream)
     for _ in range(5):  # the first comes before it has a row
         next(pieces)
-    assert served.engine.stats().rows_in_use == 1
+    assert served.engine.stats().running == 1
     stream.close()
     client.close()
     end = time.monotonic() + 5
-    while served.engine.stats().rows_in_use:
+    while served.engine.stats().running:
         assert time.monotonic() < end
         time.sleep(0.005)
     assert served.engine.stats().aborted == before + 1

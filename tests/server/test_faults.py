@@ -42,7 +42,7 @@ def send(served, body, path="/v1/completions"):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "a b"]], ids=["one prompt", "two"])
-def test_a_client_that_goes_away_frees_its_rows(serve, slow, streams, prompt):
+def test_a_client_that_goes_away_frees_its_slots(serve, slow, streams, prompt):
     served = serve(slow)
     connection = send(served, {**LONG, "stream": streams, "prompt": prompt})
     wait_until(lambda: slow.running == (1 if prompt is PROMPT else 2))
@@ -74,7 +74,7 @@ def test_breaking_off_a_stream_with_the_official_client(serve, slow):
 
 
 def test_a_full_queue_is_429_with_a_time_to_wait(serve, slow):
-    slow.rows, slow.max_waiting = 2, 2
+    slow.max_num_seqs, slow.max_waiting = 2, 2
     served = serve(slow)
     connections = [send(served, LONG) for _ in range(4)]
     wait_until(lambda: slow.running == 4)
@@ -92,7 +92,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(serve, slow):
 
 
 def test_one_prompt_that_finds_no_room_takes_its_others_along(serve, slow):
-    slow.rows, slow.max_waiting = 1, 1
+    slow.max_num_seqs, slow.max_waiting = 1, 1
     served = serve(slow)
     with pytest.raises(openai.RateLimitError):
         served.client().completions.create(**{**LONG, "prompt": ["a", "b", "c"]})
@@ -100,7 +100,7 @@ def test_one_prompt_that_finds_no_room_takes_its_others_along(serve, slow):
 
 
 def test_clients_of_openai_try_again_after_429(serve, slow):
-    slow.rows, slow.max_waiting, slow.pause, slow.retry_after = 1, 0, 0.1, 0.5
+    slow.max_num_seqs, slow.max_waiting, slow.pause, slow.retry_after = 1, 0, 0.1, 0.5
     served = serve(slow)
     connection = send(served, {**LONG, "max_tokens": 3})
     wait_until(lambda: slow.running == 1)

@@ -31,7 +31,7 @@ def numbers(served):
 
 def test_metrics_count_what_happened(served, fake):
     before = numbers(served)
-    assert before["h2okv_rows",] == 4 and before["h2okv_rows_in_use",] == 0
+    assert before["h2okv_max_num_seqs",] == 4 and before["h2okv_running",] == 0
     client = served.client()
     client.completions.create(model="fake", prompt="a b c", max_tokens=5)
     list(client.completions.create(model="fake", prompt="a b", max_tokens=5, stream=True))
@@ -59,7 +59,7 @@ def test_servers_in_one_process_count_for_themselves(served, serve, fake):
 def test_health_and_stats(served, fake):
     assert json.loads(get(served, "/health")[0]) == {"status": "ok"}
     stats = json.loads(get(served, "/stats")[0])
-    assert (stats["model"], stats["rows"], stats["row_budget"]) == ("fake", 4, 400)
+    assert (stats["model"], stats["max_num_seqs"], stats["max_budget"]) == ("fake", 4, 400)
     fake.is_healthy = False
     assert status(served, "/health") == 503
 

@@ -17,7 +17,7 @@ from h2okv.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-ROWS, WAITING = 2, 16
+SEQS, WAITING = 2, 16
 TOKENS = 500
 PROMPT = "It was a dark and stormy night, and the"
 KEY = "a key of some length"
@@ -28,7 +28,7 @@ def server(tmp_path_factory):
     """`h2okv serve --ray` on a cluster of this machine alone; ended as an operator ends it."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
     command = (
-        "serve", "--ray", "--replicas", "2", "--max-num-seqs", ROWS, "--max-prompt-tokens", "256",
+        "serve", "--ray", "--replicas", "2", "--max-num-seqs", SEQS, "--max-prompt-tokens", "256",
         "--max-waiting", WAITING, "--name", "books", "--port", "0", "--drain", "5",
     )  # fmt: skip
     environment = os.environ | {
@@ -46,7 +46,7 @@ def server(tmp_path_factory):
     try:
         line = process.stdout.readline()
         assert line.endswith("/v1\n"), remarks.read_text()
-        assert f"2 replicas with {ROWS} rows each" in remarks.read_text()
+        assert f"2 replicas with {SEQS} sequences each" in remarks.read_text()
         process.address = line.removesuffix("/v1\n")
         yield process
         helpers = psutil.Process(process.pid).children(recursive=True)
@@ -77,7 +77,7 @@ def expected():
     from h2okv.engine.llm import AsyncLLM
 
     async def texts():
-        engine = AsyncLLM("bundled", max_num_seqs=ROWS, max_prompt_tokens=256)
+        engine = AsyncLLM("bundled", max_num_seqs=SEQS, max_prompt_tokens=256)
         found = {}
         for count in (20, TOKENS):
             params = SamplingParams(max_tokens=count, temperature=0)
@@ -124,10 +124,10 @@ def test_answers_are_those_of_one_engine(address, client, expected):
     assert ask(client, 20) == (expected[20], None)
     assert ask(client, 20, stream=True) == (expected[20], None)
     assert [model.id for model in client.models.list()] == ["books"]
-    wait_for(address, replicas=2, rows=2 * ROWS, model="books", finished=2)
+    wait_for(address, replicas=2, max_num_seqs=2 * SEQS, model="books", finished=2)
     page = get(address, "/metrics").text
     assert "h2okv_replicas 2.0" in page
-    assert page.count("h2okv_rows{replica=") == 2
+    assert page.count("h2okv_max_num_seqs{replica=") == 2
     assert get(address, "/health").json() == {"status": "ok", "replicas": 2}
 
 
@@ -146,11 +146,11 @@ def test_a_full_queue_and_a_client_that_goes_away(address, client):
         client.completions.create(
             model="books", prompt=PROMPT, max_tokens=1500, temperature=0, stream=True
         )
-        for _ in range(2 * ROWS)
+        for _ in range(2 * SEQS)
     ]
     for stream in begun:
         next(iter(stream))
-    wait_for(address, rows_in_use=2 * ROWS)
+    wait_for(address, running=2 * SEQS)
     with ThreadPoolExecutor(WAITING + 4) as pool:
         waiting = [pool.submit(ask, client, 20) for _ in range(WAITING + 4)]
         refused = []
@@ -161,11 +161,11 @@ def test_a_full_queue_and_a_client_that_goes_away(address, client):
             error = one.exception()
             assert isinstance(error, openai.RateLimitError)
             assert int(error.response.headers["retry-after"]) >= 1
-        # Their rows go to those that wait.
+        # Their slots go to those that wait.
         for stream in begun:
             stream.close()
         assert sum(one.exception() is None for one in waiting) == WAITING
-    wait_for(address, rows_in_use=0, aborted=2 * ROWS)
+    wait_for(address, running=0, aborted=2 * SEQS)
 
 
 def replicas(server):
@@ -182,7 +182,7 @@ def replicas(server):
 
 def names(address):
     """Of the replicas that have told their numbers lately."""
-    return set(re.findall(r'h2okv_rows{replica="(\w+)"}', get(address, "/metrics").text))
+    return set(re.findall(r'h2okv_max_num_seqs{replica="(\w+)"}', get(address, "/metrics").text))
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_replica_is_killed_in_the_middle(server, address, before, client, expe
     with ThreadPoolExecutor(12) as pool:
         streams = [pool.submit(ask, client, TOKENS, stream=True) for _ in range(4)]
         wholes = [pool.submit(ask, client, TOKENS) for _ in range(8)]
-        wait_for(address, rows_in_use=2 * ROWS)
+        wait_for(address, running=2 * SEQS)
         victim, other = replicas(server)
         victim.kill()
         answers = [one.result() for one in wholes]
@@ -211,7 +211,7 @@ def test_a_replica_is_killed_in_the_middle(server, address, before, client, expe
     )
     stats = numbers(address)
     assert stats["broken"] == len(broken)
-    assert stats["broken"] + stats["retried"] >= ROWS
+    assert stats["broken"] + stats["retried"] >= SEQS
     assert other.is_running()
 
 

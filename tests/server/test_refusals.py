@@ -66,7 +66,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"prompt": [4096]}, "prompt", "the token 4096, but the model's tokens are 0 to 4095"),
         ({"prompt": [-1]}, "prompt", "the token -1, but"),
         ({"prompt": [10**30]}, "prompt", "the token 1000000000000000000000000000000, but"),
-        ({"h2o": {"heavy": 1000}}, "h2o", "= 1001 tokens for this prompt, but a row of this serv"),
+        ({"h2o": {"heavy": 1000}}, "h2o", "= 1001 tokens for this prompt, but this server keeps"),
         ({"h2o": {"heavy": 0, "recent": 0}}, "h2o", "keep nothing"),
         ({"h2o": {"heavy": "much"}}, None, "heavy"),
         ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from h2okv.cluster.router import Router
 
-_SHARED = ("model", "row_budget", "max_context", "max_prompt_tokens")
+_SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens")
 """What is the same of all replicas, and is not added up."""
 _STALE = 6.0
 """Seconds after which a replica that tells nothing is counted as gone."""

@@ -90,7 +90,7 @@ class Replica:
 
     async def describe(self) -> tuple[str, int]:
         """What is served with which memory, and the number of rows."""
-        return self._engine.describe(), self._engine.stats().rows
+        return self._engine.describe(), self._engine.stats().max_num_seqs
 
     async def check_health(self) -> None:
         """Tells the board how it is doing, and Serve to replace it if its engine has stopped.
@@ -258,7 +258,7 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
         board = stack.enter_context(_serving(settings.host, port, settings.is_local))
         description, rows = _deploy(deployed, board)
         with redirect_stdout(stdout):
-            announce(settings, port, f"{copies} replicas with {rows} rows each. {description}")
+            announce(settings, port, f"{copies} replicas with {rows} sequences each. {description}")
         ended.wait()
     return 0
 

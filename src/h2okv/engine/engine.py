@@ -59,7 +59,7 @@ class Engine:
         name: The model's name.
         group: The processes that hold the parts; ``None`` if the model is whole.
         max_num_seqs: Sequences that decode at the same time.
-        row_budget: The most entries that a sequence may keep, per layer and KV head.
+        max_budget: The most entries that a sequence may keep, per layer and KV head.
         max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
             Models whose positions are scaled by the length of the longest text in the batch
             (dynamic scaling, LongRoPE) are held below that length.
@@ -90,7 +90,7 @@ class Engine:
         self._stack.enter_context(enable(self.model))
         try:
             self.memory = MemoryModel.of(self.model.config, probe, self.model.dtype).serving(
-                self.row_budget,
+                self.max_budget,
                 self.max_prompt_tokens,
                 config.max_prefill_tokens,
                 1 if self.group is None else self.group.world_size,
@@ -100,7 +100,7 @@ class Engine:
                 self.model,
                 self._make_cache,
                 self.max_num_seqs,
-                self.row_budget,
+                self.max_budget,
                 config.tensor_parallel,
             )
             self._prefixes = [self._save_prefix(text) for text in config.prefixes]
@@ -247,8 +247,8 @@ class Engine:
         """Counts what was done and what is held; may be called from any thread."""
         pool = self.runner.pool
         return EngineStats(
-            rows=self.max_num_seqs,
-            rows_in_use=len(self.scheduler.running),
+            max_num_seqs=self.max_num_seqs,
+            running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             **vars(self._counters),
             cache_bytes=pool.held_bytes,
@@ -265,7 +265,7 @@ class Engine:
         parts = "" if self.group is None else f" in {self.group.world_size} parts"
         lines = [
             f"{self.name} in {dtype} on {self.model.device}{parts}, {self._make_cache(None)!r}",
-            f"{self.max_num_seqs} sequences of {self.row_budget} entries (prompts up to "
+            f"{self.max_num_seqs} sequences of {self.max_budget} entries (prompts up to "
             f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / self.max_num_seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
             f"beside weights and slots at most {(memory.prefill + memory.fixed) / _MIB:.0f} MiB "
@@ -296,9 +296,9 @@ class Engine:
                 f"n={params.n} is more than max_num_seqs={self.max_num_seqs}; ask for less."
             )
         keeps = self._make_cache(budget).entries_for(len(tokens))
-        if keeps > self.row_budget:
+        if keeps > self.max_budget:
             raise ValueError(
-                f"the budget of {keeps} entries is larger than the {self.row_budget} that a "
+                f"the budget of {keeps} entries is larger than the {self.max_budget} that a "
                 "sequence has slots for; lower heavy, recent or sink."
             )
         prefix = None
@@ -392,7 +392,7 @@ class Engine:
             )
         # A prompt that fills the context can still be read, for the log-probabilities of its own.
         self.max_prompt_tokens = wished or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
-        self.row_budget = probe.entries_for(self.max_prompt_tokens)
+        self.max_budget = probe.entries_for(self.max_prompt_tokens)
 
     def _count_seqs(self) -> int:
         """How many sequences the memory has room for."""

@@ -277,9 +277,9 @@ class AsyncLLM(_Front):
         return self.engine.max_prompt_tokens
 
     @property
-    def row_budget(self) -> int:
+    def max_budget(self) -> int:
         """The most entries that a sequence may keep, per layer and KV head."""
-        return self.engine.row_budget
+        return self.engine.max_budget
 
     @property
     def is_healthy(self) -> bool:

@@ -306,8 +306,8 @@ def release_workers() -> bool:
     Every thread that computes has workers of its own. If together they are more than there are
     processors, GNU's OpenMP lets all of them sleep between two operations instead of waiting
     awake, and waking up takes longer than most operations of a decode step: a model that was loaded
-    in one thread and runs in another took 1.5 times as long for a token (two cores, 32 rows of the
-    bundled model).
+    in one thread and runs in another took 1.5 times as long for a token (two cores, 32 sequences of
+    the bundled model).
     """
     try:
         found = _LIBRARY.search(_MAPS.read_text(encoding="utf-8", errors="replace"))

@@ -136,8 +136,8 @@ class EngineStats:
     """A snapshot; counters only grow.
 
     Attributes:
-        rows: Rows of the cache.
-        rows_in_use: Of these, taken by requests.
+        max_num_seqs: Sequences that can decode at the same time.
+        running: Sequences that decode.
         waiting: Requests that have not begun.
         prompt_tokens: Counter: tokens of prompts that were read, without reused ones.
         reused_tokens: Counter: tokens of prompts that came from a saved prefix.
@@ -149,11 +149,11 @@ class EngineStats:
         evictions: Counter: entries evicted, of one layer and one KV head.
         cache_bytes: Bytes of the entries that are held now.
         full_bytes: Bytes that a full cache would hold for the same tokens.
-        reserved_bytes: Bytes of all rows, in use or not.
+        reserved_bytes: Bytes of all slots, in use or not.
     """
 
-    rows: int
-    rows_in_use: int
+    max_num_seqs: int
+    running: int
     waiting: int
     prompt_tokens: int
     reused_tokens: int

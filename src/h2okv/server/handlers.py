@@ -65,7 +65,7 @@ class Handlers:
         return {
             "model": self.settings.model_name,
             "tokens_per_second": self.metrics.speed.per_second(),
-            "row_budget": engine.row_budget,
+            "max_budget": engine.max_budget,
             "max_context": engine.max_context,
             "max_prompt_tokens": engine.max_prompt_tokens,
             **dataclasses.asdict(engine.stats()),
@@ -151,12 +151,12 @@ class Handlers:
         fitted = [self._fitted(body, prompt, params) for prompt in prompts]
         budget = None if body.h2o is None else body.h2o.budget(self.settings.budget)
         if budget is not None:
-            row = self.engine.row_budget
+            most = self.engine.max_budget
             needed = max(budget.resolve(len(prompt.token_ids)).total for prompt in prompts)
-            if needed > row:
+            if needed > most:
                 raise invalid(
-                    f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but a row of"
-                    f" this server holds {row}; give less.",
+                    f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but this server"
+                    f" keeps {most} at most; give less.",
                     "h2o",
                 )
         return PreparedRequest(prompts, fitted, budget, bool(body.stream))
@@ -218,7 +218,7 @@ class EventStream(Response):
         except Exception as error:
             told = as_api_error(error)
         self._metrics.close(outcome if told is None else told.outcome)
-        # Its row is free by now; a client that takes nothing more holds up nobody.
+        # Its slots are free by now; a client that takes nothing more holds up nobody.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD):
                 last = "" if told is None else _event(json.dumps(told.body()))

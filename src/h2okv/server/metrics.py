@@ -24,12 +24,12 @@ _WINDOW = 10
 """Seconds that the present speed is taken over."""
 
 _GAUGES = {
-    "rows": "Rows of the cache.",
-    "rows_in_use": "Rows that requests have taken.",
+    "max_num_seqs": "Sequences that can decode at the same time.",
+    "running": "Sequences that decode.",
     "waiting": "Requests that have not begun.",
     "cache_bytes": "Bytes of the cache entries that are held now.",
     "full_bytes": "Bytes that a full cache would hold for the same tokens.",
-    "reserved_bytes": "Bytes of all rows, in use or not.",
+    "reserved_bytes": "Bytes of all slots, in use or not.",
 }
 _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were read, without reused ones.",

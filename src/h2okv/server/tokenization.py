@@ -35,7 +35,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Tokenises prompts, and refuses what no row can read."""
+    """Tokenises prompts, and refuses what is too long."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens

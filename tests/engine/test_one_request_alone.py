@@ -100,7 +100,7 @@ def test_any_parameters_beside_others(llm, prompts, expected, wishes):
         llm.engine.step()
     assert [own.outputs[0].tokens for own in others] == expected
     assert all(own[-1] is None or isinstance(own[-1], RequestFailedError) for own in events)
-    assert llm.stats().rows_in_use == 0
+    assert llm.stats().running == 0
 
 
 def broken_sampler(monkeypatch):
@@ -187,7 +187,7 @@ def test_a_fault_of_one_request(make_llama, tokenizer, prompts, expected, monkey
     stats = served.stats()
     assert isinstance(failed, RequestFailedError)
     assert [first, *rest] == expected and afterwards == expected[0]
-    assert (stats.failed, stats.finished, stats.rows_in_use) == (1, 4, 0)
+    assert (stats.failed, stats.finished, stats.running) == (1, 4, 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=str)

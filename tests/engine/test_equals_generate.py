@@ -58,7 +58,7 @@ def test_every_request_equals_generate(
     ]
     assert made == expected
     stats = llm.stats()
-    assert (stats.finished, stats.rows_in_use, stats.waiting) == (len(prompts), 0, 0)
+    assert (stats.finished, stats.running, stats.waiting) == (len(prompts), 0, 0)
     assert stats.new_tokens == sum(NEWS)
     assert stats.prompt_tokens == sum(LENGTHS)
 
@@ -103,7 +103,7 @@ def test_a_saved_prefix_goes_on_as_its_cache_would(
     assert llm.stats().reused_tokens == 30 * 3 + 42
 
 
-def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
+def test_sequences_come_and_go_without_a_trace(make_llama, kept_sets):
     """What a request with broken numbers leaves behind does not reach the next one."""
     model = make_llama()
     ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -134,7 +134,7 @@ def test_rows_come_and_go_without_a_trace(make_llama, kept_sets):
     assert (block.num_held, block.num_seen) == (5, 36)
 
 
-def test_what_does_not_fit_rows_is_refused(make_llama, make_llm):
+def test_what_does_not_fit_slots_is_refused(make_llama, make_llm):
     with pytest.raises(ValueError, match="evicts nothing"):
         make_llm(make_llama(), policy="full")
     with pytest.raises(ValueError, match="not held in slots; use h2okv batch"):

@@ -113,7 +113,7 @@ def test_logprobs_are_those_of_the_model(make_llama, make_llm, make_prompts, gre
     assert len(new.top) == 3
 
 
-def test_reading_alone_takes_no_row(make_llama, make_llm, make_prompts, greedy):
+def test_reading_alone_takes_no_slots(make_llama, make_llm, make_prompts, greedy):
     (prompt,) = make_prompts([20])
     llm = make_llm(make_llama(), max_num_seqs=1)
     (output,) = llm.generate([prompt], greedy(0, prompt_logprobs=0))
@@ -246,13 +246,13 @@ def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_p
     assert llm.stats().finished == 4
 
 
-def test_an_abort_frees_the_rows_within_a_step(make_llama, make_llm, make_prompts, greedy):
+def test_an_abort_frees_the_slots_within_a_step(make_llama, make_llm, make_prompts, greedy):
     prompts = make_prompts([10, 20, 200, 15])
     model = make_llama()
     llm = make_llm(model, max_prefill_tokens=50, max_prefill_time_fraction=0.99)
     first, _ = submit(llm, prompts[0], greedy(50))
     second, kept = submit(llm, prompts[1], greedy(50))
-    while llm.stats().rows_in_use < 2:
+    while llm.stats().running < 2:
         llm.engine.step()
     third, _ = submit(llm, prompts[2], greedy(50))
     waiting, _ = submit(llm, prompts[3], greedy(50))
@@ -263,7 +263,7 @@ def test_an_abort_frees_the_rows_within_a_step(make_llama, make_llm, make_prompt
     llm.engine.abort(third)
     llm.engine.abort(first)
     llm.engine.step()
-    assert llm.stats().rows_in_use == 1
+    assert llm.stats().running == 1
     assert len(kept) == before + 1
     run(llm)
     assert llm.stats().aborted == 3
@@ -356,7 +356,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_an_engine_that_works(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, greedy(12))
     outputs = llm.generate(prompts, greedy(12))
-    assert llm.stats().rows_in_use == 0
+    assert llm.stats().running == 0
     llm.close()
     monkeypatch.undo()
     made = [own.completions[0].token_ids for own in outputs]

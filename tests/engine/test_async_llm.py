@@ -45,11 +45,11 @@ def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompt
         pieces = llm.generate(prompts[0], greedy(400))
         async for _ in pieces:
             break
-        while llm.stats().rows_in_use == 0:  # the first token comes of the prompt, before the row
+        while llm.stats().running == 0:  # the first token comes of the prompt, before the slots
             await asyncio.sleep(0.001)
         await pieces.aclose()
         task = asyncio.create_task(tokens_of(llm, prompts[0], greedy(400)))
-        while llm.stats().rows_in_use == 0 or llm.stats().aborted == 0:
+        while llm.stats().running == 0 or llm.stats().aborted == 0:
             await asyncio.sleep(0.001)
         task.cancel()
         made = await tokens_of(llm, prompts[1], greedy(5))
@@ -70,7 +70,7 @@ def test_a_shutdown_finishes_what_runs_and_refuses_the_rest(
 
     async def main():
         task = asyncio.create_task(tokens_of(llm, prompts[0], greedy(60)))
-        while llm.stats().rows_in_use == 0:
+        while llm.stats().running == 0:
             await asyncio.sleep(0.001)
         closing = asyncio.create_task(llm.aclose())
         await asyncio.sleep(0)
@@ -89,7 +89,7 @@ def test_a_shutdown_does_not_wait_for_ever(make_llama, make_async, make_prompts,
 
     async def main():
         task = asyncio.create_task(tokens_of(llm, prompt, greedy(480)))
-        while llm.stats().rows_in_use == 0:
+        while llm.stats().running == 0:
             await asyncio.sleep(0.001)
         begun = time.monotonic()
         await llm.aclose(drain=0.01)
