@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache.layer import CacheLayer
@@ -44,7 +45,7 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
     cache.check_integrity()
     if cache.num_seen_tokens == 0:
         raise ValueError("the cache is empty, so there is nothing to save; read a text first.")
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
         held, rest = _layer_state(layer) if isinstance(layer, CacheLayer) else _foreign_state(layer)
@@ -84,7 +85,7 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         ) from error
 
 
-def _layer_state(layer: CacheLayer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a file must hold of a layer to go on from there: tensors, and values for the header."""
     tensors = layer.state.tensors() | {"cumulative_length": layer.cumulative_length}
     return tensors, {
@@ -203,7 +204,7 @@ def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrained
 
 def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch.device) -> None:
     """Fills an empty cache, made with the file's options; mutates it."""
-    held: list[dict[str, torch.Tensor]] = [{} for _ in cache.layers]
+    held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
     try:
         # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
         with (
@@ -232,9 +233,7 @@ def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch
         _refuse(path, error)
 
 
-def _fill_layer(
-    layer: CacheLayer, tensors: dict[str, torch.Tensor], values: dict[str, Any]
-) -> None:
+def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Fills a layer of slots or of masked tokens with what has been checked."""
     dtype, (key_size, value_size) = _DTYPES[values["dtype"]], values["sizes"]
     budgets = [TokenBudget(*parts) for parts in values["budgets"]]
@@ -298,7 +297,7 @@ def _refuse(path: str | Path, reason: object) -> NoReturn:
     ) from cause
 
 
-def _foreign_state(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _foreign_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """State of a layer of transformers' own: its tensors, and its values.
 
     Linear attention has dicts of them by a number; a part of one is called ``name.number``.
@@ -311,7 +310,7 @@ def _foreign_state(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
         else:
             parts[name] = value
     for name, value in parts.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             tensors[name] = value
         elif value is None or isinstance(value, bool | int | float | str):
             rest[name] = value
@@ -323,7 +322,7 @@ def _foreign_state(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     return tensors, rest
 
 
-def _fill_foreign(layer: Any, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+def _fill_foreign(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Takes what `_foreign_state` gave, of attributes that a fresh layer has."""
     fresh = vars(layer)
     for name, value in {**values, **tensors}.items():

@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.layer import CacheLayer
@@ -182,13 +178,8 @@ class H2OCache(Cache):
         return f"H2OCache(policy={self.policy.name!r}, {parts}, layers={len(self.layers)})"
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values; called by the model.
 
         Args:
@@ -244,7 +235,7 @@ class H2OCache(Cache):
                 stacklevel=2,
             )
 
-    def next_turn(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def next_turn(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Makes the inputs of a further turn out of its own tokens alone.
 
         For example::
@@ -424,7 +415,7 @@ class H2OCache(Cache):
         """Whether the model must get other positions, which ``with h2okv.enable(model)`` does."""
         return self.rule.rewrites
 
-    def place(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def place(self, position_ids: Tensor) -> Tensor:
         """Says where the model shall put the tokens of the next forward; for `h2okv.enable`.
 
         Args:
@@ -502,7 +493,7 @@ class H2OCache(Cache):
                 total += sum(tensor.nbytes for tensor in held if tensor is not None)
         return total
 
-    def kept_positions(self, layer_idx: int) -> torch.Tensor:
+    def kept_positions(self, layer_idx: int) -> Tensor:
         """Returns which tokens a layer holds.
 
         Args:
@@ -517,7 +508,7 @@ class H2OCache(Cache):
         """
         return self._layer(layer_idx).state.positions.clone()
 
-    def scores(self, layer_idx: int) -> torch.Tensor:
+    def scores(self, layer_idx: int) -> Tensor:
         """Returns the scores of what a layer holds: the attention received, as `scoring` counts it.
 
         Args:

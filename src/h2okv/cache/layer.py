@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.cache.rope import PositionRule, Rotation
@@ -36,14 +37,14 @@ class Block:
             where they stay as the model rotated them.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    real: torch.Tensor | None
-    undo: torch.Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+    undo: Tensor | None
 
 
-def split_block(block: Block, chunk: int) -> Iterator[tuple[torch.Tensor, Block]]:
+def split_block(block: Block, chunk: int) -> Iterator[tuple[Tensor, Block]]:
     """Cuts a long block; every sequence by its own real tokens, whatever its padding.
 
     A sequence is then cut at the same tokens as alone. Those with fewer real tokens than others
@@ -73,12 +74,12 @@ def _columns(block: Block, at: slice) -> Block:
     return Block(query, key, value, None, undo)
 
 
-def _gathered(block: Block, columns: torch.Tensor) -> Block:
+def _gathered(block: Block, columns: Tensor) -> Block:
     """A copy of each sequence's own columns, int64 ``[B, c]``."""
     assert block.real is not None
     sequences = torch.arange(columns.shape[0], device=columns.device).unsqueeze(1)
 
-    def take(states: torch.Tensor) -> torch.Tensor:
+    def take(states: Tensor) -> Tensor:
         """Each sequence's columns, of ``[B, H, T, ...]``."""
         own = sequences if states.shape[0] > 1 else torch.zeros_like(sequences)
         return states.transpose(1, 2)[own, columns].transpose(1, 2)
@@ -177,7 +178,7 @@ class CacheLayer(CacheLayerMixin):
         with ordinary_tensors():
             self.cumulative_length = self.cumulative_length.clone()
             if self.is_initialized:
-                self.state = self.state.map(torch.Tensor.clone)
+                self.state = self.state.map(Tensor.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
         """A copy goes on with the same model."""
@@ -197,22 +198,22 @@ class CacheLayer(CacheLayerMixin):
         return self.is_initialized and bool(self.state.budgets)
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """``[B, H, S, D]`` in the order of the slots, or their codes; ``None`` before a block."""
         return self.state.stored("keys") if self.holds_entries else None
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """``[B, H, S, Dv]``, likewise."""
         return self.state.stored("values") if self.holds_entries else None
 
     @property
-    def scores(self) -> torch.Tensor | None:
+    def scores(self) -> Tensor | None:
         """Accumulated attention, fp32 ``[B, H, S]``; ``None`` before a block."""
         return self.state.scores if self.holds_entries else None
 
     @property
-    def positions(self) -> torch.Tensor | None:
+    def positions(self) -> Tensor | None:
         """int32 ``[B, H, S]``, -1 for an empty slot; ``None`` before a block."""
         return self.state.positions if self.holds_entries else None
 
@@ -228,7 +229,7 @@ class CacheLayer(CacheLayerMixin):
 
     # --- transformers' side: batches, lengths, going back -----------------------------------------
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
         self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
         self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
@@ -237,13 +238,13 @@ class CacheLayer(CacheLayerMixin):
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=key_states.device)
         self.is_initialized = True
 
-    def empty_state(self, key: torch.Tensor, value: torch.Tensor) -> SlotState:
+    def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
         """A state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
         return SlotState.empty(key, value, self.storage if self.drops else KVStorage())
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Passes the new keys and values on, marked with this layer.
 
         Args:
@@ -276,7 +277,7 @@ class CacheLayer(CacheLayerMixin):
         indices = torch.arange(self.batch_size, device=self.device)
         self.batch_select_indices(indices.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the named sequences, in this order.
 
         Args:
@@ -297,7 +298,7 @@ class CacheLayer(CacheLayerMixin):
         # Its tables are on the device of before.
         self._forget_rotation()
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
         """Returns the block's own size and offset; kept entries need no mask from the model."""
         return query_length, self.cumulative_length
 
@@ -367,14 +368,14 @@ class CacheLayer(CacheLayerMixin):
     @torch.no_grad()
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
         scale: float,
         softcap: float | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Attends, scores and evicts, block by block of the contract. Mutates the layer.
 
         No gradient passes: what is evicted could not be trained through.
@@ -437,7 +438,7 @@ class CacheLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
 
-    def _attend_block(self, block: Block, scale: float, softcap: float | None) -> torch.Tensor:
+    def _attend_block(self, block: Block, scale: float, softcap: float | None) -> Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
         query, key = block.query, block.key
         if self.policy.prompt_only and self.holds_entries:
@@ -453,7 +454,7 @@ class CacheLayer(CacheLayerMixin):
         output = self._attend(query, key, block.value, block.real, scale, softcap)
         return output.to(self.dtype)
 
-    def _next_positions(self, real: torch.Tensor | None, length: int) -> torch.Tensor:
+    def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Positions of tokens that follow those seen, ``[1, T]``, for models that tell none."""
         if real is not None and not bool(real.all()):
             raise ValueError(
@@ -465,13 +466,13 @@ class CacheLayer(CacheLayerMixin):
     @abstractmethod
     def _attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
         scale: float,
         softcap: float | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The subclass's part of `attend`; rolling layers get queries and keys un-rotated."""
 
     def _resolve_budget(self, lengths: list[int]) -> None:
@@ -499,16 +500,16 @@ class CacheLayer(CacheLayerMixin):
         by_scores = type(self.policy).priority is H2OPolicy.priority
         return by_scores and self.scoring.is_incremental and not self.has_static_mask
 
-    def newest(self) -> torch.Tensor:
+    def newest(self) -> Tensor:
         """Position of each sequence's newest token, int64 ``[B, 1, 1]``."""
         return self.state.num_real_tokens.view(-1, 1, 1) - 1
 
-    def eviction_scores(self) -> torch.Tensor:
+    def eviction_scores(self) -> Tensor:
         """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
         held = self.state
         return self.scoring.eviction_scores(held.scores, held.positions, self.newest(), held.norms)
 
-    def _query_weights(self, real: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    def _query_weights(self, real: Tensor | None, length: int) -> Tensor | None:
         """What each query of a block counts for in the scores.
 
         Args:
@@ -529,9 +530,7 @@ class CacheLayer(CacheLayerMixin):
             return (later < self.state.recent.flatten(1)).to(torch.float32)
         return self.scoring.query_weights(later)
 
-    def _decayed(
-        self, scores: torch.Tensor, real: torch.Tensor | None, length: int
-    ) -> torch.Tensor:
+    def _decayed(self, scores: Tensor, real: Tensor | None, length: int) -> Tensor:
         """What scores from before a block are worth after it, ``[B, H, N]``."""
         if self.scoring.decay is None:
             return scores
@@ -542,12 +541,8 @@ class CacheLayer(CacheLayerMixin):
         return self.scoring.apply_decay(scores, count)
 
     def _ranking(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        norms: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None = None
+    ) -> Tensor:
         """Ranks entries as `Policy.priority` does, by the scores that the scoring makes.
 
         Args:
@@ -571,13 +566,13 @@ class CacheLayer(CacheLayerMixin):
             ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
         return ranks
 
-    def _extend_budget(self, real: torch.Tensor | None, length: int) -> None:
+    def _extend_budget(self, real: Tensor | None, length: int) -> None:
         """Widens the budget for tokens that stay whatever comes; mutates the layer."""
         count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
         self.state.recent += count
         self.state.total += count
 
-    def _norms_of(self, values: torch.Tensor) -> torch.Tensor | None:
+    def _norms_of(self, values: Tensor) -> Tensor | None:
         """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
         if not self.scoring.uses_values:
             return None
@@ -601,7 +596,7 @@ class CacheLayer(CacheLayerMixin):
     def load_state(
         self,
         state: SlotState,
-        seen: torch.Tensor,
+        seen: Tensor,
         dtype: torch.dtype,
         sizes: tuple[int, int],
         weights: str | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
@@ -13,13 +14,8 @@ from h2okv.ops.reference import attention_with_scores
 
 
 def choose_by_query(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    visible: torch.Tensor,
-    always: torch.Tensor,
-    most: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, visible: Tensor, always: Tensor, most: Tensor, scale: float
+) -> Tensor:
     """Takes from each query all but the entries that it attends to most.
 
     Args:
@@ -60,13 +56,13 @@ class MaskedLayer(CacheLayer):
 
     def _attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
         scale: float,
         softcap: float | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """See `CacheLayer.attend`."""
         held, length, given = self.state, key.shape[2], real
         past = held.num_slots
@@ -103,11 +99,11 @@ class MaskedLayer(CacheLayer):
             held.positions = torch.where(self._best(held.total), held.positions, -1)
         return output
 
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tensors(self) -> tuple[Tensor, Tensor]:
         """All keys and values, never packed."""
         return self.state.stored("keys"), self.state.stored("values")
 
-    def _rotated(self, query: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotated(self, query: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """The block's queries and all keys at the ranks of those alive."""
         assert self.rotation is not None
         alive = self.state.positions >= 0
@@ -123,7 +119,7 @@ class MaskedLayer(CacheLayer):
             rotate_to_ranks(self._tensors()[0], ranks, factors),
         )
 
-    def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> None:
+    def _append(self, key: Tensor, value: Tensor, real: Tensor) -> None:
         """Adds the block's entries; mutates the layer."""
         held, shape = self.state, key.shape[:3]
         positions = held.num_real_tokens.unsqueeze(1) + real.cumsum(dim=1) - 1
@@ -134,13 +130,13 @@ class MaskedLayer(CacheLayer):
         held.scores = torch.cat([held.scores, scores], dim=2)
         held.positions = torch.cat([held.positions, positions], dim=2)
 
-    def _always_seen(self, length: int) -> torch.Tensor:
+    def _always_seen(self, length: int) -> Tensor:
         """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
         assert self.state.num_static is not None
         before = self._best(self.state.total - self.state.num_static)
         return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)
 
-    def _best(self, total: torch.Tensor) -> torch.Tensor:
+    def _best(self, total: Tensor) -> Tensor:
         """Marks so many entries (``[B, 1, 1]``), by a plain sort of everything alive."""
         held, newest = self.state, self.newest()
         priority = self._ranking(held.scores, held.positions, newest)
@@ -148,12 +144,7 @@ class MaskedLayer(CacheLayer):
         alive = (held.positions >= 0).cpu().numpy()
         # Last key first: the dead, then the unprotected, then by priority, then by age.
         order = np.lexsort(
-            (
-                held.positions.cpu().numpy(),
-                priority.cpu().numpy(),
-                protected.cpu().numpy(),
-                alive,
-            ),
+            (held.positions.cpu().numpy(), priority.cpu().numpy(), protected.cpu().numpy(), alive),
             axis=-1,
         )
         place = np.empty_like(order)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from h2okv.config import POSITIONS, Positions
 from h2okv.ops.rope import Layout, inverse, rotate
@@ -34,8 +35,8 @@ class Rotation:
         self._device = device
         kind: Any = rotary.rope_type
         self._kind: str = kind if layer_type is None else kind[layer_type]
-        self._tables: dict[int, torch.Tensor] = {}
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: dict[int, Tensor] = {}
+        self._last: tuple[Tensor, Tensor] | None = None
         self.width = 2 * self._frequencies(rotary)[0].shape[0]
         """R, how many numbers of a head are rotated."""
 
@@ -43,7 +44,7 @@ class Rotation:
         """Copies of a cache share what was learned about its model."""
         return self
 
-    def of_text(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def of_text(self, position_ids: Tensor) -> Tensor:
         """Factors that undo the model's rotation in this forward.
 
         Args:
@@ -63,7 +64,7 @@ class Rotation:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
         self._last = None
 
-    def of_ranks(self, length: int) -> torch.Tensor:
+    def of_ranks(self, length: int) -> Tensor:
         """Factors of the rotations to the ranks of a cache.
 
         Returns:
@@ -81,7 +82,7 @@ class Rotation:
                 self._tables[length] = self._factors(fresh, ranks)[0]
         return self._tables[length]
 
-    def _frequencies(self, rotary: Any) -> tuple[torch.Tensor, float]:
+    def _frequencies(self, rotary: Any) -> tuple[Tensor, float]:
         """Frequencies ``[R / 2]``, and the scale of the cosines (YaRN)."""
         prefix = f"{self._layer_type}_" if self._layer_type else ""
         scaling = getattr(rotary, f"{prefix}attention_scaling", None)
@@ -89,7 +90,7 @@ class Rotation:
             scaling = rotary.attention_scaling
         return getattr(rotary, f"{prefix}inv_freq"), scaling
 
-    def _factors(self, rotary: Any, positions: torch.Tensor) -> torch.Tensor:
+    def _factors(self, rotary: Any, positions: Tensor) -> Tensor:
         frequencies, scaling = self._frequencies(rotary)
         # A model that was cast as a whole has rounded frequencies.
         frequencies = frequencies.to(self._frequencies(self._rotary)[0].dtype)
@@ -103,9 +104,7 @@ def like_new(rotary: Any, device: torch.device) -> Any:
     return type(rotary)(rotary.config).to(device)
 
 
-def rotate_to_ranks(
-    states: torch.Tensor, ranks: torch.Tensor, factors: torch.Tensor
-) -> torch.Tensor:
+def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
     """Rotates queries or keys to their ranks.
 
     Args:
@@ -119,7 +118,7 @@ def rotate_to_ranks(
     return rotate(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
 
 
-def ranks_of(positions: torch.Tensor) -> torch.Tensor:
+def ranks_of(positions: Tensor) -> Tensor:
     """Ranks of the entries by age.
 
     Args:
@@ -176,7 +175,7 @@ class PositionRule:
         """Whether the model must be given other positions than those in the text."""
         return self.positions == "clamped"
 
-    def place(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def place(self, position_ids: Tensor) -> Tensor:
         """Says where the model shall put tokens.
 
         Args:

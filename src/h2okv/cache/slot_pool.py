@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -144,7 +145,7 @@ class SlotPool:
     def _capacity(self, layer: SlotLayer) -> int:
         return self.budget if layer.window is None else layer.window - 1
 
-    def _make_masks(self) -> dict[tuple[torch.device, int], torch.Tensor]:
+    def _make_masks(self) -> dict[tuple[torch.device, int], Tensor]:
         """Slots within each sequence's budget, bool ``[B, H, S]``, for all layers alike."""
         with ordinary_tensors():
             return {

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.ops.decode import Slots
@@ -19,7 +20,7 @@ PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norm
 MIN_GROWN_SLOTS = 64
 """A budget of fewer slots is never worth growing into."""
 
-Compact = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+Compact = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @contextmanager
@@ -57,23 +58,23 @@ class KVStorage:
 
     bits: int | None = None
 
-    def store(self, states: torch.Tensor) -> Entries:
+    def store(self, states: Tensor) -> Entries:
         """Makes entries of states ``[B, H, N, D]``."""
         return states if self.bits is None else pack(states, self.bits)
 
-    def read(self, entries: Entries, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, entries: Entries, dtype: torch.dtype) -> Tensor:
         """Entries as a block attends to them."""
         return unpack(entries).to(dtype) if isinstance(entries, Packed) else entries
 
-    def round(self, states: torch.Tensor) -> torch.Tensor:
+    def round(self, states: Tensor) -> Tensor:
         """What is left of states once they are entries."""
         return states if self.bits is None else rounded(states, self.bits)
 
     def compact(
         self,
-        states: torch.Tensor,
+        states: Tensor,
         held: Entries,
-        indices: torch.Tensor,
+        indices: Tensor,
         num_slots: int,
         compact: Compact = compact_entries,
     ) -> Entries:
@@ -144,15 +145,15 @@ class SlotState(Slots):
         budgets: one for each sequence; none before the first block.
     """
 
-    sink: torch.Tensor = field(kw_only=True)
-    recent: torch.Tensor = field(kw_only=True)
-    total: torch.Tensor = field(kw_only=True)
-    num_static: torch.Tensor | None = field(default=None, kw_only=True)
-    norms: torch.Tensor | None = field(default=None, kw_only=True)
+    sink: Tensor = field(kw_only=True)
+    recent: Tensor = field(kw_only=True)
+    total: Tensor = field(kw_only=True)
+    num_static: Tensor | None = field(default=None, kw_only=True)
+    norms: Tensor | None = field(default=None, kw_only=True)
     budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
 
     @classmethod
-    def empty(cls, key: torch.Tensor, value: torch.Tensor, storage: KVStorage) -> SlotState:
+    def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:
         """No slots yet, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` like these."""
         batch, heads = key.shape[:2]
         with ordinary_tensors():
@@ -173,7 +174,7 @@ class SlotState(Slots):
     def set_budgets(self, budgets: list[TokenBudget], has_static_mask: bool) -> None:
         """Fixes what each sequence keeps; mutates the state."""
 
-        def column(part: str) -> torch.Tensor:
+        def column(part: str) -> Tensor:
             counts = [getattr(tokens, part) for tokens in budgets]
             return torch.tensor(counts, dtype=torch.int64, device=self.device).view(-1, 1, 1)
 
@@ -207,9 +208,9 @@ class SlotState(Slots):
             if _field(name) in PER_SLOT and name != "slot_mask"
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for name, held in vars(self).items():
             if isinstance(held, Packed):
                 found[f"{name}.codes"], found[f"{name}.grid"] = held.codes, held.grid
@@ -217,13 +218,13 @@ class SlotState(Slots):
                 found[name] = held
         return found
 
-    def stored(self, name: str) -> torch.Tensor:
+    def stored(self, name: str) -> Tensor:
         """A field's numbers; of packed entries their codes."""
         held = vars(self)[name]
-        codes: torch.Tensor = held.codes if isinstance(held, Packed) else held
+        codes: Tensor = held.codes if isinstance(held, Packed) else held
         return codes
 
-    def entry_tensors(self) -> dict[str, torch.Tensor]:
+    def entry_tensors(self) -> dict[str, Tensor]:
         """The large ones: keys and values, whatever they are stored as."""
         return {
             name: tensor
@@ -231,14 +232,14 @@ class SlotState(Slots):
             if _field(name) in ("keys", "values")
         }
 
-    def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Puts tensors in the place of others, by the names of `tensors`; mutates the state."""
         for name, tensor in tensors.items():
             whole, _, part = name.partition(".")
             held = vars(self)[whole]
             setattr(self, whole, held._replace(**{part: tensor}) if part else tensor)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotState:
+    def map(self, change: Callable[[Tensor], Tensor]) -> SlotState:
         """The state with every tensor changed, for the same sequences."""
         made = copy.copy(self)
         made.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
@@ -248,7 +249,7 @@ class SlotState(Slots):
         """The state on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
-    def index_select(self, indices: torch.Tensor) -> SlotState:
+    def index_select(self, indices: Tensor) -> SlotState:
         """The named sequences, int64 ``[B']``, in this order; may repeat."""
         with ordinary_tensors():
             made = self.map(lambda tensor: tensor.index_select(0, indices))

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
@@ -80,13 +81,13 @@ class SlotLayer(CacheLayer):
 
     def _attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
         scale: float,
         softcap: float | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """See `CacheLayer.attend`."""
         in_parts = self.had_partial_block or self.is_partial_block
         if query.shape[2] == 1 and self.holds_entries and not in_parts:
@@ -97,13 +98,13 @@ class SlotLayer(CacheLayer):
 
     def _decode(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
         scale: float,
         softcap: float | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """A block of one token: tensor code without a host sync."""
         # In a compiled step a count that changes would compile it anew each time.
         if torch.compiler.is_compiling():
@@ -122,7 +123,7 @@ class SlotLayer(CacheLayer):
         self.cumulative_length += 1
         return output
 
-    def _choose_operations(self, query: torch.Tensor) -> None:
+    def _choose_operations(self, query: Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""
         self.operations = operations(
             query.device,
@@ -142,7 +143,7 @@ class SlotLayer(CacheLayer):
             scale, self.state.recent, sink, softcap, self.rotary, self._priority(), self.is_full
         )
 
-    def _prepare_step(self, value: torch.Tensor, real: torch.Tensor | None) -> None:
+    def _prepare_step(self, value: Tensor, real: Tensor | None) -> None:
         """What a scoring other than the sum does before a step; mutates the layer."""
         held = self.state
         if self.scoring.decay is not None:
@@ -178,13 +179,13 @@ class SlotLayer(CacheLayer):
 
     def _append_block(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        real: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
         scale: float,
         softcap: float | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attends, scores, and evicts down to the budget once."""
         held, length = self.state, key.shape[2]
         scores, positions = self._block_entries(length, real)
@@ -195,9 +196,7 @@ class SlotLayer(CacheLayer):
             scores = torch.cat([held.scores, scores], dim=2)
             positions = torch.cat([held.positions, positions], dim=2)
         visibility = Visibility(
-            past=past,
-            entries=None if past == 0 and real is None else positions >= 0,
-            queries=real,
+            past=past, entries=None if past == 0 and real is None else positions >= 0, queries=real
         )
         rotated = key
         if self.rotation is not None:
@@ -220,8 +219,8 @@ class SlotLayer(CacheLayer):
         return output
 
     def _rotate_block(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, past: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, query: Tensor, key: Tensor, positions: Tensor, past: int
+    ) -> tuple[Tensor, Tensor]:
         """Rotates a block's queries and all keys ``[B, H, past + T, D]`` to their ranks."""
         taken = positions >= 0
         held = taken[..., :past].sum(dim=-1, keepdim=True)
@@ -233,9 +232,7 @@ class SlotLayer(CacheLayer):
         factors = self.rotation.of_ranks(self._rank_limit(query.shape[2]))
         return rotate_to_ranks(query, own, factors), rotate_to_ranks(key, ranks, factors)
 
-    def _block_entries(
-        self, length: int, real: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _block_entries(self, length: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores (zero) and positions of the block's tokens, ``[B, H, T]``."""
         shape = (self.batch_size, self.num_kv_heads, length)
         start = self.state.num_real_tokens.unsqueeze(1)
@@ -246,26 +243,14 @@ class SlotLayer(CacheLayer):
         positions = positions.to(torch.int32).unsqueeze(1).expand(shape)
         return torch.zeros(shape, dtype=torch.float32, device=self.device), positions
 
-    def _keep_all(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
+    def _keep_all(self, key: Tensor, value: Tensor, scores: Tensor, positions: Tensor) -> None:
         """Holds a block of which more is to come, without slots for steps; mutates the layer."""
         with ordinary_tensors():
             held = self.state
             held.keys, held.values = key.clone(), value.clone()
             held.scores, held.positions = scores.clone(), positions.clone()
 
-    def _compact(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
+    def _compact(self, key: Tensor, value: Tensor, scores: Tensor, positions: Tensor) -> None:
         """Moves what stays into slots; mutates the layer."""
         newest, held = self.newest(), self.state
         total, limit = held.total, max(own.total for own in held.budgets)
@@ -291,7 +276,7 @@ class SlotLayer(CacheLayer):
         self._refresh_static_flags()
         self._stay_in_place()
 
-    def _gather_kept(self, key: torch.Tensor, value: torch.Tensor, indices: torch.Tensor) -> None:
+    def _gather_kept(self, key: Tensor, value: Tensor, indices: Tensor) -> None:
         """Makes slots of keys and values ``[B, H, N, D]``, held and new; mutates the layer."""
         held, compact = self.state, self.operations.compact
         num_slots = slots_for(indices.shape[2], self.capacity)
@@ -300,7 +285,7 @@ class SlotLayer(CacheLayer):
         held.keys = self.storage.compact(key, held.keys, indices, num_slots, compact)
         held.values = self.storage.compact(value, held.values, indices, num_slots, compact)
 
-    def _fill_slots(self, scores: torch.Tensor, positions: torch.Tensor) -> None:
+    def _fill_slots(self, scores: Tensor, positions: Tensor) -> None:
         """Fills the first slots with scores and positions; mutates the layer."""
         held = self.state
         empty = (0, held.keys.shape[2] - positions.shape[2])
@@ -364,11 +349,11 @@ class SlotLayer(CacheLayer):
         if self.policy.is_bounded:
             self.state.slot_mask = self._slots_within_budget()
 
-    def _counts(self) -> torch.Tensor:
+    def _counts(self) -> Tensor:
         """Entries held, int64 ``[B, H, 1]``."""
         return (self.state.positions >= 0).sum(dim=-1, keepdim=True)
 
-    def _slots_within_budget(self) -> torch.Tensor | None:
+    def _slots_within_budget(self) -> Tensor | None:
         """Marks at most ``K + 1`` slots of each sequence; ``None`` if all have one budget."""
         held = self.state
         if all(own.total + 1 == self.capacity for own in held.budgets):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -278,7 +279,7 @@ def check_scoring(policy: Policy, scoring: Scoring) -> None:
         )
 
 
-def check_match(layer: CacheLayer, key_states: torch.Tensor) -> None:
+def check_match(layer: CacheLayer, key_states: Tensor) -> None:
     """Refuses keys of another batch or another model than the entries held.
 
     Args:
@@ -301,10 +302,7 @@ def check_match(layer: CacheLayer, key_states: torch.Tensor) -> None:
 
 
 def check_follows(
-    layer: CacheLayer,
-    position_ids: torch.Tensor | None,
-    real: torch.Tensor | None,
-    length: int,
+    layer: CacheLayer, position_ids: Tensor | None, real: Tensor | None, length: int
 ) -> None:
     """Refuses a later block that does not go on where the last one ended.
 
@@ -371,7 +369,7 @@ def check_window(layer: CacheLayer, length: int) -> None:
         )
 
 
-def check_finite(layer: CacheLayer, sums: torch.Tensor) -> None:
+def check_finite(layer: CacheLayer, sums: Tensor) -> None:
     """Refuses attention that is not a number; for blocks, where a host sync is affordable.
 
     Args:
@@ -415,7 +413,7 @@ def check_integrity(layer: CacheLayer) -> None:
             raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")
 
 
-def check_loaded(layer: CacheLayer, state: SlotState, seen: torch.Tensor) -> None:
+def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
     """Refuses numbers from a file with which a step would read or write what is not there.
 
     Args:
@@ -485,7 +483,7 @@ def _check_budgets(layer: CacheLayer, state: SlotState) -> None:
             raise ValueError(f"layer {layer.layer_idx} contradicts its budgets")
 
 
-def _beyond_budget(layer: CacheLayer, state: SlotState, taken: torch.Tensor) -> torch.Tensor:
+def _beyond_budget(layer: CacheLayer, state: SlotState, taken: Tensor) -> Tensor:
     """Where a step could fill slots that the budget has not."""
     if not layer.policy.is_bounded:
         return torch.zeros(())

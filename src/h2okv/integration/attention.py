@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -36,9 +37,9 @@ def h2o_mask(
     q_length: int,
     kv_length: int,
     mask_function: Any = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     **options: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Makes the mask of a block; registered as ``"h2o"`` in ``AttentionMaskInterface``.
 
     A causal block over itself (every block of an `H2OCache`, and the first one of any cache) needs
@@ -73,7 +74,7 @@ def h2o_mask(
     return _window_mask(window, attention_mask, kv_length, options)
 
 
-def _padding_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+def _padding_mask(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """The block's part of the mask, bool ``[B, 1, 1, T]``; ``None`` if all tokens are real."""
     if attention_mask is None:
         return None
@@ -110,8 +111,8 @@ def _sliding_window(
 
 
 def _window_mask(
-    window: int, attention_mask: torch.Tensor | None, kv_length: int, options: dict[str, Any]
-) -> torch.Tensor:
+    window: int, attention_mask: Tensor | None, kv_length: int, options: dict[str, Any]
+) -> Tensor:
     """`WINDOW_DTYPE` ``[B, 1, 1, N]``: the window, or 0 where a key is padding."""
     shape = (options["batch_size"], 1, 1, kv_length)
     mask = torch.full(shape, window, dtype=WINDOW_DTYPE, device=options.get("device"))
@@ -124,15 +125,15 @@ def _window_mask(
 
 def plain_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     dropout: float,
     softcap: float | None,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits.
 
     Args:
@@ -169,13 +170,8 @@ def plain_attention(
 
 
 def _capped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
     """Soft-capped attention, ``[B, HQ, T, Dv]``: by blocks, unless a gradient must pass."""
     if mask is not None and mask.shape[-2] != 1:
         return attention_with_scores(query, key, value, mask, scale, softcap)[0]
@@ -196,13 +192,13 @@ def _capped(
     return attention_with_scores(query, key, value, visible, scale, softcap)[0]
 
 
-def _read_window(mask: torch.Tensor) -> tuple[int | None, torch.Tensor]:
+def _read_window(mask: Tensor) -> tuple[int | None, Tensor]:
     """Takes a compact mask apart: the window, and which keys are real, bool ``[B, N]``."""
     window = int(mask.max()) if mask.dtype == WINDOW_DTYPE else None
     return window, mask[:, 0, 0, :] > 0
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _causal(query: Tensor, key: Tensor) -> Tensor:
     """Mask, bool ``[1, 1, T, N]``: each query sees the keys up to itself, one of the last T."""
     length, total = query.shape[2], key.shape[2]
     mask = torch.ones(1, 1, length, total, dtype=torch.bool, device=query.device)
@@ -211,15 +207,15 @@ def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 def h2o_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attends through the H2O cache; registered as ``"h2o"`` in ``AttentionInterface``.
 
     Without an `H2OCache` (another cache, none, or a sliding-window layer) it is plain SDPA.
@@ -283,8 +279,8 @@ def _check_modelled(
 
 def _check_causal(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    mask: Tensor | None,
     options: dict[str, Any],
     window: int | None,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -189,7 +190,7 @@ def _place_tokens(
     return args, {**kwargs, "position_ids": cache.place(position_ids)}
 
 
-def _positions(args: tuple[Any, ...], kwargs: dict[str, Any], cache: H2OCache) -> torch.Tensor:
+def _positions(args: tuple[Any, ...], kwargs: dict[str, Any], cache: H2OCache) -> Tensor:
     """Positions of a forward's tokens in the text, int64 ``[B or 1, T]``."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     if tokens is None:

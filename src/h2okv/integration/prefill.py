@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
@@ -16,13 +17,13 @@ from h2okv.integration.enable import enable
 
 def read_blocks(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     cache: H2OCache,
     chunk: int | None = None,
     *,
     all_logits: bool = False,
-    attention_mask: torch.Tensor | None = None,
-) -> Iterator[tuple[int, torch.Tensor]]:
+    attention_mask: Tensor | None = None,
+) -> Iterator[tuple[int, Tensor]]:
     """Reads tokens onto a cache in blocks, with the memory of one block.
 
     The cache goes on from where it stands. A budget in fractions is of the whole ``input_ids`` if
@@ -63,12 +64,12 @@ def _attending(model: PreTrainedModel, cache: H2OCache) -> AbstractContextManage
 
 def _forwards(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     cache: H2OCache,
     chunk: int,
     all_logits: bool,
-    mask: torch.Tensor | None,
-) -> Iterator[tuple[int, torch.Tensor]]:
+    mask: Tensor | None,
+) -> Iterator[tuple[int, Tensor]]:
     """The forwards of `read_blocks`."""
     length = input_ids.shape[1]
     before = 0 if mask is None else mask.shape[1] - length
@@ -86,7 +87,7 @@ def _forwards(
             yield read, logits
 
 
-def _check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
+def _check_inputs(input_ids: Tensor, cache: H2OCache) -> None:
     """Refuses what cannot be read onto a cache."""
     if not isinstance(cache, H2OCache):
         raise ValueError(
@@ -101,11 +102,8 @@ def _check_inputs(input_ids: torch.Tensor, cache: H2OCache) -> None:
 
 
 def prefill(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    cache: H2OCache,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    model: PreTrainedModel, input_ids: Tensor, cache: H2OCache, attention_mask: Tensor | None = None
+) -> Tensor:
     """Reads a prompt, or a further turn, onto a cache in blocks of ``cache.prefill_chunk``.
 
     Then generate with the whole text, of which transformers takes the part not yet read::

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from h2okv.cache.rope import Rotation, like_new
@@ -26,14 +27,14 @@ class _KeysTakenError(Exception):
 class _KeyTaker(DynamicCache):
     """Takes the keys that an attention module hands to its cache."""
 
-    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Keeps the keys and goes no further."""
         self.taken = key_states.float()
         raise _KeysTakenError
 
 
 def find_rotation(
-    module: torch.nn.Module, layer_idx: int, key: torch.Tensor, known: list[Rotation]
+    module: torch.nn.Module, layer_idx: int, key: Tensor, known: list[Rotation]
 ) -> Rotation | None:
     """Learns how an attention module rotates its keys, and checks it on two tokens.
 
@@ -54,7 +55,7 @@ def find_rotation(
     # Not the running one: its frequencies may depend on what it has met.
     fresh = like_new(rotary, device)
 
-    def keys_at(positions: tuple[int, int]) -> tuple[torch.Tensor, Any]:
+    def keys_at(positions: tuple[int, int]) -> tuple[Tensor, Any]:
         ids = torch.tensor([positions], device=device)
         embeddings = fresh(hidden.to(dtype), ids, **options)
         return _keys(module, hidden, embeddings), embeddings
@@ -83,7 +84,7 @@ def find_rotation(
     raise _unknown(module)
 
 
-def _keys(module: torch.nn.Module, hidden: torch.Tensor, embeddings: Any) -> torch.Tensor:
+def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
     """The keys ``[1, H, 2, D]`` that the module makes of hidden states and rotary embeddings."""
     taker = _KeyTaker()
     names = inspect.signature(module.forward).parameters

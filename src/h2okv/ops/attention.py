@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 # The CPU computes 2 ** x four times as fast as e ** x.
@@ -38,20 +39,20 @@ class Visibility:
     """
 
     past: int = 0
-    entries: torch.Tensor | None = None
-    queries: torch.Tensor | None = None
+    entries: Tensor | None = None
+    queries: Tensor | None = None
     window: int | None = None
 
 
 def blockwise_attention_with_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
-    weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, by tiles.
 
     Args:
@@ -103,13 +104,13 @@ def blockwise_attention_with_scores(
 
 
 def _attend_row(
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor | None,
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
     visibility: Visibility,
     scale: float,
     softcap: float | None,
@@ -144,13 +145,13 @@ def _attend_row(
 
 
 def _attend_heads(
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor | None,
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
     past: int,
     window: int | None,
     softcap: float | None,
@@ -206,7 +207,7 @@ def _slices(start: int, stop: int) -> Iterator[slice]:
         yield slice(left, min(left + _TILE_KEYS, stop))
 
 
-def _hide(tile: torch.Tensor, columns: slice, first: int, last: int, window: int | None) -> None:
+def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | None) -> None:
     """Adds -inf where a query must not look: the future, and what its window has left behind.
 
     Args:
@@ -228,7 +229,7 @@ def _hide(tile: torch.Tensor, columns: slice, first: int, last: int, window: int
         tile[..., : end - columns.start] += _minus_infinity(gone)
 
 
-def _minus_infinity(hidden: torch.Tensor) -> torch.Tensor:
+def _minus_infinity(hidden: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
@@ -236,14 +237,14 @@ _ROWS = 64
 
 
 def score_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    log_sum_exp: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_sum_exp: Tensor,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
+    weights: Tensor | None = None,
+) -> Tensor:
     """Sums the probability that each key received; plain PyTorch, some queries at a time.
 
     Args:
@@ -283,7 +284,7 @@ def score_sums(
     return sums if entries is None else sums.masked_fill(~entries, 0.0)
 
 
-def entries_of(visibility: Visibility, like: torch.Tensor) -> torch.Tensor | None:
+def entries_of(visibility: Visibility, like: Tensor) -> Tensor | None:
     """Says which keys are entries.
 
     Args:
@@ -306,14 +307,14 @@ _MIN_BLOCK, _MAX_BLOCK = 64, 512
 
 
 def windowed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    real: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor | None,
     window: int,
     scale: float,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Attends by blocks of queries, each over just the keys that its windows reach.
 
     Args:
@@ -371,9 +372,7 @@ def _varlen() -> tuple[Any, Any] | None:
     return varlen_attn, AuxRequest(lse=True)
 
 
-def applies(
-    query: torch.Tensor, value: torch.Tensor, visibility: Visibility, softcap: float | None
-) -> bool:
+def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float | None) -> bool:
     """Says whether `forward` can do a block.
 
     Args:
@@ -396,12 +395,8 @@ def applies(
 
 
 def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visibility: Visibility,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float
+) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row.
 
     Args:

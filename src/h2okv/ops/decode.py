@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
 from h2okv.ops.rope import Scratch, rotate, rotate_gathered
@@ -26,11 +27,11 @@ class Ranks(NamedTuple):
         ranks: int32 ``[B, H, S]``, below n, whatever it is for slots that are hidden.
     """
 
-    factors: torch.Tensor
-    ranks: torch.Tensor
+    factors: Tensor
+    ranks: Tensor
 
 
-def write_slot(slots: Entries, free: torch.Tensor, entry: torch.Tensor) -> None:
+def write_slot(slots: Entries, free: Tensor, entry: Tensor) -> None:
     """Writes one entry for each sequence and head into its free slot.
 
     Args:
@@ -50,14 +51,14 @@ def write_slot(slots: Entries, free: torch.Tensor, entry: torch.Tensor) -> None:
 
 
 def decode_with_scores(
-    query: torch.Tensor,
+    query: Tensor,
     keys: Entries,
     values: Entries,
-    hidden: torch.Tensor | None,
+    hidden: Tensor | None,
     scale: float,
     softcap: float | None = None,
     ranks: Ranks | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attends with one query over all slots.
 
     Args:
@@ -92,10 +93,7 @@ def decode_with_scores(
     output = _output(weights, _by_row(values), query.dtype)
     # A sum over one query head would be a copy.
     sums = weights if num_heads == num_kv_heads else weights.sum(dim=1)
-    return (
-        output.view(batch, num_heads, 1, -1),
-        sums.view(batch, num_kv_heads, num_slots),
-    )
+    return (output.view(batch, num_heads, 1, -1), sums.view(batch, num_kv_heads, num_slots))
 
 
 def _by_row(entries: Entries) -> Entries:
@@ -113,7 +111,7 @@ def _fuses(groups: int, device: torch.device) -> bool:
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
-def _logits(scaled: torch.Tensor, keys: Entries, ranks: Ranks | None) -> torch.Tensor:
+def _logits(scaled: Tensor, keys: Entries, ranks: Ranks | None) -> Tensor:
     """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``."""
     if isinstance(keys, Packed):
         if ranks is None:
@@ -129,7 +127,7 @@ def _logits(scaled: torch.Tensor, keys: Entries, ranks: Ranks | None) -> torch.T
     return torch.bmm(scaled, rotated.transpose(1, 2))
 
 
-def _output(weights: torch.Tensor, values: Entries, dtype: torch.dtype) -> torch.Tensor:
+def _output(weights: Tensor, values: Entries, dtype: torch.dtype) -> Tensor:
     """Sums ``[rows, G, Dv]`` of values ``[rows, S, Dv]``."""
     if isinstance(values, Packed):
         return packed_output(weights, values).to(dtype)
@@ -139,7 +137,7 @@ def _output(weights: torch.Tensor, values: Entries, dtype: torch.dtype) -> torch
     return torch.bmm(weights.to(values.dtype), values)
 
 
-def _logits_at_ranks(query: torch.Tensor, keys: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` at their ranks, piece by piece; eager."""
     count, num_slots, size = keys.shape
     table = ranks.factors
@@ -161,8 +159,8 @@ _BEHIND_ALL = 1 << 30
 
 
 def protected_entries(
-    positions: torch.Tensor, newest: torch.Tensor, sink: torch.Tensor | None, recent: torch.Tensor
-) -> torch.Tensor:
+    positions: Tensor, newest: Tensor, sink: Tensor | None, recent: Tensor
+) -> Tensor:
     """Marks the entries that eviction must not touch.
 
     Args:
@@ -183,12 +181,8 @@ def protected_entries(
 
 
 def keep_indices(
-    priority: torch.Tensor,
-    positions: torch.Tensor,
-    protected: torch.Tensor,
-    total: torch.Tensor,
-    limit: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    priority: Tensor, positions: Tensor, protected: Tensor, total: Tensor, limit: int
+) -> tuple[Tensor, Tensor]:
     """Chooses what stays after a block, for each sequence and head.
 
     Args:
@@ -217,12 +211,12 @@ def keep_indices(
 
 
 def choose_free_slot(
-    priority: torch.Tensor,
-    positions: torch.Tensor,
-    protected: torch.Tensor,
-    slot_mask: torch.Tensor | None,
+    priority: Tensor,
+    positions: Tensor,
+    protected: Tensor,
+    slot_mask: Tensor | None,
     full: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Finds the slot that the next token takes: an empty one, else the first to be evicted.
 
     Static shapes and no host sync, for the decode step.
@@ -248,7 +242,7 @@ def choose_free_slot(
     return age.min(dim=-1, keepdim=True).indices
 
 
-Priority = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Priority = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(scores, positions, newest)`` to fp32 ``[B, H, S]``; see `h2okv.policy.Policy.priority`."""
 
 
@@ -273,12 +267,12 @@ class Slots:
 
     keys: Entries
     values: Entries
-    scores: torch.Tensor
-    positions: torch.Tensor
-    free_slot: torch.Tensor
-    num_real_tokens: torch.Tensor
-    slot_mask: torch.Tensor | None = None
-    ranks: torch.Tensor | None = None
+    scores: Tensor
+    positions: Tensor
+    free_slot: Tensor
+    num_real_tokens: Tensor
+    slot_mask: Tensor | None = None
+    ranks: Tensor | None = None
 
 
 class RotaryTables(NamedTuple):
@@ -289,8 +283,8 @@ class RotaryTables(NamedTuple):
         relative: fp32 ``[S, R / 2, 2]``, the same as seen from the last rank.
     """
 
-    to_rank: torch.Tensor
-    relative: torch.Tensor
+    to_rank: Tensor
+    relative: Tensor
 
 
 class StepRules(NamedTuple):
@@ -307,8 +301,8 @@ class StepRules(NamedTuple):
     """
 
     scale: float
-    recent: torch.Tensor
-    sink: torch.Tensor | None = None
+    recent: Tensor
+    sink: Tensor | None = None
     softcap: float | None = None
     rotary: RotaryTables | None = None
     priority: Priority | None = None
@@ -316,13 +310,13 @@ class StepRules(NamedTuple):
 
 
 def decode_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     slots: Slots,
     rules: StepRules,
-    real: torch.Tensor | None = None,
-) -> torch.Tensor:
+    real: Tensor | None = None,
+) -> Tensor:
     """Runs one token of each sequence through the slots (arXiv 2306.14048, Algorithm 1).
 
     Static shapes and no host sync.
@@ -366,14 +360,14 @@ def decode_step(
 
 
 def rank_new(
-    query: torch.Tensor,
-    positions: torch.Tensor,
-    free: torch.Tensor,
-    ranks: torch.Tensor,
+    query: Tensor,
+    positions: Tensor,
+    free: Tensor,
+    ranks: Tensor,
     rotary: RotaryTables,
     full: bool,
-    real: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Ranks]:
+    real: Tensor | None = None,
+) -> tuple[Tensor, Ranks]:
     """Ranks the new token behind all; mutates the ranks.
 
     Args:
@@ -412,7 +406,7 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
         _close_gap(slots.ranks, slots.free_slot)
 
 
-def _close_gap(ranks: torch.Tensor, free: torch.Tensor) -> None:
+def _close_gap(ranks: Tensor, free: Tensor) -> None:
     """Moves the entries behind the freed slot's one rank down; mutates the ranks."""
     # Slots that stay closed (`slot_mask`) move too, but never below a rank that is freed.
     behind = ranks > ranks.gather(-1, free)
@@ -420,7 +414,7 @@ def _close_gap(ranks: torch.Tensor, free: torch.Tensor) -> None:
     ranks.scatter_(-1, free, ranks.shape[-1] - 1)
 
 
-def compact(entries: torch.Tensor, indices: torch.Tensor, num_slots: int) -> torch.Tensor:
+def compact(entries: Tensor, indices: Tensor, num_slots: int) -> Tensor:
     """Copies whole entries into the first of new slots.
 
     Args:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from h2okv.ops import attention as flash
 from h2okv.ops import decode as step
@@ -39,9 +40,9 @@ class Operations(NamedTuple):
 
     name: str
     why: str
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    compact: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-    step: Callable[..., torch.Tensor]
+    attend: Callable[..., tuple[Tensor, Tensor]]
+    compact: Callable[[Tensor, Tensor, int], Tensor]
+    step: Callable[..., Tensor]
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def _load_kernels(device: torch.device) -> Operations:
 def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Launches on the first tensor's device: Triton takes the current one, whatever it is."""
 
-    def run(first: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def run(first: Tensor, *args: Any, **options: Any) -> Any:
         # A compiler sees to that itself.
         if not first.is_cuda or torch.compiler.is_compiling():
             return launch(first, *args, **options)
@@ -211,7 +212,7 @@ def _disagreement(
     return f"they differ from plain PyTorch for {dtype} and heads of {size}"
 
 
-def _same(made: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+def _same(made: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     return all(
         torch.allclose(one.float(), other.float(), atol=3e-2, rtol=3e-2)
         for one, other in zip(made, expected, strict=True)
@@ -220,12 +221,12 @@ def _same(made: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> boo
 
 def _example_block(
     device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Query, key and value of 70 tokens after 20, and which keys are entries, ``[1, H, N]``."""
     generator = torch.Generator().manual_seed(0)
     length, num_keys, heads = 70, 90, 2
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     entries = torch.arange(num_keys, device=device) % 7 > 0
@@ -237,13 +238,13 @@ def _example_block(
     )
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _causal(query: Tensor, key: Tensor) -> Tensor:
     """Which keys each query may see, bool ``[T, N]``; the last query sees the last key."""
     columns = torch.arange(key.shape[2], device=key.device)
     return columns <= columns[-query.shape[2] :].unsqueeze(1)
 
 
-def _example_slots(key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+def _example_slots(key: Tensor, value: Tensor) -> list[Tensor]:
     """The first parts of `Slots` of which all but one are taken."""
     shape = key.shape[:3]
     positions = torch.arange(shape[2], dtype=torch.int32, device=key.device).repeat(*shape[:2], 1)

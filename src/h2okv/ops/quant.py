@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from h2okv.ops.rope import rotate
 
@@ -29,8 +30,8 @@ class Packed(NamedTuple):
         size: D.
     """
 
-    codes: torch.Tensor
-    grid: torch.Tensor
+    codes: Tensor
+    grid: Tensor
     bits: int
     size: int
 
@@ -44,12 +45,12 @@ class Packed(NamedTuple):
         """Numbers in a group."""
         return 2 * self.size // self.grid.shape[-1]
 
-    def with_parts(self, codes: torch.Tensor, grid: torch.Tensor) -> Packed:
+    def with_parts(self, codes: Tensor, grid: Tensor) -> Packed:
         """Makes the same of other entries."""
         return Packed(codes, grid, self.bits, self.size)
 
 
-Entries = torch.Tensor | Packed
+Entries = Tensor | Packed
 """Keys or values of slots, as they are or packed."""
 
 
@@ -64,7 +65,7 @@ def packed_bytes(size: int, bits: int) -> int:
     return size // group * ((group * bits + 7) // 8 + 4)
 
 
-def pack(entries: torch.Tensor, bits: int) -> Packed:
+def pack(entries: Tensor, bits: int) -> Packed:
     """Packs entries; each number moves by at most half of its group's scale.
 
     The scale is rounded up and the low down, so that the grid covers its group. A group that holds
@@ -88,7 +89,7 @@ def pack(entries: torch.Tensor, bits: int) -> Packed:
     return Packed(codes.flatten(-2), grid, bits, size)
 
 
-def unpack(packed: Packed) -> torch.Tensor:
+def unpack(packed: Packed) -> Tensor:
     """Makes numbers of packed entries.
 
     Args:
@@ -102,7 +103,7 @@ def unpack(packed: Packed) -> torch.Tensor:
     return torch.addcmul(low.unsqueeze(-1), numbers, scale.unsqueeze(-1)).flatten(-2)
 
 
-def scales_and_lows(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_and_lows(packed: Packed) -> tuple[Tensor, Tensor]:
     """Takes the grids apart.
 
     Args:
@@ -115,7 +116,7 @@ def scales_and_lows(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, low
 
 
-def halves(packed: Packed) -> tuple[torch.Tensor, ...]:
+def halves(packed: Packed) -> tuple[Tensor, ...]:
     """Reads the codes, in parts that follow one another in each group.
 
     Args:
@@ -129,7 +130,7 @@ def halves(packed: Packed) -> tuple[torch.Tensor, ...]:
     return (codes,) if packed.bits == 8 else (codes & 15, codes >> 4)
 
 
-def rounded(entries: torch.Tensor, bits: int) -> torch.Tensor:
+def rounded(entries: Tensor, bits: int) -> Tensor:
     """What is left of entries that were packed and unpacked.
 
     Args:
@@ -139,7 +140,7 @@ def rounded(entries: torch.Tensor, bits: int) -> torch.Tensor:
     return unpack(pack(entries, bits)).to(entries.dtype)
 
 
-def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
+def _join_nibbles(codes: Tensor) -> Tensor:
     """Two codes ``[..., group]`` to a byte."""
     half = (codes.shape[-1] + 1) // 2
     first, second = codes[..., :half], codes[..., half:]
@@ -151,12 +152,12 @@ def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
 # With integers, not by a cast: a compiler may leave out a cast to bf16 and back.
 
 
-def _rounded_up(numbers: torch.Tensor) -> torch.Tensor:
+def _rounded_up(numbers: Tensor) -> Tensor:
     """The next bf16 number from 0 on, as fp32; for what is not negative."""
     return ((numbers.view(torch.int32) + _ROUND_UP) & _KEEP).view(torch.float32)
 
 
-def _rounded_down(numbers: torch.Tensor) -> torch.Tensor:
+def _rounded_down(numbers: Tensor) -> Tensor:
     """The next bf16 number below, as fp32."""
     more = torch.where(numbers < 0, _ROUND_UP, 0).to(torch.int32)
     return ((numbers.view(torch.int32) + more) & _KEEP).view(torch.float32)
@@ -168,11 +169,8 @@ _LARGE_PIECE = 1 << 24
 
 
 def packed_logits(
-    query: torch.Tensor,
-    keys: Packed,
-    factors: torch.Tensor | None = None,
-    ranks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, keys: Packed, factors: Tensor | None = None, ranks: Tensor | None = None
+) -> Tensor:
     """Products of queries and packed keys.
 
     Args:
@@ -198,7 +196,7 @@ def packed_logits(
     return logits
 
 
-def packed_output(weights: torch.Tensor, values: Packed) -> torch.Tensor:
+def packed_output(weights: Tensor, values: Packed) -> Tensor:
     """Sums of packed values by weight.
 
     Args:
@@ -216,7 +214,7 @@ def packed_output(weights: torch.Tensor, values: Packed) -> torch.Tensor:
     return output
 
 
-def _pieces(packed: Packed) -> Iterator[tuple[slice, torch.Tensor]]:
+def _pieces(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
     """Rows and their numbers, fp32 ``[some rows, S, D]``."""
     rows, num_slots, size = packed.shape
     most = _PIECE.get(packed.codes.device.type, _LARGE_PIECE)
@@ -226,13 +224,13 @@ def _pieces(packed: Packed) -> Iterator[tuple[slice, torch.Tensor]]:
         yield at, unpack(packed.with_parts(packed.codes[at], packed.grid[at]))
 
 
-def _numbers(packed: Packed) -> list[torch.Tensor]:
+def _numbers(packed: Packed) -> list[Tensor]:
     """Numbers by halves, fp32 ``[rows, 1, S, groups, half]``; put together they would be copied."""
     scale, low = (part.unsqueeze(-1) for part in scales_and_lows(packed))
     return [(part.float() * scale + low).unsqueeze(1) for part in halves(packed)]
 
 
-def _fused_logits(query: torch.Tensor, keys: Packed) -> torch.Tensor:
+def _fused_logits(query: Tensor, keys: Packed) -> Tensor:
     grouped = query.unflatten(-1, (-1, keys.group)).unsqueeze(2)
     terms, start = [], 0
     for numbers in _numbers(keys):
@@ -244,7 +242,7 @@ def _fused_logits(query: torch.Tensor, keys: Packed) -> torch.Tensor:
     return terms[0].sum(dim=(-2, -1)) + terms[1].sum(dim=(-2, -1))
 
 
-def _fused_output(weights: torch.Tensor, values: Packed) -> torch.Tensor:
+def _fused_output(weights: Tensor, values: Packed) -> Tensor:
     given = weights[..., None, None]
     sums = [(given * numbers).sum(dim=2) for numbers in _numbers(values)]
     return torch.cat(sums, dim=-1)[..., : values.group].flatten(-2)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def attention_with_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
     scale: float,
     softcap: float | None = None,
-    weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attends with the whole T x N matrix in memory.
 
     Args:

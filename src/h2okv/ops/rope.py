@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 Layout = Literal["half", "interleaved"]
 """Which two numbers of a head are rotated together: d and d + R / 2, or 2 d and 2 d + 1."""
@@ -18,11 +19,11 @@ class Scratch(NamedTuple):
         converted: fp32 ``[rows, S, R / 2, 2]`` for keys of another dtype; else ``None``.
     """
 
-    rotated: torch.Tensor
-    converted: torch.Tensor | None
+    rotated: Tensor
+    converted: Tensor | None
 
     @classmethod
-    def for_keys(cls, keys: torch.Tensor, factors: torch.Tensor, rows: int) -> Scratch:
+    def for_keys(cls, keys: Tensor, factors: Tensor, rows: int) -> Scratch:
         """Makes room.
 
         Args:
@@ -36,7 +37,7 @@ class Scratch(NamedTuple):
         return cls(rotated, None if fits else factors.new_empty(rows, num_slots, *pair))
 
 
-def interleave_pairs(states: torch.Tensor, width: int, layout: Layout) -> torch.Tensor:
+def interleave_pairs(states: Tensor, width: int, layout: Layout) -> Tensor:
     """Brings the two numbers of each pair next to each other.
 
     Done to queries and keys alike it changes no attention.
@@ -55,7 +56,7 @@ def interleave_pairs(states: torch.Tensor, width: int, layout: Layout) -> torch.
     return paired if width == states.shape[-1] else torch.cat([paired, states[..., width:]], -1)
 
 
-def rotate(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def rotate(states: Tensor, factors: Tensor) -> Tensor:
     """Rotates the first R numbers of each head, in pairs; the others pass.
 
     Args:
@@ -72,9 +73,7 @@ def rotate(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
 
 
-def rotate_gathered(
-    states: torch.Tensor, factors: torch.Tensor, ranks: torch.Tensor, scratch: Scratch
-) -> torch.Tensor:
+def rotate_gathered(states: Tensor, factors: Tensor, ranks: Tensor, scratch: Scratch) -> Tensor:
     """Rotates each entry by its own rank, in memory that is used again; for eager code.
 
     Args:
@@ -100,7 +99,7 @@ def rotate_gathered(
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
 
 
-def inverse(factors: torch.Tensor) -> torch.Tensor:
+def inverse(factors: Tensor) -> Tensor:
     """Factors that undo a rotation, a scale in them (YaRN) and their own rounding included.
 
     Args:
@@ -111,7 +110,7 @@ def inverse(factors: torch.Tensor) -> torch.Tensor:
     return torch.stack([real / size, -imaginary / size], dim=-1)
 
 
-def relative(factors: torch.Tensor) -> torch.Tensor:
+def relative(factors: Tensor) -> Tensor:
     """The tables as seen from the last one, so that what sits there needs none itself.
 
     Args:
@@ -121,7 +120,7 @@ def relative(factors: torch.Tensor) -> torch.Tensor:
     return _multiply(factors, last)
 
 
-def _multiply(pairs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def _multiply(pairs: Tensor, factors: Tensor) -> Tensor:
     """Complex products ``[..., 2]``."""
     if not torch.compiler.is_compiling():
         product = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(factors)

@@ -7,6 +7,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from h2okv.ops.decode import Slots, StepRules, evict_one, rank_new
 
@@ -242,15 +243,15 @@ def _finish(
 
 
 def decode_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     slots: Slots,
     rules: StepRules,
-    real: torch.Tensor | None = None,
+    real: Tensor | None = None,
     *,
     num_cores: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Runs one token of each sequence through the slots.
 
     Returns:
@@ -357,7 +358,7 @@ def _compact(
     )  # fmt: skip
 
 
-def compact(entries: torch.Tensor, indices: torch.Tensor, num_slots: int) -> torch.Tensor:
+def compact(entries: Tensor, indices: Tensor, num_slots: int) -> Tensor:
     """Copies whole entries into the first of new slots.
 
     Returns:

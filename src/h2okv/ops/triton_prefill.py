@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from h2okv.ops import attention as flash
 from h2okv.ops.attention import Visibility, entries_of
@@ -239,16 +240,16 @@ def _sums(
 
 
 def attention_with_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
-    weights: torch.Tensor | None = None,
+    weights: Tensor | None = None,
     *,
     uses_flash: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, and sums the columns."""
     if uses_flash and flash.applies(query, value, visibility, softcap):
         output, log_sum_exp = flash.forward(query, key, value, visibility, scale)
@@ -258,14 +259,14 @@ def attention_with_scores(
 
 
 def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
     tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row.
 
     Args:
@@ -306,15 +307,15 @@ def forward(
 
 
 def score_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    log_sum_exp: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_sum_exp: Tensor,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
-    weights: torch.Tensor | None = None,
+    weights: Tensor | None = None,
     tile: Tile | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Sums the probability that each key received.
 
     Returns:
@@ -365,18 +366,18 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
 
 
-def _precision(states: torch.Tensor) -> str:
+def _precision(states: Tensor) -> str:
     """Products of fp32 in three parts, which is as exact as fp32; others are exact in fp32."""
     return "tf32x3" if states.dtype == torch.float32 else "tf32"
 
 
-def _rows_whole(states: torch.Tensor) -> torch.Tensor:
+def _rows_whole(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _entry_bytes(
-    visibility: Visibility, shape: tuple[int, int, int], like: torch.Tensor
-) -> torch.Tensor | None:
+    visibility: Visibility, shape: tuple[int, int, int], like: Tensor
+) -> Tensor | None:
     entries = entries_of(visibility, like.new_empty(()).expand(shape))
     return None if entries is None else entries.to(torch.uint8).contiguous()
 

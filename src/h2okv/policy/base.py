@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from h2okv.config import TokenBudget
 
@@ -48,13 +48,7 @@ class Policy(ABC):
         return budget
 
     @abstractmethod
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """Ranks the entries outside the protected windows; the lowest is evicted first.
 
         It must depend on nothing but its arguments, elementwise over B and H, so that a sequence
@@ -71,9 +65,7 @@ class Policy(ABC):
             fp32 ``[B, H, N]``, finite.
         """
 
-    def static_mask(
-        self, positions: torch.Tensor, newest: torch.Tensor, limit: torch.Tensor
-    ) -> torch.Tensor | None:
+    def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor | None:
         """Marks the positions that are kept for their place; only if a budget has ``num_static``.
 
         What leaves the pattern as the text grows must never come back into it, since it may be

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from h2okv.policy.strided import StridedHeavyPolicy, StridedPolicy, power_of_two_from
 
@@ -30,9 +30,7 @@ class FixedPolicy(StridedPolicy):
             raise ValueError(f"cells={cells!r} makes no block's end; give an int of 1 or more.")
         self.cells = cells
 
-    def static_mask(
-        self, positions: torch.Tensor, newest: torch.Tensor, limit: torch.Tensor
-    ) -> torch.Tensor:
+    def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
         """Marks the last cells of every block."""
         cells = limit.clamp(min=1, max=self.cells)
         # In groups of c positions, of which the last one in every block is kept.

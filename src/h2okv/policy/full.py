@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from h2okv.policy.base import Policy
 
@@ -13,12 +14,6 @@ class FullPolicy(Policy):
     name = "full"
     evicts = False
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """Equal for all entries; never asked for, since nothing is evicted."""
         return torch.zeros_like(scores)

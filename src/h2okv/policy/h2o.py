@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
@@ -13,13 +13,7 @@ class H2OPolicy(Policy):
 
     name = "h2o"
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """The accumulated attention itself."""
         return scores
 

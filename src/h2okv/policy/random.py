@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from h2okv.policy.base import Policy
 
@@ -28,13 +29,7 @@ class RandomPolicy(Policy):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """Uniform in [0, 1), fresh for every newest token."""
         heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
         key = _mix(heads + 1024 * layer_idx + 1048576 * self.seed)
@@ -43,7 +38,7 @@ class RandomPolicy(Policy):
         return ((draw >> 20) & 0xFFFFFF).to(torch.float32) / 16777216.0
 
 
-def _mix(value: torch.Tensor) -> torch.Tensor:
+def _mix(value: Tensor) -> Tensor:
     """Scrambles int64 values (the splitmix64 finaliser, with logical shifts)."""
     value = value + _STEP
     value = (value ^ _shift(value, 30)) * _MIX_1
@@ -51,5 +46,5 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
     return value ^ _shift(value, 31)
 
 
-def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)

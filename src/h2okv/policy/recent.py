@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
@@ -18,13 +19,7 @@ class RecentPolicy(Policy):
         """Gives the whole budget to the recent window."""
         return TokenBudget(sink=0, heavy=0, recent=budget.total)
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """Equal for all entries, so that the frame's rule decides: the older goes first."""
         return torch.zeros_like(scores)
 

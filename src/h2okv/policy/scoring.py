@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 ScoringName = Literal["sum", "mean", "decay", "value_norm"]
 SCORINGS: tuple[ScoringName, ...] = ("sum", "mean", "decay", "value_norm")
@@ -54,7 +55,7 @@ class Scoring:
         """Whether entries need the norms of their values."""
         return self.name == "value_norm"
 
-    def query_weights(self, later: torch.Tensor) -> torch.Tensor | None:
+    def query_weights(self, later: Tensor) -> Tensor | None:
         """What each query of a block counts for, when the block is over.
 
         Args:
@@ -65,7 +66,7 @@ class Scoring:
         """
         return None if self.decay is None else _power(self.decay, later)
 
-    def apply_decay(self, scores: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
+    def apply_decay(self, scores: Tensor, num_queries: Tensor) -> Tensor:
         """What scores from before are worth after further queries.
 
         Args:
@@ -80,12 +81,8 @@ class Scoring:
         return scores * _power(self.decay, num_queries).view(-1, 1, 1)
 
     def eviction_scores(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        norms: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None
+    ) -> Tensor:
         """Turns what has been accumulated into the scores that a policy sees.
 
         Args:
@@ -146,6 +143,6 @@ def _checked(name: ScoringName, decay: float | None) -> float | None:
     return float(decay)
 
 
-def _power(decay: float, exponent: torch.Tensor) -> torch.Tensor:
+def _power(decay: float, exponent: Tensor) -> Tensor:
     """``decay ** exponent`` in fp32; 0 where that is too small for it."""
     return torch.exp(exponent.to(torch.float32) * math.log(decay))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from h2okv.config import TokenBudget
@@ -37,13 +38,7 @@ class SnapKVPolicy(Policy):
         recent = max(budget.recent, 1)
         return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """The window's attention, averaged over neighbours."""
         order = positions.argsort(dim=-1, stable=True)
         in_order = scores.masked_fill(positions < 0, 0.0).gather(-1, order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
@@ -29,19 +30,11 @@ class StridedPolicy(Policy):
         share = budget.heavy + budget.recent
         return TokenBudget(budget.sink, heavy=0, recent=share - share // 2, num_static=share // 2)
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """Equal for all entries, so that the frame's rule decides: the older goes first."""
         return torch.zeros_like(scores)
 
-    def static_mask(
-        self, positions: torch.Tensor, newest: torch.Tensor, limit: torch.Tensor
-    ) -> torch.Tensor:
+    def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
         """Marks the multiples of the stride."""
         stride = power_of_two_from(newest // limit.clamp(min=1) + 1)
         return (positions % stride.to(positions.dtype) == 0) & (limit > 0)
@@ -64,18 +57,12 @@ class StridedHeavyPolicy(StridedPolicy):
             budget.sink, budget.heavy, recent=share - share // 2, num_static=share // 2
         )
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """The accumulated attention."""
         return scores
 
 
-def power_of_two_from(numbers: torch.Tensor) -> torch.Tensor:
+def power_of_two_from(numbers: Tensor) -> Tensor:
     """The smallest powers of two that are not below the given numbers.
 
     Args:

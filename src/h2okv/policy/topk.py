@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
@@ -25,13 +25,7 @@ class TopKPolicy(Policy):
         """Gives heavy and recent share to the query's own choice."""
         return TokenBudget(budget.sink, heavy=0, recent=0, num_static=budget.heavy + budget.recent)
 
-    def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
-    ) -> torch.Tensor:
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """The accumulated attention, for what does not depend on the query."""
         return scores
 
