@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Positions = Literal["original", "rolling", "clamped"]
@@ -237,6 +237,10 @@ class CacheConfig:
                     f"cache option {name!r} is unknown; {hint}choose from {', '.join(known)}."
                 )
         return cls(**values)
+
+    def seeded(self, seed: int) -> CacheConfig:
+        """The same with a seed, if the policy draws at all."""
+        return replace(self, seed=seed) if self.policy == "random" else self
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, ready for JSON."""

@@ -402,3 +402,6 @@ def test_linear_layers_are_forked_and_saved(tmp_path, kind):
     assert torch.equal(follow(model, loaded, steps), expected)
     both = follow(model, twice, [step.expand(2, 1) for step in steps])
     torch.testing.assert_close(both, expected.expand_as(both), atol=1e-4, rtol=1e-4)
+    twice.reset()
+    again = follow(model, twice, [tokens(12, 7), *steps])  # a batch of another size
+    assert torch.equal(again, follow(model, h2okv.H2OCache(config, 6, 6), [tokens(12, 7), *steps]))

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
 
 import h2okv
+from h2okv.policy import get_policy
 
 SMALL = {"heavy": 5, "recent": 4}
 
@@ -237,21 +238,46 @@ def test_a_soft_cap_on_a_static_cache():
         torch.testing.assert_close(other, logits[0], atol=1e-5, rtol=1e-5)
 
 
-def test_attention_that_was_asked_for_is_missed_aloud(model, caplog):
+@pytest.fixture
+def warned(caplog):
+    """The text of transformers' warnings, each of which is given once."""
     import logging
 
     from h2okv.integration import attention as hf
 
     hf.logger.warning_once.cache_clear()
-    library = logging.getLogger("transformers")
-    library.addHandler(caplog.handler)
-    hf.logger.addHandler(caplog.handler)
-    try:
-        read(model, tokens(9), h2okv.H2OCache(model.config, **SMALL), output_attentions=True)
-    finally:
-        library.removeHandler(caplog.handler)
-        hf.logger.removeHandler(caplog.handler)
-    assert "output_attentions=True gives none" in caplog.text
+    loggers = (logging.getLogger("transformers"), hf.logger)
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    yield caplog
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+
+
+def test_attention_that_was_asked_for_is_missed_aloud(model, warned):
+    read(model, tokens(9), h2okv.H2OCache(model.config, **SMALL), output_attentions=True)
+    assert "output_attentions=True gives none" in warned.text
+
+
+def test_training_through_a_cache_is_told(make_llama, warned):
+    model = make_llama()
+    for _ in range(2):  # inference with gradients on, and training without the cache, are fine
+        model(tokens(9), past_key_values=h2okv.H2OCache(model.config, **SMALL))
+        model.train()(tokens(9), use_cache=False)
+        model.eval()
+    assert "no gradient" not in warned.text
+    model.train()(tokens(9), past_key_values=h2okv.H2OCache(model.config, **SMALL))
+    assert "queries, keys and values get no gradient" in warned.text
+
+
+def test_a_text_that_adds_nothing_is_refused(model):
+    """transformers leaves no token of it, and would fail on an empty tensor."""
+    cache = h2okv.H2OCache(model.config, **SMALL)
+    options = {"past_key_values": cache, "max_new_tokens": 3, "do_sample": False}
+    model.generate(tokens(20), **options)
+    for length in (1, 10):
+        with pytest.raises(ValueError, match=r"seen 22 tokens and got none.*cache\.reset"):
+            model.generate(tokens(length, seed=1), **options)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +288,8 @@ def test_attention_that_was_asked_for_is_missed_aloud(model, caplog):
         ({"seed": "a"}, "seed='a' is no seed"),
         ({"seed": 2**60, "policy": "random"}, "is no seed; give an int"),
         ({"seed": 1.5, "policy": "random"}, "seed=1.5 is no seed"),
+        ({"seed": 3}, "seed=3 has no effect with policy='h2o'; leave it out"),
+        ({"seed": 3, "policy": get_policy("random", 4)}, "seed=3 has no effect"),
     ],
     ids=str,
 )

@@ -70,6 +70,13 @@ def test_a_mask_that_is_given_is_believed(model):
     logits = h2okv.prefill(model, ids, h2okv.H2OCache(model, 20, 20), mask)
     torch.testing.assert_close(logits, model(ids, attention_mask=mask).logits[:, -1])
     unpadded = ids[:2], mask[:2]
+    expected = model.generate(unpadded[0], attention_mask=unpadded[1], **options)
+    cache = h2okv.H2OCache(model, heavy=20, recent=20)
+    with h2okv.enable(model):  # generate drops a mask of ones
+        made = model.generate(
+            unpadded[0], attention_mask=unpadded[1], past_key_values=cache, **options
+        )
+    assert torch.equal(made, expected)
     logits = h2okv.prefill(model, ids[:2], h2okv.H2OCache(model, 20, 20, prefill_chunk=5), mask[:2])
     assert logits.shape == (2, 97)
     torch.testing.assert_close(logits, model(*unpadded).logits[:, -1], atol=1e-4, rtol=1e-4)

@@ -94,7 +94,6 @@ def follow(
     budget: TokenBudget,
     first: int | None = None,
     recorded: int = 0,
-    seed: int = 0,
     tick: Tick = no_tick,
 ) -> Trace:
     """Reads a text token by token through an `H2OCache` and notes what it holds at every step.
@@ -108,14 +107,11 @@ def follow(
             holds: nothing is evicted before, so this is the paper's Algorithm 1 from the first
             token, only faster.
         recorded: at how many steps to note the scores, the first and the last among them.
-        seed: for policies that draw at random.
         tick: told the share of the tokens read.
     """
     length = input_ids.shape[1]
     ids = input_ids.to(model.device)
-    cache = H2OCache(
-        model.config, budget.heavy, budget.recent, budget.sink, policy=policy, seed=seed
-    )
+    cache = H2OCache(model.config, budget.heavy, budget.recent, budget.sink, policy=policy)
     start = max(1, min(budget.total if first is None else first, length))
     marks = np.linspace(start - 1, length - 1, recorded).round()
     layers = full_attention_layers(model)

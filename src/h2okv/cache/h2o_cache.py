@@ -324,6 +324,14 @@ class H2OCache(Cache):
                 layer.reorder_cache(indices.to(self._scored[0].device))
         return twin
 
+    def reset(self) -> None:
+        """Forgets everything; the next forward is a prompt, of a batch of any size."""
+        super().reset()
+        # Linear layers of transformers keep the shapes of their states over a reset.
+        for index, layer in enumerate(DynamicCache(config=self.config).layers):
+            if not isinstance(self.layers[index], CacheLayer):
+                self.layers[index] = layer
+
     def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
         """Copies the entries; the model's config and what was learned of it are shared."""
         twin = self.__class__.__new__(self.__class__)

@@ -300,6 +300,12 @@ class CacheLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
         """Returns the block's own size and offset; kept entries need no mask from the model."""
+        if query_length == 0:
+            raise ValueError(
+                f"H2OCache has seen {self.get_seq_length()} tokens and got none after them; give "
+                "generate the whole text with more at its end, or generate(**cache.next_turn(new "
+                "tokens)), or call cache.reset() to read another text."
+            )
         return query_length, self.cumulative_length
 
     def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too

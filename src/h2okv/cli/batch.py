@@ -135,8 +135,8 @@ def batch(
     if ray:
         _check_for_ray(request)
     params = sampling.params(own_generation_config(model.describe()))
-    seeded = replace(cache, seed=int(params.seed or 0))
-    request = replace(request, sampling=params, cache=seeded)
+    cache = cache.seeded(int(params.seed or 0))
+    request = replace(request, sampling=params, cache=cache)
     try:
         if ray:  # imported here: a job on this machine alone needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray

@@ -79,7 +79,7 @@ def chat(
     loaded = model.load(described)
     with enable(loaded, compile=compile):
         cache, doubt = probe_positions(loaded, cache, positions)
-        made = H2OCache.from_config(loaded.config, replace(cache, seed=int(params.seed or 0)))
+        made = H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
         session = Chat(Partner(loaded, described, params), made, system)
         if load is not None:
             load_and_tell(session, load)

@@ -95,7 +95,7 @@ def generate(
     text = read_prompt(prompt, file)
     described = model.describe()
     params = sampling.params(own_generation_config(described))
-    cache = replace(cache, seed=int(params.seed or 0))
+    cache = cache.seeded(int(params.seed or 0))
     if cache.positions == "rolling" and cache.prefill_chunk is None and described.context:
         cache = replace(cache, prefill_chunk=max(1, min(_CHUNK, described.context // 4)))
     H2OCache.from_config(described.config, cache)  # mistakes show before the weights load

@@ -116,7 +116,7 @@ def stream(
         raise ValueError(f"{what} given; give one of them")
     files = _Files(csv, plot, checkpoint, resume)
     described = model.describe()
-    cache = replace(_in_tokens(described, cache, positions), seed=seed)
+    cache = _in_tokens(described, cache, positions).seeded(seed)
     # A bad budget shows before anything is read.
     made = H2OCache.from_config(described.config, cache)
     _check_room(described, cache, settings)

@@ -54,7 +54,7 @@ def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 
     """
     # Nothing can be dropped that another query may choose.
     simulate = get_policy(config.policy).per_query
-    own = replace(settled(config, model_config), seed=seed)
+    own = settled(config, model_config).seeded(seed)
     return H2OCache.from_config(model_config, own, simulate=simulate)
 
 

@@ -248,6 +248,11 @@ def h2o_attention(
             "H2O attention makes no matrix, so output_attentions=True gives none; run the model "
             "with attn_implementation='eager' and transformers' own cache for it."
         )
+    if module.training and query.requires_grad and torch.is_grad_enabled():
+        logger.warning_once(
+            "Nothing is learned through an H2OCache: queries, keys and values get no gradient; "
+            "train without past_key_values (use_cache=False), which is plain SDPA."
+        )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
     _check_causal(module, query, attention_mask, options, layer.window)
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]

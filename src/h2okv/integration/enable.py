@@ -161,11 +161,16 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a batch that looks padded and has no mask; a mask that is given is believed."""
+    """Refuses a batch that looks padded and has no mask; a mask that is given is believed.
+
+    ``generate`` drops a mask of ones, or makes one, and always gives positions.
+    """
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     pad = getattr(module.config, "pad_token_id", None)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if input_ids is None or pad is None or mask is not None or 1 in input_ids.shape:
+    if input_ids is None or pad is None or 1 in input_ids.shape:
+        return
+    if mask is not None or kwargs.get("position_ids") is not None:
         return
     for side, column in (("left", 0), ("right", -1)):
         rows = input_ids[:, column] == pad

@@ -76,17 +76,24 @@ def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
         The policy.
 
     Raises:
-        ValueError: if the name is unknown, or the seed is no int that a hash takes.
+        ValueError: if the name is unknown, the seed is no int that a hash takes, or nothing would
+            be drawn with it.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= _SEED_LIMIT:
         raise ValueError(f"seed={seed!r} is no seed; give an int below {_SEED_LIMIT} (2**32).")
     if isinstance(policy, Policy):
-        return policy
-    found = _POLICIES.get(policy)
-    if found is None:
+        made = policy
+    elif (found := _POLICIES.get(policy)) is not None:
+        made = RandomPolicy(seed) if found is RandomPolicy else found()
+    else:
         near = difflib.get_close_matches(str(policy), _POLICIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"policy={policy!r} is unknown; {hint}choose one of {', '.join(_POLICIES)}."
         )
-    return RandomPolicy(seed) if found is RandomPolicy else found()
+    if seed and seed != getattr(made, "seed", 0):
+        raise ValueError(
+            f"seed={seed} has no effect with policy={made.name!r}; leave it out, or give it with "
+            "policy='random'."
+        )
+    return made
