@@ -118,9 +118,9 @@ def test_one_context_serves_many_prompts(model, positions):
 def test_a_fork_shares_no_memory(model):
     cache = h2okv.H2OCache(model.config, 6, 6)
     follow(model, cache, [tokens(60)])
-    before = [layer.scores.clone() for layer in cache.layers]
+    before = [layer.state.scores.clone() for layer in cache.layers]
     follow(model, cache.fork(1), CONTINUATION)
-    assert all(torch.equal(a, b.scores) for a, b in zip(before, cache.layers, strict=True))
+    assert all(torch.equal(a, b.state.scores) for a, b in zip(before, cache.layers, strict=True))
 
 
 @pytest.mark.parametrize("copies", [0, -1, 1.5, True])
@@ -255,7 +255,7 @@ def test_a_policy_of_ones_own_comes_by_argument(model, tmp_path):
             return -scores
 
     cache, path = saved(model, tmp_path, policy=Own())
-    with pytest.raises(ValueError, match="policy='own' is unknown"):
+    with pytest.raises(ValueError, match="policy 'own' is unknown"):
         h2okv.H2OCache.load(path, model)
     loaded = h2okv.H2OCache.load(path, model, policy=Own())
     assert torch.equal(follow(model, loaded, CONTINUATION), follow(model, cache, CONTINUATION))

@@ -193,11 +193,11 @@ def test_interrupted_forward_is_found(model):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda layer: layer.positions[0, 0].fill_(-1), "another number of entries"),
-        (lambda layer: layer.positions[0, 0, :2].fill_(30), "twice"),
-        (lambda layer: layer.scores[0, 0].fill_(-1.0), "negative"),
-        (lambda layer: layer.scores[0, 0].fill_(torch.inf), "not finite"),
-        (lambda layer: layer.positions[0, 0, :1].fill_(99), "has not seen"),
+        (lambda layer: layer.state.positions[0, 0].fill_(-1), "another number of entries"),
+        (lambda layer: layer.state.positions[0, 0, :2].fill_(30), "twice"),
+        (lambda layer: layer.state.scores[0, 0].fill_(-1.0), "negative"),
+        (lambda layer: layer.state.scores[0, 0].fill_(torch.inf), "not finite"),
+        (lambda layer: layer.state.positions[0, 0, :1].fill_(99), "has not seen"),
         (lambda layer: layer.state.ranks[0, 0, :2].fill_(0), "another place than its rank"),
     ],
 )
@@ -223,11 +223,11 @@ def test_decode_keeps_its_tensors(model):
     cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
     read(model, cache)
     layer = cache.layers[0]
-    before = (layer.keys.data_ptr(), layer.values.data_ptr(), layer.scores.data_ptr())
-    held = layer.positions.clone()
+    before = (layer.keys.data_ptr(), layer.values.data_ptr(), layer.state.scores.data_ptr())
+    held = layer.state.positions.clone()
     read(model, cache, length=1)
-    assert before == (layer.keys.data_ptr(), layer.values.data_ptr(), layer.scores.data_ptr())
-    assert int((layer.positions != held).sum(-1).max()) <= 2  # the written and the freed slot
+    assert before == (layer.keys.data_ptr(), layer.values.data_ptr(), layer.state.scores.data_ptr())
+    assert int((layer.state.positions != held).sum(-1).max()) <= 2  # the written and the freed slot
 
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])

@@ -114,7 +114,7 @@ def codes_by_position(cache):
     found = {}
     for index, layer in enumerate(cache.layers):
         parts = list(layer.state.entry_tensors().values())
-        for row, heads in enumerate(layer.positions.tolist()):
+        for row, heads in enumerate(layer.state.positions.tolist()):
             for head, slots in enumerate(heads):
                 for slot, position in enumerate(slots):
                     if position >= 0:

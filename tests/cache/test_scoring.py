@@ -281,14 +281,14 @@ def test_the_sum_needs_nothing_else(make_llama):
     layer = cache.layers[0]
     assert layer.is_plain and layer.state.norms is None
     assert layer._query_weights(None, 40) is None
-    assert layer._decayed(layer.scores, None, 1) is layer.scores
+    assert layer._decayed(layer.state.scores, None, 1) is layer.state.scores
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scoring": "means"}, "scoring='means' is unknown; did you mean 'mean'"),
-        ({"scoring": "l2"}, "scoring='l2' is unknown; choose one of sum, mean, decay"),
+        ({"scoring": "means"}, "scoring 'means' is unknown; did you mean mean"),
+        ({"scoring": "l2"}, "scoring 'l2' is unknown; choose from sum, mean, decay"),
         ({"scoring": "decay", "decay": 0.0}, "decay=0.0 is out of range"),
         ({"scoring": "decay", "decay": 1.01}, "decay=1.01 is out of range"),
         ({"scoring": "decay", "decay": float("nan")}, "decay=nan is out of range"),

@@ -90,7 +90,7 @@ def test_dropping_is_masking(models, kept_sets, budget, options, dtype, place):
     torch.testing.assert_close(*logits, atol=0.05, rtol=0.02)
     for cache in caches:
         layer = cache.layers[0]
-        assert layer.scores.dtype == torch.float32
+        assert layer.state.scores.dtype == torch.float32
         if "kv_bits" not in options:
             assert layer.keys.dtype == layer.values.dtype == layer.dtype
 

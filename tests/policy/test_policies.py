@@ -152,7 +152,7 @@ def test_random_is_uniform():
 
 
 def test_unknown_policy_names_the_nearest(make_llama):
-    with pytest.raises(ValueError, match="policy='h20' is unknown; did you mean 'h2o'"):
+    with pytest.raises(ValueError, match="policy 'h20' is unknown; did you mean h2o"):
         h2okv.H2OCache(make_llama().config, policy="h20")
 
 

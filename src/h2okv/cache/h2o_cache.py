@@ -20,12 +20,11 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, slots_for
 from h2okv.cache.slots import SlotLayer
 from h2okv.cache.validation import (
-    check_config,
     check_integrity,
     check_kv_bits,
+    check_model,
     check_policy,
     check_positions,
-    check_scoring,
     config_of,
     context_window,
 )
@@ -116,11 +115,10 @@ class H2OCache(Cache):
             seed=seed,
         )
         self.simulate = simulate
-        check_config(config)
+        check_model(config)
         check_positions(config, positions, self.policy)
-        check_scoring(self.policy, self.scoring)
         self.rule = PositionRule(positions, prefill_chunk, context_window(config))
-        check_policy(self.policy, self.rule, simulate)
+        check_policy(self.policy, self.rule, self.scoring, simulate)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers

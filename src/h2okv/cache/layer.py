@@ -6,8 +6,7 @@ import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,75 +18,51 @@ from h2okv.cache.validation import check_match, check_whole_prompt, check_window
 from h2okv.config import Budget, TokenBudget
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import Policy
-from h2okv.policy.h2o import H2OPolicy
 from h2okv.policy.scoring import Scoring
 from h2okv.provenance import fingerprint
 
 
-@dataclass(frozen=True)
-class Block:
-    """New tokens of one layer.
+class Block(NamedTuple):
+    """New tokens of one layer, and how they are attended to."""
 
-    Attributes:
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, T, D]``.
-        value: ``[B, H, T, Dv]``.
-        real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-        undo: fp32 ``[B or 1, 1, T, R / 2, 2]``, factors that rotate queries and keys back; ``None``
-            where they stay as the model rotated them.
-    """
+    query: Tensor  # [B, HQ, T, D]
+    key: Tensor  # [B, H, T, D]
+    value: Tensor  # [B, H, T, Dv]
+    real: Tensor | None  # bool [B, T], False for padding; None if there is none
+    undo: Tensor | None  # fp32 [B or 1, 1, T, R / 2, 2], rotates back; None where keys stay rotated
+    scale: float
+    softcap: float | None
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    real: Tensor | None
-    undo: Tensor | None
+    def split(self, chunk: int) -> Iterator[tuple[tuple[Any, Any], Block]]:
+        """Cuts a long block; every sequence by its own real tokens, whatever its padding.
 
+        A sequence is then cut at the same tokens as alone. Those with fewer real tokens than others
+        get padding in the last blocks. With each part comes its index in ``[B, T, ...]``.
+        """
+        batch, length, device = self.query.shape[0], self.query.shape[2], self.query.device
+        if self.real is None:
+            for start in range(0, length, chunk):
+                index = (slice(None), slice(start, start + chunk))
+                yield index, self._part(index, None)
+            return
+        # Real tokens first, in their order.
+        columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
+        longest = int(self.real.sum(dim=1).max())
+        sequences = torch.arange(batch, device=device).unsqueeze(1)
+        for own in columns[:, :longest].split(chunk, dim=1):
+            real = self.real.gather(1, own)
+            yield (sequences, own), self._part((sequences, own), None if real.all() else real)
 
-def split_block(block: Block, chunk: int) -> Iterator[tuple[Tensor, Block]]:
-    """Cuts a long block; every sequence by its own real tokens, whatever its padding.
+    def _part(self, index: tuple[Any, Any], real: Tensor | None) -> Block:
+        """The columns of an index in ``[B, T, ...]``: a view if that is of slices."""
 
-    A sequence is then cut at the same tokens as alone. Those with fewer real tokens than others
-    get padding in the last blocks.
+        def take(states: Tensor) -> Tensor:
+            every = states.expand(self.query.shape[0], *states.shape[1:])
+            return every.transpose(1, 2)[index].transpose(1, 2)
 
-    Yields:
-        ``(columns, part)``: int64 ``[B, c]``, the columns of the block that the part holds.
-    """
-    batch, _, length, _ = block.query.shape
-    columns = torch.arange(length, device=block.query.device).expand(batch, length)
-    if block.real is None:
-        for part in columns.split(chunk, dim=1):
-            at = slice(int(part[0, 0]), int(part[0, -1]) + 1)
-            yield part, _columns(block, at)
-        return
-    # Real tokens first, in their order.
-    columns = (~block.real).to(torch.uint8).argsort(dim=1, stable=True)
-    longest = int(block.real.sum(dim=1).max())
-    for part in columns[:, :longest].split(chunk, dim=1):
-        yield part, _gathered(block, part)
-
-
-def _columns(block: Block, at: slice) -> Block:
-    """A view of the same columns of every sequence."""
-    query, key, value = (part[:, :, at] for part in (block.query, block.key, block.value))
-    undo = None if block.undo is None else block.undo[:, :, at]
-    return Block(query, key, value, None, undo)
-
-
-def _gathered(block: Block, columns: Tensor) -> Block:
-    """A copy of each sequence's own columns, int64 ``[B, c]``."""
-    assert block.real is not None
-    sequences = torch.arange(columns.shape[0], device=columns.device).unsqueeze(1)
-
-    def take(states: Tensor) -> Tensor:
-        """Each sequence's columns, of ``[B, H, T, ...]``."""
-        own = sequences if states.shape[0] > 1 else torch.zeros_like(sequences)
-        return states.transpose(1, 2)[own, columns].transpose(1, 2)
-
-    query, key, value = (take(part) for part in (block.query, block.key, block.value))
-    real = block.real.gather(1, columns)
-    undo = None if block.undo is None else take(block.undo)
-    return Block(query, key, value, None if bool(real.all()) else real, undo)
+        query, key, value = take(self.query), take(self.key), take(self.value)
+        undo = None if self.undo is None else take(self.undo)
+        return Block(query, key, value, real, undo, self.scale, self.softcap)
 
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
@@ -104,9 +79,6 @@ class CacheLayer(CacheLayerMixin):
 
     The model calls `update` and then the attention function, which calls `attend` on the layer
     that it finds on the key tensor. All the work happens in `attend`.
-
-    Attributes:
-        state: what is held of each sequence; no slots before the first block.
     """
 
     is_sliding = False
@@ -117,6 +89,7 @@ class CacheLayer(CacheLayerMixin):
     """The sliding window that the entries stand for; ``None`` for full attention."""
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
     state: SlotState
+    """What is held of each sequence; no slots before the first block."""
 
     def __init__(
         self,
@@ -208,16 +181,6 @@ class CacheLayer(CacheLayerMixin):
         return self.state.stored("values") if self.holds_entries else None
 
     @property
-    def scores(self) -> Tensor | None:
-        """Accumulated attention, fp32 ``[B, H, S]``; ``None`` before a block."""
-        return self.state.scores if self.holds_entries else None
-
-    @property
-    def positions(self) -> Tensor | None:
-        """int32 ``[B, H, S]``, -1 for an empty slot; ``None`` before a block."""
-        return self.state.positions if self.holds_entries else None
-
-    @property
     def batch_size(self) -> int:
         """B."""
         return self.state.batch_size
@@ -245,14 +208,7 @@ class CacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Passes the new keys and values on, marked with this layer.
-
-        Args:
-            key_states: ``[B, H, T, D]``.
-            value_states: ``[B, H, T, Dv]``.
-            *args: ignored, as in transformers' layers.
-            **kwargs: ignored, as in transformers' layers.
-        """
+        """Passes new keys and values ``[B, H, T, D]`` on, the keys marked with this layer."""
         self.require_attention()
         # Autocast gives some models (OPT) keys in another dtype inside than outside.
         self.is_cast = self.is_cast or torch.is_autocast_enabled(key_states.device.type)
@@ -278,11 +234,7 @@ class CacheLayer(CacheLayerMixin):
         self.batch_select_indices(indices.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the named sequences, in this order.
-
-        Args:
-            indices: int64 ``[B']``; may repeat. Or bool ``[B]``, True to keep.
-        """
+        """Keeps sequences: those named, in that order (int64), or those marked (bool ``[B]``)."""
         if not self.is_initialized:
             return
         indices = indices.to(self.device)
@@ -425,40 +377,34 @@ class CacheLayer(CacheLayerMixin):
             if position_ids is None:
                 position_ids = self._next_positions(real, length)
             undo = self.rotation.of_text(position_ids)
-        whole = Block(query, key, value, real, undo)
+        block = Block(query, key, value, real, undo, scale, softcap)
         chunk = self.rule.prefill_chunk
         if chunk is None or length <= chunk:
-            output = self._attend_block(whole, scale, softcap)
-            self._count_forward()
-            return output.to(dtype)
-        output = query.new_zeros(*query.shape[:3], value.shape[-1])
-        for columns, block in split_block(whole, chunk):
-            own = self._attend_block(block, scale, softcap)
-            output.scatter_(2, columns[:, None, :, None].expand_as(own), own)
-        self._count_forward()
-        return output.to(dtype)
-
-    def _count_forward(self) -> None:
-        """Notes that a forward came through, by which an interrupted one is noticed."""
+            output = self._attend_block(block)
+        else:
+            output = query.new_zeros(*query.shape[:3], value.shape[-1])
+            for index, part in block.split(chunk):
+                output.transpose(1, 2)[index] = self._attend_block(part).transpose(1, 2)
         # In a compiled step a number that changes would compile it anew each time.
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
+        return output.to(dtype)
 
-    def _attend_block(self, block: Block, scale: float, softcap: float | None) -> Tensor:
+    def _attend_block(self, block: Block) -> Tensor:
         """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
-        query, key = block.query, block.key
-        if self.policy.prompt_only and self.holds_entries:
-            self._extend_budget(block.real, query.shape[2])
-        if self.rotation is not None and block.undo is not None:
+        if self.policy.prompt_only and self.holds_entries:  # which keeps what follows the prompt
+            length, real = block.query.shape[2], block.real
+            count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
+            self.state.recent += count
+            self.state.total += count
+        if self.rotation is not None:
             width, layout = self.rotation.width, self.rotation.layout
+            query, key, value, real, undo, scale, softcap = block
             # Together: for a single token it is the number of operations that takes time.
-            both = rotate(
-                interleave_pairs(torch.cat([query, key], dim=1), width, layout), block.undo
-            )
-            query, key = both.split([query.shape[1], key.shape[1]], dim=1)
-            key = key.to(self.dtype)
-        output = self._attend(query, key, block.value, block.real, scale, softcap)
-        return output.to(self.dtype)
+            both = interleave_pairs(torch.cat([query, key], dim=1), width, layout)
+            query, key = rotate(both, undo).split([query.shape[1], key.shape[1]], dim=1)
+            block = Block(query, key.to(self.dtype), value, real, undo, scale, softcap)
+        return self._attend(block).to(self.dtype)
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Positions of tokens that follow those seen, ``[1, T]``, for models that tell none."""
@@ -470,15 +416,7 @@ class CacheLayer(CacheLayerMixin):
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
     @abstractmethod
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend(self, block: Block) -> Tensor:
         """The subclass's part of `attend`; rolling layers get queries and keys un-rotated."""
 
     def _resolve_budget(self, lengths: list[int]) -> None:
@@ -503,7 +441,7 @@ class CacheLayer(CacheLayerMixin):
         """Whether a decode step may evict by the accumulated scores as they stand."""
         if self.policy.prompt_only:  # which evicts nothing then
             return True
-        by_scores = type(self.policy).priority is H2OPolicy.priority
+        by_scores = type(self.policy).priority is Policy.priority and self.policy.uses_scores
         return by_scores and self.scoring.is_incremental and not self.has_static_mask
 
     def newest(self) -> Tensor:
@@ -516,15 +454,7 @@ class CacheLayer(CacheLayerMixin):
         return self.scoring.eviction_scores(held.scores, held.positions, self.newest(), held.norms)
 
     def _query_weights(self, real: Tensor | None, length: int) -> Tensor | None:
-        """What each query of a block counts for in the scores.
-
-        Args:
-            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-            length: T.
-
-        Returns:
-            fp32 ``[B, T]``; ``None`` if each counts for one.
-        """
+        """What each query of a block of T counts for in the scores, ``[B, T]``; `None`: one."""
         if self.is_plain:
             return None
         if real is None:
@@ -549,16 +479,10 @@ class CacheLayer(CacheLayerMixin):
     def _ranking(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None = None
     ) -> Tensor:
-        """Ranks entries as `Policy.priority` does, by the scores that the scoring makes.
+        """Ranks entries ``[B, H, N]`` as `Policy.priority` does, by the scores of the scoring.
 
-        Args:
-            scores: accumulated, fp32 ``[B, H, N]``.
-            positions: int32 ``[B, H, N]``.
-            newest: int64 ``[B, 1, 1]``.
-            norms: of the values, fp32 ``[B, H, N]``; ``None`` for those of the layer.
-
-        Returns:
-            fp32 ``[B, H, N]``; infinite where the policy's pattern keeps an entry.
+        ``newest`` is ``[B, 1, 1]``; `norms` those of the layer if ``None``. The result is infinite
+        where the policy's pattern keeps an entry.
         """
         if not self.scoring.is_sum:
             norms = self.state.norms if norms is None else norms
@@ -571,12 +495,6 @@ class CacheLayer(CacheLayerMixin):
             marked = self.policy.static_mask(positions, newest, self.state.num_static)
             ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
         return ranks
-
-    def _extend_budget(self, real: Tensor | None, length: int) -> None:
-        """Widens the budget for tokens that stay whatever comes; mutates the layer."""
-        count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
-        self.state.recent += count
-        self.state.total += count
 
     def _norms_of(self, values: Tensor) -> Tensor | None:
         """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache.layer import Block, CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
 from h2okv.cache.validation import check_finite
 from h2okv.ops.decode import protected_entries
@@ -23,8 +23,8 @@ def choose_by_query(
         key: ``[B, H, N, D]``, in the order of the text.
         visible: bool ``[B, H, T, N]``, what causality and padding leave.
         always: bool ``[B, H, N]``, entries that are seen without being chosen.
-        most: int64 ``[B, 1, 1]``, how many of the others each query head chooses; of those with
-            equal attention the newer.
+        most: int64 ``[B, 1, 1]``, how many of the others each query head chooses; of equals the
+            newer.
         scale: factor on the logits.
 
     Returns:
@@ -54,16 +54,9 @@ class MaskedLayer(CacheLayer):
 
     drops = False
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend(self, block: Block) -> Tensor:
         """See `CacheLayer.attend`."""
+        query, key, value, real, _, scale, softcap = block
         held, length, given = self.state, key.shape[2], real
         past = held.num_slots
         if real is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache.layer import Block, CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
@@ -37,27 +37,24 @@ class SlotLayer(CacheLayer):
     has as many as it needs and some to grow into; on a GPU, and for compiled steps, whose shapes
     must not change, all are there from the first block or the first such step on. When positions
     roll, keys are un-rotated, pairs next to each other.
-
-    Attributes:
-        capacity: K + 1 of the largest budget; ``None`` where the policy does not bound it.
-        steps_left: decode steps until slots may run out or all sequences may be full; -1: never.
-        is_full: whether no slot but the free one is empty, in any sequence.
-        is_partial_block: whether the next forward brings a part of a block that a later one ends;
-            see `h2okv.cache.slot_pool`.
-        had_partial_block: whether the last one did.
-        checks_numbers: whether a block whose attention is not finite is refused. Of several ranks
-            that hold parts of a model one alone must not stop in the middle.
     """
 
     checks_numbers = True
+    """Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
+    a model one alone must not stop in the middle."""
 
     def _forget(self) -> None:
         super()._forget()
         self.operations: Operations | None = None
+        # K + 1 of the largest budget; None where the policy does not bound it.
         self.capacity: int | None = None
+        # Decode steps until slots may run out or all sequences may be full; -1: never.
         self.steps_left = -1
+        # Whether no slot but the free one is empty, in any sequence.
         self.is_full = False
         self.has_sinks = True
+        # Whether the next forward brings a part of a block that a later one ends (slot_pool.py),
+        # and whether the last one did.
         self.is_partial_block = False
         self.had_partial_block = False
 
@@ -79,33 +76,18 @@ class SlotLayer(CacheLayer):
         super().move(device)
         self.operations = None
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend(self, block: Block) -> Tensor:
         """See `CacheLayer.attend`."""
         in_parts = self.had_partial_block or self.is_partial_block
-        if query.shape[2] == 1 and self.holds_entries and not in_parts:
-            return self._decode(query, key, value, real, scale, softcap)
-        return self._append_block(query, key, value, real, scale, softcap)
+        if block.query.shape[2] == 1 and self.holds_entries and not in_parts:
+            return self._decode(block)
+        return self._append_block(block)
 
     # --- a single token ---------------------------------------------------------------------------
 
-    def _decode(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _decode(self, block: Block) -> Tensor:
         """A block of one token: tensor code without a host sync."""
+        query, key, value, real, _, scale, softcap = block
         # In a compiled step a count that changes would compile it anew each time.
         if torch.compiler.is_compiling():
             self.make_static()
@@ -113,13 +95,19 @@ class SlotLayer(CacheLayer):
             self.count_down()
         if not self.is_plain:
             self._prepare_step(value, real)
+        if self.rotation is not None and self.rotary is None:
+            self.make_rotary()
+        sink = self.state.sink if self.has_sinks else None
+        rules = StepRules(
+            scale, self.state.recent, sink, softcap, self.rotary, self._priority(), self.is_full
+        )
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
         if query.is_cuda or not torch.compiler.is_compiling():
             if self.operations is None:
                 self._choose_operations(query)
             run = self.operations.step
-        output = run(query, key, value, self.state, self._rules(scale, softcap), real)
+        output = run(query, key, value, self.state, rules, real)
         self.cumulative_length += 1
         return output
 
@@ -132,15 +120,6 @@ class SlotLayer(CacheLayer):
             self.value_size,
             query.shape[1] // self.num_kv_heads,
             is_packed=self.storage.bits is not None,
-        )
-
-    def _rules(self, scale: float, softcap: float | None) -> StepRules:
-        """What steps have in common until the next block."""
-        if self.rotation is not None and self.rotary is None:
-            self.make_rotary()
-        sink = self.state.sink if self.has_sinks else None
-        return StepRules(
-            scale, self.state.recent, sink, softcap, self.rotary, self._priority(), self.is_full
         )
 
     def _prepare_step(self, value: Tensor, real: Tensor | None) -> None:
@@ -177,16 +156,9 @@ class SlotLayer(CacheLayer):
 
     # --- a prompt, or a later turn ----------------------------------------------------------------
 
-    def _append_block(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _append_block(self, block: Block) -> Tensor:
         """Attends, scores, and evicts down to the budget once."""
+        query, key, value, real, _, scale, softcap = block
         held, length = self.state, key.shape[2]
         scores, positions = self._block_entries(length, real)
         past = held.num_slots
@@ -195,9 +167,8 @@ class SlotLayer(CacheLayer):
             value = torch.cat([self.storage.read(held.values, self.dtype), value], dim=2)
             scores = torch.cat([held.scores, scores], dim=2)
             positions = torch.cat([held.positions, positions], dim=2)
-        visibility = Visibility(
-            past=past, entries=None if past == 0 and real is None else positions >= 0, queries=real
-        )
+        entries = None if past == 0 and real is None else positions >= 0
+        visibility = Visibility(past, entries, real)
         rotated = key
         if self.rotation is not None:
             query, rotated = self._rotate_block(query, key, positions, past)
@@ -212,8 +183,10 @@ class SlotLayer(CacheLayer):
         held.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
         self.had_partial_block = self.is_partial_block
-        if self.is_partial_block:
-            self._keep_all(key, value, scores + sums, positions)
+        if self.is_partial_block:  # of which more is to come: all is held, without slots for steps
+            with ordinary_tensors():
+                held.keys, held.values = key.clone(), value.clone()
+                held.scores, held.positions = (scores + sums).clone(), positions.clone()
         else:
             self._compact(key, value, self._decayed(scores, real, length) + sums, positions)
         return output
@@ -243,13 +216,6 @@ class SlotLayer(CacheLayer):
         positions = positions.to(torch.int32).unsqueeze(1).expand(shape)
         return torch.zeros(shape, dtype=torch.float32, device=self.device), positions
 
-    def _keep_all(self, key: Tensor, value: Tensor, scores: Tensor, positions: Tensor) -> None:
-        """Holds a block of which more is to come, without slots for steps; mutates the layer."""
-        with ordinary_tensors():
-            held = self.state
-            held.keys, held.values = key.clone(), value.clone()
-            held.scores, held.positions = scores.clone(), positions.clone()
-
     def _compact(self, key: Tensor, value: Tensor, scores: Tensor, positions: Tensor) -> None:
         """Moves what stays into slots; mutates the layer."""
         newest, held = self.newest(), self.state
@@ -266,36 +232,30 @@ class SlotLayer(CacheLayer):
             total,
             limit,
         )
-        with ordinary_tensors():
-            self._gather_kept(key, value, indices)
-            self._fill_slots(
-                scores.gather(2, indices), torch.where(kept, positions.gather(2, indices), -1)
-            )
-        if self.policy.is_bounded:
-            held.slot_mask = self._slots_within_budget()
-        self._refresh_static_flags()
-        self._stay_in_place()
-
-    def _gather_kept(self, key: Tensor, value: Tensor, indices: Tensor) -> None:
-        """Makes slots of keys and values ``[B, H, N, D]``, held and new; mutates the layer."""
-        held, compact = self.state, self.operations.compact
         num_slots = slots_for(indices.shape[2], self.capacity)
         if self.capacity is not None and self._is_static:
             num_slots = self.capacity
-        held.keys = self.storage.compact(key, held.keys, indices, num_slots, compact)
-        held.values = self.storage.compact(value, held.values, indices, num_slots, compact)
-
-    def _fill_slots(self, scores: Tensor, positions: Tensor) -> None:
-        """Fills the first slots with scores and positions; mutates the layer."""
-        held = self.state
-        empty = (0, held.keys.shape[2] - positions.shape[2])
-        held.scores, held.positions = pad(scores, empty), pad(positions, empty, value=-1)
-        if self.scoring.uses_values:
-            held.norms = self._norms_of(self.storage.read(held.values, self.dtype))
-        held.free_slot = (held.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
-        if self.rotation is not None:
-            held.ranks = ranks_of(held.positions)
-            self.make_rotary()
+        empty = (0, num_slots - indices.shape[2])
+        with ordinary_tensors():
+            compact = self.operations.compact
+            held.keys = self.storage.compact(key, held.keys, indices, num_slots, compact)
+            held.values = self.storage.compact(value, held.values, indices, num_slots, compact)
+            held.scores = pad(scores.gather(2, indices), empty)
+            places = torch.where(kept, positions.gather(2, indices), -1)
+            held.positions = pad(places, empty, value=-1)
+            if self.scoring.uses_values:
+                held.norms = self._norms_of(self.storage.read(held.values, self.dtype))
+            held.free_slot = (held.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+            if self.rotation is not None:
+                held.ranks = ranks_of(held.positions)
+                self.make_rotary()
+        if self.policy.is_bounded:
+            held.slot_mask = self._slots_within_budget()
+        self._refresh_static_flags()
+        # CUDA graphs are told that steps write where they read.
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            for tensor in (*held.tensors().values(), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
 
     # --- how many slots there are, and which of them are open -------------------------------------
 
@@ -303,12 +263,6 @@ class SlotLayer(CacheLayer):
     def _is_static(self) -> bool:
         """Whether shapes must not change from step to step."""
         return self.device.type == "cuda" or torch.compiler.is_compiling()
-
-    def _stay_in_place(self) -> None:
-        """Tells CUDA graphs that steps write where they read; mutates marks on the tensors."""
-        if self.device.type == "cuda" and not torch.compiler.is_compiling():
-            for held in (*self.state.tensors().values(), self.cumulative_length):
-                torch._dynamo.mark_static_address(held)
 
     def make_static(self) -> None:
         """Makes all slots that the budget allows, for compiled steps; mutates the layer."""

@@ -22,91 +22,35 @@ if TYPE_CHECKING:
 
 
 _OWN_ATTENTION = "it computes attention itself, not through transformers' AttentionInterface"
-_ALIBI = f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there"
-_SINK_LOGIT = "its softmax has a learned sink logit in every head, which the scores do not model"
-_POSITION_BIAS = "it adds learned relative-position biases to the logits, which are not modelled"
 _INDEXER = "an indexer of its own chooses the keys that a token sees, evicted ones included"
-_HALF_MODEL = (
-    "it is half of an encoder-decoder model, and its positions count padding, so that a padded row "
-    "would not give what it gives alone"
-)
-_ENCODER = "it is an encoder, and H2O is defined for decoder-only models"
-_LATENT = (
-    "it caches one compressed latent for all heads (MLA), so that a head cannot drop a token that "
-    "another one keeps"
-)
-_SHARED_KEYS = (
-    "some of its layers attend to the keys of another layer, which evicts by its own scores"
-)
-
-REFUSED = {
-    "bloom": _ALIBI,
-    "falcon": f"{_OWN_ATTENTION} (some Falcon checkpoints with ALiBi)",
-    "mpt": _ALIBI,
-    "codegen": _OWN_ATTENTION,
-    "git": _OWN_ATTENTION,
-    "gpt_neo": _OWN_ATTENTION,
-    "gptj": _OWN_ATTENTION,
-    "xglm": _OWN_ATTENTION,
-    "deepseek_v4": _SINK_LOGIT,
-    "flint": _SINK_LOGIT,
-    "gpt_oss": _SINK_LOGIT,
-    "granite_swa": _SINK_LOGIT,
-    "granitemoe_swa": _SINK_LOGIT,
-    "hy_v4": _SINK_LOGIT,
-    "mimo_v2_flash": _SINK_LOGIT,
-    "inkling_text": _POSITION_BIAS,
-    "inkling2_text": _POSITION_BIAS,
-    "minimax_m3_vl_text": _INDEXER,
-    "diffllama": "it attends twice to the same keys with different values, which would count every "
-    "score twice",
-    "doge": "it builds a mask of its own from the values of all tokens, evicted ones too",
-    "jetmoe": "it repeats the keys after the cache has seen them, one copy for each expert",
-    "minimax": "it accepts no cache but its own",
-    **dict.fromkeys(
-        (
-            "bart",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "marian",
-            "mbart",
-            "pegasus",
-            "plbart",
-            "whisper",
-        ),
-        _HALF_MODEL,
+_REASONS = {
+    _OWN_ATTENTION: "codegen git gpt_neo gptj xglm",
+    f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there": "bloom mpt",
+    f"{_OWN_ATTENTION} (some Falcon checkpoints with ALiBi)": "falcon",
+    "its softmax has a learned sink logit in every head, which the scores do not model": (
+        "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash"
     ),
-    **dict.fromkeys(
-        (
-            "bert",
-            "bert-generation",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
-        ),
-        _ENCODER,
+    "it adds learned relative-position biases to the logits, which are not modelled": (
+        "inkling_text inkling2_text"
+    ),
+    _INDEXER: "minimax_m3_vl_text",
+    "it attends twice to the same keys with different values, which would count every "
+    "score twice": "diffllama",
+    "it builds a mask of its own from the values of all tokens, evicted ones too": "doge",
+    "it repeats the keys after the cache has seen them, one copy for each expert": "jetmoe",
+    "it accepts no cache but its own": "minimax",
+    "it is half of an encoder-decoder model, and its positions count padding, so that a padded row "
+    "would not give what it gives alone": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper"
+    ),
+    "it is an encoder, and H2O is defined for decoder-only models": (
+        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
+        "roc_bert xlm-roberta xlm-roberta-xl xmod"
     ),
 }
+REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
 """Model types that are known not to work, with the reason."""
-
-
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuses a model that H2O cannot serve exactly."""
-    text_config = config.get_text_config(decoder=True)
-    reason = _refusal(config, text_config)
-    if reason is not None:
-        raise ValueError(
-            f"model type {text_config.model_type!r} is not supported: {reason}; "
-            "use transformers' own cache for it, or a model of docs/support-table.md."
-        )
+_BY_LENGTH = ("dynamic", "longrope")
 
 
 def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
@@ -118,7 +62,14 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
     Raises:
         ValueError: naming the model type and the reason.
     """
-    check_config(config_of(model))
+    config = config_of(model)
+    text_config = config.get_text_config(decoder=True)
+    reason = _refusal(config, text_config)
+    if reason is not None:
+        raise ValueError(
+            f"model type {text_config.model_type!r} is not supported: {reason}; "
+            "use transformers' own cache for it, or a model of docs/support-table.md."
+        )
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -158,32 +109,29 @@ def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | N
     if not getattr(text_config, "is_causal", True):
         return "its config says is_causal=False, and H2O is defined for causal attention"
     if getattr(text_config, "kv_lora_rank", None):
-        return _LATENT
+        return (
+            "it caches one compressed latent for all heads (MLA), so that a head cannot drop a "
+            "token that another one keeps"
+        )
     sharing = getattr(text_config, "kv_sharing_modes", None) or ()
     if getattr(text_config, "num_kv_shared_layers", 0) or any(sharing):
-        return _SHARED_KEYS
+        return (
+            "some of its layers attend to the keys of another layer, which evicts by its own scores"
+        )
     if "indexed_attention" in (getattr(text_config, "layer_types", None) or ()):
         return _INDEXER
-    return None if _uses_interface(config, text_config) else _OWN_ATTENTION
-
-
-def _uses_interface(config: PreTrainedConfig, text_config: PreTrainedConfig) -> bool:
-    """Tells whether transformers can set the model's attention, as far as is known in advance."""
     for candidate in (config, text_config):
         # Remote-code models are not in the mapping; nothing is known about them in advance.
         if type(candidate) in MODEL_FOR_CAUSAL_LM_MAPPING:
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
             if not model_class._can_set_attn_implementation():
-                return False
-    return True
+                return _OWN_ATTENTION
+    return None
 
 
 def context_window(config: PreTrainedConfig) -> int | None:
     """The positions that a model was trained on; ``None`` without a limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 def window_by_length(config: PreTrainedConfig) -> int | None:
@@ -237,22 +185,30 @@ def check_kv_bits(kv_bits: int | None) -> None:
         )
 
 
-def check_policy(policy: Policy, rule: PositionRule, simulate: bool) -> None:
-    """Refuses ways of running a policy that it was not made for."""
+def check_policy(policy: Policy, rule: PositionRule, scoring: Scoring, simulate: bool) -> None:
+    """Refuses ways of running a policy that it was not made for, and scores that it ignores."""
+    name = f"policy={policy.name!r}"
     if policy.per_query and not simulate:
         raise ValueError(
-            f"policy={policy.name!r} chooses anew for every query among all tokens, so nothing can "
-            "be dropped; in Python add simulate=True, which keeps the whole cache and masks it."
+            f"{name} chooses anew for every query among all tokens, so nothing can be dropped; in "
+            "Python add simulate=True, which keeps the whole cache and masks it."
         )
     if policy.prompt_only and rule.prefill_chunk is not None:
         raise ValueError(
-            f"policy={policy.name!r} decides once, by the end of the whole prompt, so that it must "
-            f"come as one block; leave out prefill_chunk={rule.prefill_chunk}, or use policy='h2o'."
+            f"{name} decides once, by the end of the whole prompt, so that it must come as one "
+            f"block; leave out prefill_chunk={rule.prefill_chunk}, or use policy='h2o'."
         )
     if policy.prompt_only and rule.rolls:
         raise ValueError(
-            f"policy={policy.name!r} keeps all that follows the prompt, so that ranks would leave "
-            "the context window too; use positions='original', or policy='h2o'."
+            f"{name} keeps all that follows the prompt, so that ranks would leave the context "
+            "window too; use positions='original', or policy='h2o'."
+        )
+    if not scoring.is_sum and (policy.prompt_only or not policy.uses_scores):
+        counts = "counts the attention of its own window of queries"
+        raise ValueError(
+            f"scoring={scoring.name!r} has no effect with {name}, which "
+            f"{counts if policy.prompt_only else 'does not look at scores'}; leave it out, or use "
+            "policy='h2o'."
         )
 
 
@@ -265,27 +221,8 @@ def check_whole_prompt(layer: CacheLayer, length: int) -> None:
         )
 
 
-def check_scoring(policy: Policy, scoring: Scoring) -> None:
-    """Refuses a scoring that decides nothing."""
-    if not scoring.is_sum and policy.prompt_only:
-        raise ValueError(
-            f"scoring={scoring.name!r}: policy={policy.name!r} counts the attention of its own "
-            "window of queries; leave it out, or use policy='h2o'."
-        )
-    if not scoring.is_sum and not policy.uses_scores:
-        raise ValueError(
-            f"scoring={scoring.name!r} has no effect with policy={policy.name!r}, which does not "
-            "look at scores; leave it out, or use policy='h2o'."
-        )
-
-
 def check_match(layer: CacheLayer, key_states: Tensor) -> None:
-    """Refuses keys of another batch or another model than the entries held.
-
-    Args:
-        layer: the layer that gets them.
-        key_states: ``[B, H, T, D]``.
-    """
+    """Refuses keys ``[B, H, T, D]`` of another batch or model than the entries held."""
     batch, heads, _, size = key_states.shape
     if batch != layer.batch_size:
         raise ValueError(
@@ -308,12 +245,6 @@ def check_follows(
 
     ``generate(use_cache=False)`` reads the whole text anew at every step, which would count
     every token again. Reads the device, so it asks only for blocks of more than one token.
-
-    Args:
-        layer: the layer that gets the block.
-        position_ids: ``[B, T]`` or ``[1, T]`` as the model got them, or ``None``.
-        real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-        length: T.
     """
     if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.holds_budgets:
         return
@@ -370,12 +301,7 @@ def check_window(layer: CacheLayer, length: int) -> None:
 
 
 def check_finite(layer: CacheLayer, sums: Tensor) -> None:
-    """Refuses attention that is not a number; for blocks, where a host sync is affordable.
-
-    Args:
-        layer: the layer that attended.
-        sums: probabilities received in this block, fp32 ``[B, H, N]``.
-    """
+    """Refuses sums ``[B, H, N]`` that are no numbers; for blocks, which can afford a host sync."""
     if not bool(torch.isfinite(sums).all()):
         raise ValueError(
             f"attention of layer {layer.layer_idx} is not finite (NaN or infinity); check the "
@@ -414,13 +340,7 @@ def check_integrity(layer: CacheLayer) -> None:
 
 
 def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
-    """Refuses numbers from a file with which a step would read or write what is not there.
-
-    Args:
-        layer: the layer that shall go on from the state; still empty.
-        state: tensors whose shapes and dtypes fit each other.
-        seen: what shall be the layer's `cumulative_length`.
-    """
+    """Refuses numbers from a file with which a step would read or write what is not there."""
     name = f"layer {layer.layer_idx}"
     if seen.shape != () or seen.dtype != torch.int64:
         raise ValueError(f"{name} does not tell how many tokens it has seen")

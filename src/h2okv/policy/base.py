@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
 
 
-class Policy(ABC):
+class Policy:
     """Decides which entries of a layer's cache go first.
 
-    The frame (``ops/selection.py``) protects the sinks and the recent window, evicts down to
+    The frame (``ops/decode.py``) protects the sinks and the recent window, evicts down to
     the budget and breaks ties (the older entry goes first). A policy says how the budget is divided
     among these parts and gives the remaining entries a priority; that is all.
     """
@@ -47,12 +47,12 @@ class Policy(ABC):
         """
         return budget
 
-    @abstractmethod
     def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
         """Ranks the entries outside the protected windows; the lowest is evicted first.
 
-        It must depend on nothing but its arguments, elementwise over B and H, so that a sequence
-        gets the same priorities alone and in a batch.
+        Unless overridden, the accumulated attention itself (H2O); where ``uses_scores`` is False
+        all are equal, so that the older goes first. It must depend on nothing but its arguments,
+        elementwise over B and H, so that a sequence gets the same priorities alone and in a batch.
 
         Args:
             scores: accumulated attention as the cache's `Scoring` counts it, fp32 ``[B, H, N]``.
@@ -64,6 +64,7 @@ class Policy(ABC):
         Returns:
             fp32 ``[B, H, N]``, finite.
         """
+        return scores if self.uses_scores else torch.zeros_like(scores)
 
     def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor | None:
         """Marks the positions that are kept for their place; only if a budget has ``num_static``.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-
 from h2okv.policy.base import Policy
-from h2okv.policy.fixed import FixedHeavyPolicy, FixedPolicy
-from h2okv.policy.full import FullPolicy
-from h2okv.policy.h2o import H2OPolicy, HeavyPolicy
+from h2okv.policy.h2o import FullPolicy, H2OPolicy, HeavyPolicy, RecentPolicy, SinkRecentPolicy
 from h2okv.policy.random import RandomPolicy
-from h2okv.policy.recent import RecentPolicy, SinkRecentPolicy
 from h2okv.policy.snapkv import SnapKVPolicy
-from h2okv.policy.strided import StridedHeavyPolicy, StridedPolicy
+from h2okv.policy.strided import FixedHeavyPolicy, FixedPolicy, StridedHeavyPolicy, StridedPolicy
 from h2okv.policy.topk import TopKHeavyPolicy, TopKPolicy
+from h2okv.records import unknown_name
 
 _POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -83,14 +79,11 @@ def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
         raise ValueError(f"seed={seed!r} is no seed; give an int below {_SEED_LIMIT} (2**32).")
     if isinstance(policy, Policy):
         made = policy
-    elif (found := _POLICIES.get(policy)) is not None:
-        made = RandomPolicy(seed) if found is RandomPolicy else found()
     else:
-        near = difflib.get_close_matches(str(policy), _POLICIES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"policy={policy!r} is unknown; {hint}choose one of {', '.join(_POLICIES)}."
-        )
+        found = _POLICIES.get(policy)
+        if found is None:
+            raise unknown_name("policy", policy, _POLICIES)
+        made = RandomPolicy(seed) if found is RandomPolicy else found()
     if seed and seed != getattr(made, "seed", 0):
         raise ValueError(
             f"seed={seed} has no effect with policy={made.name!r}; leave it out, or give it with "

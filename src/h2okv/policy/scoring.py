@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-ScoringName = Literal["sum", "mean", "decay", "value_norm"]
-SCORINGS: tuple[ScoringName, ...] = ("sum", "mean", "decay", "value_norm")
+from h2okv.records import unknown_name
+
+SCORINGS = ("sum", "mean", "decay", "value_norm")
 DEFAULT_DECAY = 0.995
 """Half of what a query gave is forgotten after 138 further ones; the best of those measured on the
 bundled model (docs/algorithm.md)."""
@@ -37,7 +36,7 @@ class Scoring:
         decay: the factor per query, in (0, 1]; ``None`` unless the name is ``decay``.
     """
 
-    name: ScoringName = "sum"
+    name: str = "sum"
     decay: float | None = None
 
     @property
@@ -117,30 +116,22 @@ def get_scoring(name: str, decay: float | None = None) -> Scoring:
     Raises:
         ValueError: if the name is unknown, or the factor is out of range or of no use.
     """
-    for known in SCORINGS:
-        if known == name:
-            return Scoring(known, _checked(known, decay))
-    near = difflib.get_close_matches(str(name), SCORINGS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"scoring={name!r} is unknown; {hint}choose one of {', '.join(SCORINGS)}.")
-
-
-def _checked(name: ScoringName, decay: float | None) -> float | None:
+    if name not in SCORINGS:
+        raise unknown_name("scoring", name, SCORINGS)
     if name != "decay":
         if decay is not None:
             raise ValueError(
                 f"decay={decay!r} has no effect with scoring={name!r}; add scoring='decay' or "
                 "leave it out."
             )
-        return None
-    if decay is None:
-        return DEFAULT_DECAY
+        return Scoring(name)
+    decay = DEFAULT_DECAY if decay is None else decay
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
         raise ValueError(
             f"decay={decay!r} is out of range; give a factor above 0 and up to 1 such as "
             f"{DEFAULT_DECAY}."
         )
-    return float(decay)
+    return Scoring(name, float(decay))
 
 
 def _power(decay: float, exponent: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""The strided pattern of the Sparse Transformer, with and without heavy hitters."""
+"""The patterns of the Sparse Transformer, strided and fixed, with and without heavy hitters."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
@@ -26,13 +25,9 @@ class StridedPolicy(Policy):
     uses_scores = False
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Halves the heavy and the recent share together."""
-        share = budget.heavy + budget.recent
-        return TokenBudget(budget.sink, heavy=0, recent=share - share // 2, num_static=share // 2)
-
-    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
-        """Equal for all entries, so that the frame's rule decides: the older goes first."""
-        return torch.zeros_like(scores)
+        """Halves the heavy and the recent part together."""
+        whole = budget.heavy + budget.recent
+        return TokenBudget(budget.sink, heavy=0, recent=whole - whole // 2, num_static=whole // 2)
 
     def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
         """Marks the multiples of the stride."""
@@ -43,7 +38,7 @@ class StridedPolicy(Policy):
 class StridedHeavyPolicy(StridedPolicy):
     """The strided pattern with heavy hitters (arXiv 2306.14048, Table 2, "strided w. H2").
 
-    The heavy share is for the highest accumulated attention, the recent share for the pattern, half
+    The heavy part is for the highest accumulated attention, the recent part for the pattern, half
     of it for the window and half for the multiples, whose rest goes to the heavy hitters.
     """
 
@@ -51,26 +46,52 @@ class StridedHeavyPolicy(StridedPolicy):
     uses_scores = True
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Halves the recent share."""
-        share = budget.recent
-        return TokenBudget(
-            budget.sink, budget.heavy, recent=share - share // 2, num_static=share // 2
-        )
+        """Halves the recent part."""
+        whole, half = budget.recent, budget.recent // 2
+        return TokenBudget(budget.sink, budget.heavy, recent=whole - half, num_static=half)
 
-    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
-        """The accumulated attention."""
-        return scores
+
+class FixedPolicy(StridedPolicy):
+    """Keeps a recent window and the last cells of every block (arXiv 1904.10509, section 4.2).
+
+    One of the baselines of the H2O paper (arXiv 2306.14048, Table 2). The text is cut into blocks
+    of l positions, and the last c of each block are seen by all that comes later. Here l is c times
+    the smallest power of two with which these cells fit into their part of the budget, so that it
+    doubles as the text grows. The other part of the pattern, a query's own block, is the recent
+    window: a cache of fixed size has a whole block's room at all times, and fills it.
+
+    The budget is divided as for `StridedPolicy`.
+
+    Args:
+        cells: c; 8 as in the Sparse Transformer, or all of their part of the budget if that is
+            less.
+    """
+
+    name = "fixed"
+
+    def __init__(self, cells: int = 8) -> None:
+        if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
+            raise ValueError(f"cells={cells!r} makes no block's end; give an int of 1 or more.")
+        self.cells = cells
+
+    def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
+        """Marks the last cells of every block."""
+        cells = limit.clamp(min=1, max=self.cells)
+        # In groups of c positions, of which the last one in every block is kept.
+        groups = newest // cells + 1
+        stride = power_of_two_from(groups // (limit // cells + 1) + 1)
+        group = positions // cells.to(positions.dtype)
+        return ((group + 1) % stride.to(positions.dtype) == 0) & (limit > 0)
+
+
+class FixedHeavyPolicy(FixedPolicy, StridedHeavyPolicy):
+    """The fixed pattern with heavy hitters (arXiv 2306.14048, Table 2, "fixed w. H2")."""
+
+    name = "fixed_heavy"
 
 
 def power_of_two_from(numbers: Tensor) -> Tensor:
-    """The smallest powers of two that are not below the given numbers.
-
-    Args:
-        numbers: int64, 1 or more, below 2 ** 32.
-
-    Returns:
-        int64, the same shape.
-    """
+    """The smallest powers of two that are not below int64 numbers from 1 to 2 ** 32."""
     filled = numbers - 1
     for shift in (1, 2, 4, 8, 16):
         filled = filled | (filled >> shift)

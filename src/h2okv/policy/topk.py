@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
 
@@ -22,25 +20,21 @@ class TopKPolicy(Policy):
     per_query = True
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Gives heavy and recent share to the query's own choice."""
+        """Gives the heavy and the recent part to the query's own choice."""
         return TokenBudget(budget.sink, heavy=0, recent=0, num_static=budget.heavy + budget.recent)
-
-    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
-        """The accumulated attention, for what does not depend on the query."""
-        return scores
 
 
 class TopKHeavyPolicy(TopKPolicy):
     """The same, with heavy hitters (arXiv 2306.14048, Table 8, "TopK w. H2").
 
-    The paper does not say how the two are put together. Here the heavy share is for the entries
+    The paper does not say how the two are put together. Here the heavy part is for the entries
     with the highest accumulated attention before the block, and of the others each query chooses
-    as many as the recent share, as heavy hitters and window divide the budget in H2O.
+    as many as the recent part, as heavy hitters and window divide the budget in H2O.
     """
 
     name = "topk_heavy"
     uses_scores = True
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Gives the recent share to the query's own choice."""
+        """Gives the recent part to the query's own choice."""
         return TokenBudget(budget.sink, budget.heavy, recent=0, num_static=budget.recent)

@@ -174,7 +174,7 @@ def test_batches_hold_every_text_once_and_like_lengths():
     ("options", "words"),
     [
         ({"polcy": "h2o"}, "perhaps 'policy' is meant"),
-        ({"policy": "h2"}, "did you mean 'h2o'"),
+        ({"policy": "h2"}, "did you mean h2o"),
         ({"protocol": "paper"}, "prompt, whole"),
         ({"protocol": "whole"}, "prefill_chunk=1"),
         ({"heavy": 0.7, "recent": 0.7}, "add up to"),
