@@ -2,10 +2,13 @@
 
 import csv
 import json
+from inspect import signature
 
 import pytest
 import yaml
 
+from h2okv.cli.args import cache_flags, cache_lists
+from h2okv.config import CacheConfig
 from h2okv.evaluation.runner import Evaluation
 
 
@@ -104,6 +107,91 @@ def test_needles_have_a_cell_for_each_place(h2okv_command, model_folder, novel_f
     assert done.code == 0, done.err
     assert len(table(tmp_path / "n.csv")) == 2 * 2 * 4
     assert (tmp_path / "n.png").is_file()
+
+
+def fidelity(h2okv_command, model_folder, novel_file, out, *more):
+    return h2okv_command(
+        "eval", "fidelity", "--model", model_folder, "--data", novel_file, "--prompt-tokens", 60,
+        "--new-tokens", 4, "--texts", 2, "--csv", out, *more,
+    )  # fmt: skip
+
+
+def test_fidelity_compares_all_caches_and_recommends_one(
+    h2okv_command, model_folder, novel_file, tmp_path
+):
+    options = ("--policy", "h2o,recent", "--budget", "50%,12,full", "--scoring", "sum,decay")
+    out, picture = tmp_path / "f.csv", tmp_path / "f.png"
+    done = fidelity(
+        h2okv_command, model_folder, novel_file, out, *options, "--plot", picture,
+        "--recommend", 0.01,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0] == "| cache | budget | bytes | agreement | KL | perplexity ratio | texts |"
+    caches = [("h2o", "50%"), ("h2o, decay", "50%"), ("recent", "50%")]
+    caches += [("h2o", "12"), ("h2o, decay", "12"), ("recent", "12"), ("full", "full")]
+    found = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[2:9]]
+    assert found == caches
+    assert "| full | full | 1" in lines[8] and "| 1.000 (1.000 to 1.000) |" in lines[8]
+    assert picture.is_file()
+    rows = table(out)
+    assert [(row["policy"], row["scoring"]) for row in rows[:3]] == [
+        ("h2o", "sum"), ("h2o", "decay"), ("recent", "sum"),
+    ]  # fmt: skip
+    assert all(float(row["kl_low"]) <= float(row["kl"]) <= float(row["kl_high"]) for row in rows)
+    flags = lines[-1]
+    smallest = min(rows, key=lambda row: float(row["bytes"]))
+    assert flags.startswith(f"--policy {smallest['policy']} --budget 12")
+    # One more cache is measured alone, on the texts of before.
+    more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
+                    "--budget", "50%", "--scoring", "sum", "--recommend", 1)  # fmt: skip
+    assert "2 of 4 samples were done before" in more.err
+    again = {row["policy"]: row["kl"] for row in table(out)}
+    assert again["h2o"] == rows[0]["kl"]
+    assert "no cache reaches an agreement of 1" in more.out or "smallest cache" in more.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recommend", 1.5), "--recommend 1.5 is no agreement"),
+        (("--protocol", "both"), "--protocol 'both' is not known; choose from decode, block"),
+        (("--policy", "h3o"), "policy='h3o' is unknown; did you mean 'h2o'?"),
+        (("--scoring", "sun,decay"), "scoring='sun' is unknown; did you mean 'sum'?"),
+        (("--scoring", "sum", "--decay", 0.9), "decay=0.9 has no effect with scoring='sum'"),
+        (("--texts", 50), "give a longer text, smaller numbers, or fewer --texts"),
+        (("--plot", "f.txt"), "'f.txt' is not a picture's name"),
+    ],
+)
+def test_fidelity_refuses_before_any_work(
+    h2okv_command, model_folder, novel_file, tmp_path, options, message, monkeypatch
+):
+    monkeypatch.setattr("h2okv.evaluation.model.ModelUnderTest.model", None)
+    done = fidelity(h2okv_command, model_folder, novel_file, tmp_path / "f.csv", *options)
+    assert done.code == 2 and message in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CacheConfig("full"),
+        CacheConfig.from_budget(0.25, sink=4, scoring="decay", decay=0.99),
+        CacheConfig.from_budget(9, policy="recent", kv_bits=8),
+        CacheConfig("h2o", 0.3, 0.1, scoring="value_norm"),
+        CacheConfig("snapkv", 8, 0.2),
+    ],
+)
+def test_the_options_of_a_cache_are_read_back_as_it(config):
+    @cache_lists(budget="20%")
+    def command(caches):
+        return caches
+
+    given = iter(cache_flags(config).split())
+    defaults = {name: own.default for name, own in signature(command).parameters.items()}
+    options = {flag[2:].replace("-", "_"): value for flag, value in zip(given, given, strict=True)}
+    kinds = {"sink": int, "decay": float, "kv_bits": int}
+    said = {name: kinds.get(name, str)(value) for name, value in options.items()}
+    assert [own.identity() for own in command(**(defaults | said))] == [config.identity()]
 
 
 def test_recall_is_asked_both_ways(h2okv_command, model_folder, prompt, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class SlotLayer(CacheLayer):
     checks_numbers = True
     """Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
     a model one alone must not stop in the middle."""
+    shared: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Called with the operation and its arguments in the place of a block's attention, where other
+    caches read the same block."""
 
     def _forget(self) -> None:
         super()._forget()
@@ -174,9 +178,10 @@ class SlotLayer(CacheLayer):
             query, rotated = self._rotate_block(query, key, positions, past)
         self._choose_operations(query)
         weights = self._query_weights(real, length)
-        output, sums = self.operations.attend(
-            query, rotated, value, visibility, scale, softcap, weights
-        )
+        attend = self.operations.attend
+        if self.shared is not None:
+            attend = functools.partial(self.shared, attend)
+        output, sums = attend(query, rotated, value, visibility, scale, softcap, weights)
         del rotated
         if self.checks_numbers:
             check_finite(self, sums)

@@ -140,6 +140,7 @@ def cache_options(budget: str = "20%", without: Sequence[str] = ()) -> Callable[
 def cache_lists(
     budget: str,
     policy: str = "h2o",
+    scoring: str = "sum",
     prefill_chunk: int | None = None,
     without: Sequence[str] = (),
 ) -> Callable[[Command], Command]:
@@ -149,6 +150,9 @@ def cache_lists(
         "budget": _Option(
             str, budget, "Budgets, comma-separated: tokens (512), part of the prompt (20%), full."
         ),
+        "scoring": _Option(
+            str, scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
+        ),
     }
     if prefill_chunk is not None:
         options["prefill_chunk"] = _Option(int, prefill_chunk, _CACHE["prefill_chunk"].help)
@@ -156,7 +160,9 @@ def cache_lists(
     def build(policy: str, **values: Any) -> list[CacheConfig]:
         budgets = split_list(values.pop("budget", budget))
         policies = split_list(policy)
-        for name, found in (("policy", policies), ("budget", budgets)):
+        scorings = split_list(values.pop("scoring", scoring))
+        lists = (("policy", policies), ("budget", budgets), ("scoring", scorings))
+        for name, found in lists:
             if not found:
                 raise ValueError(f"--{name} names nothing; give at least one value")
         is_fine = values.get("heavy") is not None or values.get("recent") is not None
@@ -165,12 +171,25 @@ def cache_lists(
         caches: list[CacheConfig] = []
         for own in ["20%"] if is_fine else budgets:
             for name in policies:
-                made = _cache_config(name, own, own, **values)
-                if not any(made.identity() == other.identity() for other in caches):
-                    caches.append(made)
+                for chosen in _scorings_of(name, scorings, values.get("decay")):
+                    made = _cache_config(name, own, own, **(values | chosen))
+                    if not any(made.identity() == other.identity() for other in caches):
+                        caches.append(made)
         return caches
 
     return _bundle("caches", options, build, "Cache", without)
+
+
+def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
+    """The scorings of a list that a policy looks at; the options of each."""
+    if len(scorings) == 1:
+        return [{"scoring": scorings[0]}]
+    from h2okv.policy import get_policy
+
+    known = get_policy(policy)
+    if known.prompt_only or not known.uses_scores:
+        scorings = ["sum"]
+    return [{"scoring": own, "decay": decay if own == "decay" else None} for own in scorings]
 
 
 _TWICE = "--budget goes without --heavy and --recent, which are its parts; leave one of them out"
@@ -199,6 +218,23 @@ def _cache_config(
         recent=half.recent if recent is None else parse_amount("recent", recent),
         **rest,
     )
+
+
+def cache_flags(config: CacheConfig) -> str:
+    """The options that a command reads back as this cache."""
+    if config.is_full:
+        return "--policy full"
+    parts = (config.heavy, config.recent)
+    shown = [f"{100 * part:g}%" if isinstance(part, float) else str(part) for part in parts]
+    flags = [f"--policy {config.policy}", f"--heavy {shown[0]} --recent {shown[1]}"]
+    if type(config.heavy) is type(config.recent):
+        plain = CacheConfig.from_budget(config.heavy + config.recent)
+        if parts == (plain.heavy, plain.recent):
+            flags[1] = f"--budget {config.budget_label}"
+    for name in ("sink", "scoring", "decay", "positions", "prefill_chunk", "kv_bits"):
+        if getattr(config, name) != _FIELDS[name]:
+            flags.append(f"--{name.replace('_', '-')} {getattr(config, name)}")
+    return " ".join(flags)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import typer
 from h2okv.cli.args import (
     ModelOptions,
     SamplingOptions,
+    cache_flags,
     cache_lists,
     check_file,
     model_options,
@@ -98,6 +99,7 @@ def run_tasks(
     seed: int,
     csv: Path,
     detailed: bool = False,
+    shown: bool = True,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Runs tasks with several caches, writes the table, and prints the scores."""
     from h2okv.evaluation.runner import Evaluation, Run, SampleFile
@@ -111,6 +113,7 @@ def run_tasks(
     rows, details = list(evaluation.rows().values()), evaluation.details()
     if rows:
         write_csv(csv, details if detailed else rows)
+    if rows and shown:
         header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
         write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
     return code, details
@@ -236,6 +239,135 @@ def perplexity(
     task = Perplexity(name, sample_prompt() if text is None else read_text("text", text), cut)
     tested = model_under_test(model, caches, seed)
     return run_tasks(tested, [task], caches, seed, csv, detailed=True)[0]
+
+
+@eval_app.command("fidelity")
+@cache_lists(
+    budget="50%,25%,10%,5%",
+    policy="h2o,sink_recent,snapkv",
+    scoring="sum,decay",
+    without=("positions", "prefill_chunk"),
+)
+@model_options()
+def fidelity(
+    caches: list[CacheConfig],
+    model: ModelOptions,
+    csv: Csv = Path("fidelity.csv"),
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text, or JSONL with prompt, messages or turns; may be repeated. By default the"
+            " opening of a novel.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a text read at once.")] = 512,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens compared after them; the most of an answer.")
+    ] = 32,
+    texts: Annotated[
+        int | None,
+        typer.Option(help="Texts or prompts of each file.", show_default="8, or all of fewer"),
+    ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(help="decode: evict after each new token. block: read them all at once."),
+    ] = "decode",
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts without the chat template.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot quality against bytes: .png, .svg or .pdf.")
+    ] = None,
+    recommend: Annotated[
+        float | None,
+        typer.Option(
+            help="Name the smallest cache that agrees with the full one on this fraction of tokens."
+        ),
+    ] = None,
+    seed: Seed = 0,
+) -> int:
+    """Measure what a cache changes of what the model says, on your texts, for many caches at once.
+
+    Each prompt is read once for all caches; then the next tokens are read on each, and what it
+    predicts is compared with the full cache: KL divergence, agreement on the likeliest token, ratio
+    of perplexities, bytes held. A prompt of a JSONL file is followed by the full cache's own greedy
+    answer. Intervals are 95 % bootstrap over texts.
+
+    Examples:
+
+        h2okv eval fidelity --model smollm2 --data manual.txt --recommend 0.98
+
+        h2okv eval fidelity --data book.txt --data chats.jsonl --texts 50 --prompt-tokens 1024
+        --policy h2o,recent --scoring sum,decay,value_norm --csv all.csv --plot all.png
+    """
+    from h2okv.assets import sample_prompt
+    from h2okv.evaluation.plots import check_plot, plot_fidelity
+    from h2okv.evaluation.runner import Run
+    from h2okv.evaluation.tasks.fidelity import ALL, PROTOCOLS, Fidelity, Reading, Source
+
+    check_file("csv", csv)
+    if plot is not None:
+        check_plot(plot)
+    if recommend is not None and not 0 < recommend <= 1:
+        raise ValueError(f"--recommend {recommend:g} is no agreement; give a fraction up to 1")
+    how = parse_choice("protocol", protocol, PROTOCOLS)
+    reading = Reading(prompt_tokens, new_tokens, texts, how, raw)
+    sources = [Source.read(path) for path in data or ()]
+    task = Fidelity(sources or [Source("sample_prompt", sample_prompt())], reading)
+    tested = model_under_test(model, caches, seed)
+    code, details = run_tasks(tested, [task], caches, seed, csv, detailed=True, shown=False)
+    found = []
+    for own in caches:
+        columns = {**Run(task, own, seed).cache_columns(), "data": ALL}.items()
+        rows = [row for row in details if columns <= row.items()]  # none if it is not done
+        found += [dict(row, cache=own.policy_label, flags=cache_flags(own)) for row in rows]
+    if found:
+        write_text(_fidelity_table(found))
+    drawn = [row for row in found if row["policy"] != "full"]
+    if plot is not None and drawn:
+        plot_fidelity(plot, drawn, f"{tested.name}, {drawn[0]['texts']} texts")
+    if recommend is not None and found and code == 0:
+        write_text(_recommendation(found, recommend))
+    return code
+
+
+def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each cache, the intervals in brackets."""
+    from h2okv.records import markdown_table
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        if row[f"{name}_low"] is None:
+            return f"{row[name]:.3f}"
+        return f"{row[name]:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})"
+
+    measures = {"agreement": "agreement", "kl": "KL", "perplexity_ratio": "perplexity ratio"}
+    header = ["cache", "budget", "bytes", *measures.values(), "texts"]
+    return markdown_table(
+        header,
+        [
+            [
+                row["cache"], row["budget"], f"{100 * row['bytes_fraction']:.1f} %",
+                *(cell(row, name) for name in measures), row["texts"],
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> str:
+    """The smallest cache with so much agreement, ready to paste."""
+    enough = [row for row in rows if row["agreement"] >= least]
+    if not enough:
+        best = max(rows, key=lambda row: row["agreement"])
+        return (
+            f"\nno cache reaches an agreement of {least:g}; the best has {best['agreement']:.3f}:"
+            f" {best['flags']}\n"
+        )
+    best = min(enough, key=lambda row: row["bytes_fraction"])
+    share, texts = 100 * best["bytes_fraction"], best["texts"]
+    return (
+        f"\nthe smallest cache with an agreement of {least:g} or more ({best['agreement']:.3f} on"
+        f" {texts} texts, {share:.1f} % of the bytes):\n{best['flags']}\n"
+    )
 
 
 @eval_app.command("recall")

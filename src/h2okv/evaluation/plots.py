@@ -23,6 +23,8 @@ _GREY = "#555555"
 # Above that a number says nothing but "collapsed", and a float may not hold it.
 _LARGEST_NLL = 60.0
 _PANEL_COLUMNS = 3
+_LEAST_KL = 1e-6
+"""Below that it is rounding, and a logarithmic axis has no place for zero."""
 _MARKERS = "osD^vPX*"
 _DARK = 0.6
 FULL = "full"
@@ -189,6 +191,42 @@ def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
             colour = "black" if value > _DARK else "white"
             axes.text(x, y, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=8)
     return image
+
+
+def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draws the divergence from the full cache against bytes, and the line of the best settings.
+
+    Args:
+        path: The picture.
+        rows: With cache, kl and its interval, and bytes_fraction.
+        title: The picture's.
+    """
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
+    axes.set_title(title)
+    points = sorted((100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in rows)
+    best = [point for n, point in enumerate(points) if all(point[1] < p[1] for p in points[:n])]
+    axes.plot(*zip(*best, strict=True), color=_GREY, linewidth=5, alpha=0.3, label="Pareto")
+    for number, name in enumerate(dict.fromkeys(row["cache"] for row in rows)):
+        own = sorted((r for r in rows if r["cache"] == name), key=lambda r: r["bytes_fraction"])
+        kls = [max(row["kl"], _LEAST_KL) for row in own]
+        bars = None
+        if all(row["kl_low"] is not None for row in own):
+            pairs = [(row["kl"] - row["kl_low"], row["kl_high"] - row["kl"]) for row in own]
+            bars = [[max(0.0, pair[side]) for pair in pairs] for side in (0, 1)]
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.errorbar(
+            [100 * row["bytes_fraction"] for row in own],
+            kls, bars, marker=marker, capsize=2, label=name, **line_look(number),
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _plain_numbers(axes.xaxis, between_decades=True)
+    axes.set_xlabel("bytes held, % of the full cache")
+    axes.set_ylabel("KL divergence from the full cache, nats a token")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="best")
+    save_figure(figure, path)
 
 
 def line_look(number: int) -> dict[str, Any]:

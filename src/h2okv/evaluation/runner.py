@@ -133,13 +133,26 @@ class Evaluation:
 
     def run(self, on_results: Callable[[Run, int], None] = lambda run, count: None) -> None:
         """Evaluates what has no result yet; appends to the file."""
+        groups: dict[tuple[int, int], list[Run]] = {}
         for run in self.runs:
-            missing = self._missing(run)
-            if not missing:
-                continue
-            for results in run.task.run(self.model, run.config, missing, run.seed):
-                self.file.add(run.label, results)
-                on_results(run, len(results))
+            groups.setdefault((id(run.task), run.seed), []).append(run)
+        for runs in groups.values():
+            for some, samples in self._lacking(runs):
+                found = some[0].task.run_together(
+                    self.model, [run.config for run in some], samples, some[0].seed
+                )
+                for number, results in found:
+                    self.file.add(some[number].label, results)
+                    on_results(some[number], len(results))
+
+    def _lacking(self, runs: Sequence[Run]) -> list[tuple[list[Run], list[int]]]:
+        """Which runs of a task lack which samples."""
+        missing = [set(self._missing(run)) for run in runs]
+        lacking: dict[tuple[int, ...], list[int]] = {}
+        for sample in runs[0].task.samples():
+            wanted = tuple(n for n, own in enumerate(missing) if sample in own)
+            lacking.setdefault(wanted, []).append(sample)
+        return [([runs[n] for n in wanted], own) for wanted, own in lacking.items() if wanted]
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Makes one row for each run whose samples are all done: what it is, and its scores."""

@@ -74,6 +74,22 @@ class Task(ABC):
     ) -> Iterator[dict[int, Result]]:
         """Evaluates samples."""
 
+    def run_together(
+        self,
+        model: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        samples: Sequence[int],
+        seed: int,
+    ) -> Iterator[tuple[int, dict[int, Result]]]:
+        """Evaluates samples with several caches, one after another unless they share a reading.
+
+        Yields:
+            The number of a cache, and results with it.
+        """
+        for number, config in enumerate(configs):
+            for results in self.run(model, config, samples, seed):
+                yield number, results
+
     @abstractmethod
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """The scores, by metric."""

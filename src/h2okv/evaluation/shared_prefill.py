@@ -1,0 +1,202 @@
+"""One reading of a prompt for many cache settings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from h2okv.cache import H2OCache
+from h2okv.cache.layer import LAYER_ATTRIBUTE, Block, CacheLayer
+from h2okv.cache.slots import SlotLayer
+from h2okv.config import CacheConfig
+from h2okv.evaluation.model import make_cache
+from h2okv.ops.attention import Visibility
+
+Attended = tuple[Tensor, Tensor]
+
+
+def shares_prompt(config: CacheConfig) -> bool:
+    """Whether the prompt's attention is that of a full cache, whatever is evicted after it."""
+    return config.positions == "original" and config.prefill_chunk is None
+
+
+class _Attention:
+    """A block's attention, computed once for each way of counting its queries."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+        self._weighted: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(
+        self,
+        attend: Callable[..., Attended],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visibility: Visibility,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Attended:
+        """Takes and returns what `Operations.attend` does."""
+        if self._attended is None:
+            self._attended = attend(query, key, value, visibility, scale, softcap, None)
+        output, sums = self._attended
+        if weights is None:
+            return output, sums
+        for known, own in self._weighted:
+            if torch.equal(known, weights):
+                return output, own
+        first = 0
+        if visibility.queries is None and visibility.entries is None:
+            # Queries that count for nothing, all but a window at the end, need not be asked again.
+            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
+        rest = replace(visibility, past=visibility.past + first)
+        late = (query[:, :, first:], key, value, rest, scale, softcap, weights[:, first:])
+        self._weighted.append((weights, attend(*late)[1]))
+        return output, self._weighted[-1][1]
+
+
+class SharedLayer(CacheLayer):
+    """One layer of several caches: the first block is read by all, then each has its sequences."""
+
+    def __init__(self, parts: Sequence[CacheLayer]) -> None:
+        own = parts[0]
+        super().__init__(own.layer_idx, own.budget, own.policy, own.rule)
+        self.parts = list(parts)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `CacheLayer.update`."""
+        self.require_attention()
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        self.awaits_attention = True
+        return key_states, value_states
+
+    def claim(self, module: torch.nn.Module) -> None:
+        """See `CacheLayer.claim`."""
+        for part in self.parts:
+            part.claim(module)
+
+    def get_seq_length(self) -> Any:
+        """See `CacheLayer.get_seq_length`."""
+        return self.parts[0].get_seq_length()
+
+    @torch.no_grad()
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """See `CacheLayer.attend`."""
+        self.awaits_attention = False
+        self.cumulative_length += query.shape[2]
+        output = self._attend(Block(query, key, value, real, None, scale, softcap))
+        self.num_forwards += 1
+        return output
+
+    def _attend(self, block: Block) -> Tensor:
+        """A prompt for all, or the sequences of each."""
+        if self.num_forwards == 0:
+            return self._read_prompt(block)
+        count, real = len(self.parts), block.real
+        states = [part.chunk(count) for part in (block.query, block.key, block.value)]
+        masks = [None] * count if real is None else real.chunk(count)
+        outputs = []
+        for part, query, key, value, mask in zip(self.parts, *states, masks, strict=True):
+            own = part.attend(query, *part.update(key, value), mask, block.scale, block.softcap)
+            outputs.append(own)
+        return torch.cat(outputs)
+
+    def _read_prompt(self, block: Block) -> Tensor:
+        """Has every cache take the prompt, each by its own budget and its own scores."""
+        query, key, value, real = block.query, block.key, block.value, block.real
+        shared, outputs = _Attention(), []
+        for part in self.parts:
+            if isinstance(part, SlotLayer):
+                part.shared = shared
+            if real is None:  # what comes next is no more of the prompt
+                part.expected_length = query.shape[2]
+            own = part.update(key, value)
+            outputs.append(part.attend(query, *own, real, block.scale, block.softcap))
+            if isinstance(part, SlotLayer):
+                part.shared = None
+        return outputs[0]
+
+    @property
+    def nbytes(self) -> int:
+        """See `CacheLayer.nbytes`."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class SharedPrefill(H2OCache):
+    """Caches of several settings that read one prompt together.
+
+    The model reads the prompt in one forward, as onto any cache; every setting then holds what it
+    would hold had it read the prompt by itself, for under one reading the prompt's attention is the
+    same for all. Then `split`, and either go on with each cache alone, or give the model a batch of
+    as many times the prompt's sequences as there are settings: each is decoded on its own cache,
+    so that the model's weights are read once a step for all.
+
+    Example::
+
+        shared = SharedPrefill(model.config, configs)
+        model(input_ids, past_key_values=shared)
+        caches = shared.split()
+
+    Args:
+        config: The model's config.
+        configs: The settings.
+        seed: For policies that draw at random.
+
+    Raises:
+        ValueError: If a setting makes no sense, or changes how the prompt itself is read.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, configs: Sequence[CacheConfig], seed: int = 0
+    ) -> None:
+        super().__init__(config, policy="full")
+        for own in configs:
+            if not shares_prompt(own):
+                raise ValueError(
+                    f"{own.label!r} reads the prompt in its own way (positions={own.positions!r}, "
+                    f"prefill_chunk={own.prefill_chunk}); leave both out, or run it by itself."
+                )
+        self._caches = [make_cache(own, config, seed) for own in configs]
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CacheLayer):
+                parts: list[Any] = [cache.layers[index] for cache in self._caches]
+                self.layers[index] = SharedLayer(parts)
+                self._parts = parts
+        self._scored = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+    def split(self) -> list[H2OCache]:
+        """Ends the prompt.
+
+        Returns:
+            The settings' caches, in their order.
+        """
+        part = self._parts[0]
+        # Setting by setting, and of each all sequences of the prompt.
+        order: Any = torch.arange(part.batch_size, device=part.device).repeat(len(self._caches))
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CacheLayer):
+                continue
+            # A sliding window, say, is the same for all.
+            for cache in self._caches:
+                cache.layers[index] = copy.deepcopy(layer)
+            layer.reorder_cache(order)
+        return list(self._caches)

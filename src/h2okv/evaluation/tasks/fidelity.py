@@ -1,0 +1,338 @@
+"""What a cache setting changes of what the model says, on the user's own texts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from h2okv.cache import H2OCache
+from h2okv.config import CacheConfig
+from h2okv.engine.sampler import eos_token_ids
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.shared_prefill import SharedPrefill
+from h2okv.evaluation.stream_data import Conversation, Message, read_conversations
+from h2okv.evaluation.task import Length, Result, Score, Task, check_counts, filter_by_length
+from h2okv.integration.chat_template import chat_text
+from h2okv.integration.enable import enable
+from h2okv.provenance import digest
+from h2okv.records import read_jsonl, read_text_file
+
+Protocol = Literal["decode", "block"]
+PROTOCOLS: tuple[Protocol, ...] = ("decode", "block")
+DEFAULT_TEXTS = 8
+_FULL = CacheConfig("full")
+_MEASURES = ("kl", "agreement", "nll", "full_nll")
+_DRAWS = 1000
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read.
+
+    Attributes:
+        prompt_tokens: Tokens of a text that are read at once and evicted from; of a JSONL file's
+            prompts all are.
+        new_tokens: Tokens after them, each of which predicts the next; the most of an answer.
+        texts: Texts of each file; ``None`` for 8, or all of fewer.
+        protocol: ``"decode"`` evicts after each new token, as when text is generated; ``"block"``
+            reads them all on what the prompt left.
+        raw: Whether prompts go without the model's chat template.
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 32
+    texts: int | None = None
+    protocol: Protocol = "decode"
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what no text can be read by."""
+        check_counts(new_tokens=self.new_tokens, texts=self.texts)
+        if self.prompt_tokens < 2:
+            raise ValueError(f"--prompt-tokens {self.prompt_tokens} is too few; give 2 or more")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that is cut into windows, or prompts that the model answers."""
+
+    name: str
+    text: str = ""
+    prompts: tuple[str | Conversation, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """Reads a text file, or a JSONL file of prompts, messages or turns."""
+        if path.suffix != ".jsonl":
+            return cls(path.stem, read_text_file(path))
+        records = read_jsonl(path, "an object with prompt, messages or turns")
+        if records and all("prompt" in record.fields for record in records):
+            return cls(path.stem, prompts=tuple(record.text("prompt") for record in records))
+        return cls(path.stem, prompts=tuple(map(_to_answer, read_conversations(path))))
+
+
+def _to_answer(conversation: Conversation) -> Conversation:
+    """The conversation up to the first message of the user that has no answer, or the last one."""
+    asked = [n for n, message in enumerate(conversation) if message.role == "user"]
+    answered = {n - 1 for n, message in enumerate(conversation) if message.role == "assistant"}
+    end = next((n for n in asked if n not in answered), asked[-1])
+    return conversation[: end + 1]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What one sample reads: a prompt, and the tokens after it if they are given."""
+
+    source: str
+    prompt: list[int]
+    following: list[int]
+
+
+class Fidelity(Task):
+    """Compares a setting's predictions with the full cache's, token by token, on the same text.
+
+    The prompt is read once for all settings. The first token after it is predicted by that reading
+    and so the same for all; what is compared are the predictions of those that follow. After a
+    prompt of a JSONL file the text is the full cache's own greedy answer.
+    """
+
+    metrics = ("agreement", "kl", "perplexity_ratio", "bytes_fraction")
+
+    def __init__(self, sources: Sequence[Source], reading: Reading) -> None:
+        self.name = "fidelity"
+        self.sources, self.reading = sources, reading
+        self._samples: dict[int, _Sample] = {}
+
+    def identity(self) -> Mapping[str, Any]:
+        """Names the data and the protocol; more texts may be added later."""
+        return {
+            "data": digest(repr(list(self.sources))),
+            "prompt_tokens": self.reading.prompt_tokens,
+            "new_tokens": self.reading.new_tokens,
+            "protocol": self.reading.protocol,
+            "raw": self.reading.raw,
+        }
+
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+        """Cuts the texts, and encodes the prompts."""
+        for place, source in enumerate(self.sources):
+            found = self._prompts(model, source) if source.prompts else self._cut(model, source)
+            for number, sample in enumerate(found):
+                self._samples[number * len(self.sources) + place] = sample
+        lengths = [
+            Length(len(own.prompt) + self.reading.new_tokens + 1, f"a text of {own.source!r}")
+            for own in self._samples.values()
+        ]
+        filter_by_length(model, configs, lengths)
+
+    def _cut(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
+        """Windows of a text, far from each other, and the same ones first if more are wanted."""
+        prompt = self.reading.prompt_tokens
+        length = prompt + self.reading.new_tokens + 1
+        special = model.encode("")
+        start = special if special == [model.tokenizer.bos_token_id] else []
+        ids = model.encode(source.text, special=False)
+        places = list(range(0, len(ids) - length + len(start) + 1, length))
+        wanted = self.reading.texts or min(DEFAULT_TEXTS, len(places))
+        if len(places) < max(wanted, 1):
+            raise ValueError(
+                f"{source.name!r} has {len(ids)} tokens for this model, which are {len(places)}"
+                f" texts of {length} (--prompt-tokens, --new-tokens and one to start from); give a"
+                " longer text, smaller numbers, or fewer --texts"
+            )
+        random.Random(0).shuffle(places)
+        found = []
+        for place in places[:wanted]:
+            own = [*start, *ids[place : place + length - len(start)]]
+            found.append(_Sample(source.name, own[:prompt], own[prompt:]))
+        return found
+
+    def _prompts(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
+        """The first prompts, in the form that the model knows."""
+        wanted = self.reading.texts or min(DEFAULT_TEXTS, len(source.prompts))
+        if wanted > len(source.prompts):
+            raise ValueError(
+                f"{source.name!r} has {len(source.prompts)} prompts; give --texts"
+                f" {len(source.prompts)} or fewer"
+            )
+        has_template = bool(model.tokenizer.chat_template)
+        found = []
+        for number, prompt in enumerate(source.prompts[:wanted], start=1):
+            if isinstance(prompt, str) and (self.reading.raw or not has_template):
+                ids = model.encode(prompt)
+            elif self.reading.raw:
+                raise ValueError("--raw takes prompts, not messages; leave it out")
+            else:
+                said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+                messages = [{"role": own.role, "content": own.content} for own in said]
+                ids = model.encode(chat_text(model.tokenizer, messages), special=not has_template)
+            if len(ids) < 2:
+                raise ValueError(f"prompt {number} of {source.name!r} is too short; lengthen it")
+            found.append(_Sample(source.name, ids, []))
+        return found
+
+    def samples(self) -> Sequence[int]:
+        """The numbers of the texts."""
+        return sorted(self._samples)
+
+    def run(
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
+    ) -> Iterator[dict[int, Result]]:
+        """Compares one cache."""
+        for _, results in self.run_together(model, [config], samples, seed):
+            yield results
+
+    def run_together(
+        self,
+        model: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        samples: Sequence[int],
+        seed: int,
+    ) -> Iterator[tuple[int, dict[int, Result]]]:
+        """Compares several caches on one reading of each prompt."""
+        for sample in samples:
+            with enable(model.model), torch.no_grad():
+                comparison = _Comparison(model, configs, self._samples[sample].prompt, seed)
+                results = comparison.run(self._samples[sample].following, self.reading)
+            for number, result in enumerate(results):
+                yield number, {sample: result}
+
+    def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
+        """The means over all texts."""
+        row = self._row(ALL, list(results.values()))
+        return {name: Score(row[name]) for name in self.metrics}
+
+    def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
+        """Rows for all texts and for each file's, with intervals."""
+        rows = [self._row(ALL, list(results.values()))]
+        for source in self.sources if len(self.sources) > 1 else ():
+            own = [r for n, r in results.items() if self._samples[n].source == source.name]
+            rows.append(self._row(source.name, own))
+        return rows
+
+    def _row(self, name: str, results: Sequence[Result]) -> dict[str, Any]:
+        """Means over texts, each with the interval that holds 95 % of bootstrap means."""
+        row: dict[str, Any] = {
+            "data": name,
+            "texts": len(results),
+            "tokens": sum(result["tokens"] for result in results),
+        }
+        loss = [result["nll"] - result["full_nll"] for result in results]
+        for measure, values, is_log in (
+            ("agreement", [result["agreement"] for result in results], False),
+            ("kl", [result["kl"] for result in results], False),
+            ("perplexity_ratio", loss, True),
+        ):
+            for part, value in zip(("", "_low", "_high"), bootstrap(values), strict=True):
+                row[measure + part] = math.exp(value) if is_log and value is not None else value
+        row["bytes"] = sum(result["bytes"] for result in results) / len(results)
+        row["bytes_fraction"] = row["bytes"] * len(results) / sum(r["full_bytes"] for r in results)
+        return row
+
+
+class _Comparison:
+    """A prompt that has been read onto the full cache and the caches compared with it."""
+
+    def __init__(
+        self,
+        subject: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        prompt: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.model: Any = subject.model
+        self.ends = eos_token_ids(self.model)
+        self.shared = SharedPrefill(self.model.config, [_FULL, *configs], seed)
+        self.read = 0
+        first = self._forward(torch.tensor([list(prompt)]), self.shared, 1)
+        self.first = int(first[0, -1].argmax())
+        self.caches = self.shared.split()
+
+    def run(self, following: Sequence[int], reading: Reading) -> list[Result]:
+        """Reads what follows, or the full cache's own answer, on every cache."""
+        how = self._decode if reading.protocol == "decode" else self._in_one_block
+        measured = how(following, reading.new_tokens)
+        full_bytes = self.caches[0].full_nbytes
+        return [
+            {
+                "tokens": measured.shape[0],
+                **dict(zip(_MEASURES, own, strict=True)),
+                "bytes": cache.nbytes,
+                "full_bytes": full_bytes,
+            }
+            for own, cache in zip(measured.mean(0).tolist()[1:], self.caches[1:], strict=True)
+        ]
+
+    def _decode(self, following: Sequence[int], most: int) -> torch.Tensor:
+        """Token by token, all caches in one batch; `_MEASURES`, fp32 ``[T, caches, 4]``."""
+        token, steps = following[0] if following else self.first, []
+        for step in range(most):
+            batch = torch.full((len(self.caches), 1), token)
+            log_probs = self._forward(batch, self.shared, 1)[:, -1]
+            token = following[step + 1] if following else int(log_probs[0].argmax())
+            steps.append(_measure(log_probs[:1], log_probs, torch.tensor(token)))
+            if not following and token in self.ends:
+                break
+        return torch.stack(steps)
+
+    def _in_one_block(self, following: Sequence[int], most: int) -> torch.Tensor:
+        """All tokens at once, one cache after another; the same."""
+        tokens = list(following) or self._answer(most)
+        block, targets = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:])
+        start, columns = self.read, []
+        full = None
+        for cache in self.caches:
+            self.read = start
+            log_probs = self._forward(block, cache)[0]
+            full = log_probs if full is None else full
+            columns.append(_measure(full, log_probs, targets))
+        return torch.stack(columns, dim=1)
+
+    def _answer(self, most: int) -> list[int]:
+        """The full cache's own answer, on a copy; at least two tokens."""
+        cache, tokens, start = self.caches[0].fork(1), [self.first], self.read
+        while len(tokens) <= most and (len(tokens) < 2 or tokens[-1] not in self.ends):
+            log_probs = self._forward(torch.tensor([tokens[-1:]]), cache, 1)
+            tokens.append(int(log_probs[0, -1].argmax()))
+        self.read = start
+        return tokens
+
+    def _forward(self, ids: torch.Tensor, cache: H2OCache, keep: int = 0) -> torch.Tensor:
+        """Log-probabilities fp32 ``[B, T, V]``, or of the last token alone; on the CPU."""
+        self.read += ids.shape[1]
+        logits = self.model(
+            ids.to(self.model.device),
+            attention_mask=torch.ones(len(ids), self.read, device=self.model.device),
+            past_key_values=cache,
+            logits_to_keep=keep,
+        ).logits
+        return logits.float().log_softmax(dim=-1).cpu()
+
+
+def _measure(full: torch.Tensor, own: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`_MEASURES` of log-probabilities ``[N, V]``, fp32 ``[N, 4]``; ``full`` may be one row."""
+    kl = torch.where(full.isneginf(), 0.0, full.exp() * (full - own)).sum(dim=-1)
+    agrees = (own.argmax(dim=-1) == full.argmax(dim=-1)).float()
+    index = target.expand(own.shape[0]).unsqueeze(1)
+    losses = [-part.expand_as(own).gather(1, index).squeeze(1) for part in (own, full)]
+    return torch.stack([kl, agrees, *losses], dim=1)
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """The mean, and the interval that holds 95 % of the means of samples drawn again."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if len(numbers) < 2:
+        return float(numbers.mean()), None, None
+    draws = torch.randint(
+        len(numbers), (_DRAWS, len(numbers)), generator=torch.Generator().manual_seed(0)
+    )
+    means = numbers[draws].mean(dim=1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(numbers.mean()), low, high

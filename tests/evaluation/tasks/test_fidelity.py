@@ -1,0 +1,177 @@
+import json
+import math
+
+import pytest
+import torch
+
+from h2okv import enable
+from h2okv.config import CacheConfig
+from h2okv.evaluation.model import ModelUnderTest, make_cache
+from h2okv.evaluation.tasks.fidelity import Fidelity, Reading, Source, bootstrap
+
+CONFIGS = [
+    CacheConfig.from_budget(0.5),
+    CacheConfig.from_budget(0.1, scoring="decay"),
+    CacheConfig.from_budget(12, policy="snapkv", kv_bits=8),
+]
+MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the street?"}]}
+
+
+def compared(subject, sources, configs=CONFIGS, **reading):
+    task = Fidelity(sources, Reading(**reading))
+    task.prepare(subject, configs)
+    results = [{} for _ in configs]
+    for number, found in task.run_together(subject, configs, task.samples(), 0):
+        results[number] |= found
+    return task, results
+
+
+@torch.no_grad()
+def predictions(subject, config, prompt, blocks):
+    """What a cache that reads the prompt by itself says after each later token; its bytes."""
+    cache = make_cache(config, subject.config, 0)
+    cache.expect(len(prompt))
+    said, read = [], 0
+    with enable(subject.model):
+        for ids in (prompt, *blocks):
+            read += len(ids)
+            out = subject.model(
+                torch.tensor([ids]), attention_mask=torch.ones(1, read), past_key_values=cache
+            )
+            said.append(out.logits[0].double().log_softmax(-1))
+    return torch.cat(said[1:]), cache.nbytes
+
+
+def check(subject, config, result, prompt, following, protocol):
+    blocks = [[n] for n in following[:-1]] if protocol == "decode" else [following[:-1]]
+    full, _ = predictions(subject, CacheConfig("full"), prompt, blocks)
+    own, nbytes = predictions(subject, config, prompt, blocks)
+    target = torch.tensor(following[1:]).unsqueeze(1)
+    kl = (full.exp() * (full - own)).sum(-1).mean()
+    assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=1e-5)
+    agreement = (full.argmax(-1) == own.argmax(-1)).double().mean()
+    assert result["agreement"] == pytest.approx(agreement.item())
+    for name, said in (("nll", own), ("full_nll", full)):
+        assert result[name] == pytest.approx(-said.gather(1, target).mean().item(), abs=1e-4)
+    assert (result["tokens"], result["bytes"]) == (len(following) - 1, nbytes)
+
+
+@pytest.mark.parametrize("protocol", ["decode", "block"])
+def test_a_text_s_tokens_are_predicted_as_from_a_reading_of_one_s_own(subject, novel, protocol):
+    task, results = compared(
+        subject, [Source("novel", novel)], prompt_tokens=80, new_tokens=9, texts=2,
+        protocol=protocol,
+    )  # fmt: skip
+    assert task.samples() == [0, 1]
+    for sample, own in task._samples.items():
+        assert (len(own.prompt), len(own.following)) == (80, 10)
+        for config, found in zip(CONFIGS, results, strict=True):
+            check(subject, config, found[sample], own.prompt, own.following, protocol)
+
+
+@pytest.mark.parametrize("protocol", ["decode", "block"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_prompt_is_followed_by_the_full_cache_s_answer(subject, novel, protocol, ends, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": novel[:400]}) + "\n")
+    ids = torch.tensor([subject.encode(novel[:400])])
+    written = subject.model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+    answer = written.tolist()
+    config = subject.model.generation_config
+    before = config.eos_token_id
+    if ends:  # the answer is over with its fifth token, whatever token that is
+        config.eos_token_id = answer[4]
+        answer = answer[: answer.index(answer[4], 1) + 1]
+    try:
+        _, results = compared(subject, [Source.read(path)], new_tokens=8, protocol=protocol)
+    finally:
+        config.eos_token_id = before
+    for own, found in zip(CONFIGS, results, strict=True):
+        check(subject, own, found[0], ids[0].tolist(), answer, protocol)
+
+
+def test_messages_and_prompts_go_by_the_chat_template(subject, chat_tokenizer, tmp_path):
+    chatty = ModelUnderTest(lambda: subject.model, subject.config, chat_tokenizer, "chatty", 2048)
+    question = MESSAGES["messages"][0]["content"]
+    answered = {"messages": [*MESSAGES["messages"], {"role": "assistant", "content": "A horse."}]}
+    prompts = {}
+    for name, line in (
+        ("prompt", {"prompt": question}),
+        ("messages", MESSAGES),
+        ("answered", answered),
+        ("turns", {"turns": [question, "And then?"]}),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+        task = Fidelity([Source.read(tmp_path / f"{name}.jsonl")], Reading())
+        task.prepare(chatty, CONFIGS)
+        prompts[name] = chatty.tokenizer.decode(task._samples[0].prompt)
+    assert set(prompts.values()) == {f"<|user|>{question}<|bos|>\n<|assistant|>"}
+    raw = Fidelity([Source.read(tmp_path / "prompt.jsonl")], Reading(raw=True))
+    raw.prepare(chatty, CONFIGS)
+    assert chatty.decode(raw._samples[0].prompt) == question
+    with pytest.raises(ValueError, match="--raw takes prompts, not messages"):
+        Fidelity([Source.read(tmp_path / "turns.jsonl")], Reading(raw=True)).prepare(chatty, [])
+
+
+def test_more_texts_begin_with_the_same_ones(subject, novel):
+    sources = [Source("novel", novel), Source("backwards", novel[::-1])]
+    windows = []
+    for texts in (2, 5):
+        task = Fidelity(sources, Reading(80, 9, texts))
+        task.prepare(subject, CONFIGS)
+        windows.append({n: own.prompt for n, own in task._samples.items()})
+    assert len(windows[1]) == 10 and windows[0].items() <= windows[1].items()
+
+
+def test_rows_say_means_and_intervals_by_file(subject):
+    sources = [Source("a", "x"), Source("b", "y")]
+    task = Fidelity(sources, Reading())
+    common = {"tokens": 4, "full_nll": 1.0, "full_bytes": 1000}
+    own = [(0.2, 1.0, 1.3, 100), (0.1, 0.5, 1.1, 200), (0.6, 0.75, 1.2, 300), (0.1, 0.75, 1.0, 200)]
+    results = {
+        n: {"kl": kl, "agreement": agreed, "nll": nll, "bytes": size, **common}
+        for n, (kl, agreed, nll, size) in enumerate(own)
+    }
+    task._samples = {n: type("Own", (), {"source": "ab"[n % 2]}) for n in results}
+    whole, first, second = task.details(results)
+    assert [row["data"] for row in (whole, first, second)] == ["all", "a", "b"]
+    assert (whole["texts"], whole["tokens"], first["texts"]) == (4, 16, 2)
+    assert whole["agreement"] == 0.75 and whole["kl"] == pytest.approx(0.25)
+    assert whole["perplexity_ratio"] == pytest.approx(math.exp(0.15))
+    assert (whole["bytes"], whole["bytes_fraction"]) == (200, 0.2)
+    assert whole["kl_low"] < 0.25 < whole["kl_high"] <= 0.6
+    assert second["kl"] == pytest.approx(0.1)
+    assert task.scores(results)["agreement"].value == 0.75
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for _ in range(200):
+        mean, low, high = bootstrap(torch.randn(40, generator=generator).tolist())
+        assert low < mean < high
+        hits += low < 0 < high
+    assert 0.9 <= hits / 200 <= 0.99
+    assert bootstrap([3.0]) == (3.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("reading", "message"),
+    [
+        ({"prompt_tokens": 1}, "--prompt-tokens 1 is too few"),
+        ({"new_tokens": 0}, "--new-tokens 0 is too few"),
+        ({"texts": 0}, "--texts 0 is too few"),
+        ({"prompt_tokens": 100_000}, r"which are 0 texts of 100033 \(--prompt-tokens"),
+        ({"texts": 400}, "or fewer --texts"),
+        ({"prompt_tokens": 2040}, "more than the model's context window of 2048"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(subject, novel, reading, message):
+    with pytest.raises(ValueError, match=message):
+        compared(subject, [Source("novel", novel)], **reading)
+
+
+def test_more_prompts_than_there_are_are_refused(subject, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "It was a dark night"}\n')
+    with pytest.raises(ValueError, match="'p' has 1 prompts; give --texts 1 or fewer"):
+        compared(subject, [Source.read(tmp_path / "p.jsonl")], texts=2)

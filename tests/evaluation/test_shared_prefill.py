@@ -1,0 +1,166 @@
+"""Many settings that read a prompt together hold what each would hold alone."""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from h2okv import policy_names
+from h2okv.config import CacheConfig
+from h2okv.evaluation.model import make_cache
+from h2okv.evaluation.shared_prefill import SharedPrefill
+from h2okv.policy import get_policy
+from h2okv.policy.scoring import SCORINGS
+
+LENGTH, STEPS = 70, 8
+BUDGETS = (0.5, 0.1, 9, 200)
+
+
+def settings():
+    """Every policy, every scoring where it counts, budgets, sinks and bits."""
+    found = [CacheConfig("full"), CacheConfig("full", kv_bits=8)]
+    for name in policy_names():
+        policy = get_policy(name)
+        counts = policy.uses_scores and not policy.prompt_only
+        for scoring in SCORINGS if counts else ("sum",):
+            for budget in BUDGETS:
+                if name != "full":
+                    found.append(CacheConfig.from_budget(budget, policy=name, scoring=scoring))
+    found += [
+        CacheConfig("h2o", sink=3, kv_bits=8, scoring="value_norm"),
+        CacheConfig("h2o", 0.3, 0.1, scoring="decay", decay=0.9, kv_bits=4),
+        CacheConfig("snapkv", 0.2, 0.2, kv_bits=8),
+        CacheConfig("random", seed=3),
+    ]
+    return found
+
+
+def draw(batch, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 97, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def read(model, cache, ids, mask=None, seen=0):
+    """One forward; the mask ``[B, seen + T]`` says what is padding."""
+    mask = (
+        torch.ones(ids.shape[0], seen + ids.shape[1], dtype=torch.int64) if mask is None else mask
+    )
+    places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+
+
+def read_alone(model, config, prompt, mask=None):
+    cache = make_cache(config, model.config, 0)
+    cache.expect(None if mask is not None else prompt.shape[1])
+    return cache, read(model, cache, prompt, mask)
+
+
+def by_position(layer, name):
+    """What a layer holds, in the order of the text; empty slots first."""
+    held = layer.state
+    order = held.positions.argsort(dim=-1, stable=True)
+    tensor = held.stored(name) if name in ("keys", "values") else vars(held)[name]
+    tensor = torch.where(
+        (held.positions >= 0).view(*held.positions.shape, *[1] * (tensor.dim() - 3)), tensor, 0
+    )
+    index = order.view(*order.shape, *[1] * (tensor.dim() - 3)).expand_as(tensor)
+    return tensor.gather(2, index)
+
+
+def assert_same(cache, alone):
+    assert cache.cache_config == alone.cache_config
+    assert cache.nbytes == alone.nbytes
+    for own, other in zip(cache.layers, alone.layers, strict=True):
+        assert torch.equal(by_position(own, "positions"), by_position(other, "positions"))
+        for name in ("keys", "values"):
+            # The masking oracle has an attention of its own, so that the next layer's keys differ.
+            close = {"atol": 1e-5 if cache.simulate else 0, "rtol": 0}
+            torch.testing.assert_close(by_position(own, name), by_position(other, name), **close)
+        torch.testing.assert_close(
+            by_position(own, "scores"), by_position(other, "scores"), atol=1e-5, rtol=1e-5
+        )
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+def test_every_setting_holds_what_its_own_reading_leaves(make_llama, heads, kv_heads):
+    model = make_llama(heads, kv_heads)
+    prompt, later = draw(1, LENGTH), draw(1, STEPS, seed=1)
+    shared = SharedPrefill(model.config, settings())
+    first = read(model, shared, prompt)
+    for config, cache in zip(settings(), shared.split(), strict=True):
+        alone, logits = read_alone(model, config, prompt)
+        torch.testing.assert_close(first, logits, atol=1e-5, rtol=0)
+        assert_same(cache, alone)
+        for step in range(STEPS):
+            token = later[:, step : step + 1]
+            found, wanted = (read(model, own, token, seen=LENGTH + step) for own in (cache, alone))
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        if not cache.simulate:
+            assert_same(cache, alone)
+
+
+def test_a_batch_of_settings_decodes_as_each_does_alone(make_llama):
+    model, configs = make_llama(), settings()
+    prompt = draw(2, LENGTH)
+    mask = torch.ones_like(prompt)
+    mask[1, :20] = 0
+    shared = SharedPrefill(model.config, configs)
+    read(model, shared, prompt, mask)
+    shared.split()
+    alone = [read_alone(model, config, prompt, mask)[0] for config in configs]
+    for step in range(STEPS):
+        tokens = draw(2 * len(configs), 1, seed=step)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        logits = read(model, shared, tokens, mask.repeat(len(configs), 1))
+        for own, token, cache in zip(logits.split(2), tokens.split(2), alone, strict=True):
+            wanted = read(model, cache, token, mask)
+            torch.testing.assert_close(own, wanted, atol=2e-5, rtol=0)
+
+
+def test_a_prompt_s_attention_is_computed_once_for_all_that_count_alike(make_llama, monkeypatch):
+    from h2okv.ops import dispatch
+
+    plain, lengths = dispatch.blockwise_attention_with_scores, []
+
+    def counted(query, *args):
+        lengths.append(query.shape[2])
+        return plain(query, *args)
+
+    monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", counted)
+    model = make_llama(layers=1)
+    configs = [CacheConfig.from_budget(b, policy=p) for b in (0.5, 0.2) for p in ("h2o", "recent")]
+    configs += [CacheConfig("h2o", scoring="decay"), CacheConfig("snapkv", 0.1, 0.1)]
+    read(model, SharedPrefill(model.config, configs), draw(1, LENGTH))
+    # Once for all sums, once for decay, and the window of snapkv: a tenth of the prompt.
+    assert lengths == [LENGTH, LENGTH, LENGTH // 10]
+
+
+def test_layers_with_a_sliding_window_go_to_every_setting():
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=16, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    model.set_attn_implementation("h2o")
+    configs = [CacheConfig("full"), CacheConfig("h2o"), CacheConfig("recent")]
+    prompt, token = draw(1, 40), draw(1, 1, seed=1)
+    shared = SharedPrefill(config, configs)
+    read(model, shared, prompt)
+    caches = shared.split()
+    together = read(model, shared, token.repeat(3, 1), seen=40)
+    for own, cache, logits in zip(configs, caches, together, strict=True):
+        alone, _ = read_alone(model, own, prompt)
+        wanted = read(model, alone, token, seen=40)
+        torch.testing.assert_close(logits[None], wanted, atol=1e-5, rtol=0)
+        assert cache.kept_positions(1).shape == alone.kept_positions(1).shape
+
+
+@pytest.mark.parametrize(
+    "config", [CacheConfig("h2o", prefill_chunk=8), CacheConfig("h2o", positions="rolling")]
+)
+def test_a_setting_that_reads_the_prompt_in_its_own_way_is_refused(make_llama, config):
+    with pytest.raises(ValueError, match="reads the prompt in its own way"):
+        SharedPrefill(make_llama().config, [config])
