@@ -22,8 +22,8 @@ def test_options_reach_the_config_that_they_belong_to():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seq": 3}, "'max_num_seq' is unknown; did you mean 'max_num_seqs'"),
-        ({"polcy": "h2o"}, "'polcy' is unknown; did you mean 'policy'"),
+        ({"max_num_seq": 3}, "'max_num_seq' is unknown; did you mean max_num_seqs"),
+        ({"polcy": "h2o"}, "'polcy' is unknown; did you mean policy"),
         ({"zzz": 1}, "'zzz' is unknown; choose from cache, max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 is out of range"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens=0 is out of range"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
-from h2okv.engine.parallel import check_divides
+from h2okv.engine.model_runner import check_divides
 
 pytestmark = pytest.mark.slow
 

@@ -294,6 +294,21 @@ def test_numbers_that_are_none_hurt_only_their_own_request(
     assert llm.stats().finished == 3
 
 
+def test_a_failed_prompt_leaves_the_others_their_outputs(
+    make_llama, make_llm, make_prompts, greedy
+):
+    model = make_llama()
+    prompts = make_prompts([20, 30, 25, 22])
+    llm = make_llm(model)
+    expected = llm.generate([prompts[0], *prompts[2:]], greedy(12))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[2] = torch.nan
+    with pytest.raises(RequestFailedError, match="not finite") as failed:
+        llm.generate([prompts[0], [*prompts[1], 2, 5], *prompts[2:]], greedy(12))
+    assert failed.value.outputs == [expected[0], None, *expected[1:]]
+    assert llm.generate(prompts[:1], greedy(12)) == expected[:1]
+
+
 def test_short_prompts_are_read_together(make_llama, make_llm, make_prompts, greedy, alone):
     model = make_llama()
     prompts = make_prompts([20, 3, 17, 20, 30, 9])

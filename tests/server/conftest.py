@@ -22,7 +22,7 @@ from h2okv.engine.outputs import (
 )
 from h2okv.server.app import make_app
 from h2okv.server.config import ServerSettings
-from h2okv.server.listener import Listener, open_port
+from h2okv.server.launch import Listener, open_port
 
 MODEL = "fake"
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from h2okv.cli.app import run
-from h2okv.server.listener import open_port
+from h2okv.server.launch import open_port
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,7 @@ def test_a_warning_where_everybody_may_ask(command, monkeypatch):
         sockets[0].close()
         asyncio.run(listener._engine.aclose(0))
 
-    monkeypatch.setattr("h2okv.server.listener.Listener.run", announce_only)
+    monkeypatch.setattr("h2okv.server.launch.Listener.run", announce_only)
     warning = "warning: whoever reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
     options = ("--port", 0, "--max-num-seqs", 1, "--max-prompt-tokens", 64)
     assert warning in command("--host", "0.0.0.0", *options)[1]

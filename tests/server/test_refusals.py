@@ -52,7 +52,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"logprobs": 21}, "logprobs", "logprobs=21 is out of range"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "the key 'x', which is no token"),
         ({"logit_bias": {"5": 1000}}, "logit_bias", "give a number from -100 to 100"),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "99...', which is no token"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "99..., which is no token"),
         ({"repetition_penalty": 1e-38}, "repetition_penalty", "give a number from 0.001 to"),
         ({"best_of": 3}, "best_of", "chooses among no outputs"),
         ({"suffix": "the end"}, "suffix", "suffix='the end': this server only continues"),

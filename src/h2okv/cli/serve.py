@@ -112,13 +112,11 @@ def serve(
     """
     from h2okv.engine import EngineConfig
     from h2okv.engine.memory import parse_memory
-    from h2okv.server.config import ServerSettings
-    from h2okv.server.launch import (
+    from h2okv.server.config import (
         ServeRequest,
+        ServerSettings,
         check_installed,
-        follow,
         read_text,
-        run_server,
         served_name,
     )
 
@@ -160,15 +158,16 @@ def serve(
         systems=tuple(system or ()),
         loading=loading,
     )
-    if tensor_parallel and os.environ.get("RANK", "0") != "0":
-        return follow(request)
-    if not ray:
-        return run_server(request)
     check_installed()
+    # Only now: what follows imports what the extras bring.
+    if not ray:
+        from h2okv.server.launch import follow, run_server
+
+        is_follower = tensor_parallel and os.environ.get("RANK", "0") != "0"
+        return follow(request) if is_follower else run_server(request)
     from h2okv.cluster.ray_cluster import import_ray
 
     import_ray()
-    # Only now: it imports what the extras bring.
     from h2okv.cluster.serve import run_server_on_ray
 
     return run_server_on_ray(request, device, replicas)

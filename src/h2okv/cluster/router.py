@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.server.errors import ApiError, as_api_error, timed_out
-from h2okv.server.generation import while_connected
+from h2okv.server.handlers import while_connected
 
 Ask = Callable[[dict[str, Any], bytes], AsyncGenerator[list[Message], None]]
 """Hands a request to a replica: its scope and its body; gives the messages of the answer."""

@@ -35,10 +35,9 @@ from h2okv.cluster.ray_cluster import cluster, count_workers, has_gpus, reason, 
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
 from h2okv.engine import AsyncLLM, EngineConfig
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
-from h2okv.server.app import make_app
-from h2okv.server.launch import ServeRequest, announce
-from h2okv.server.listener import open_port
-from h2okv.server.middleware import RequestGuard
+from h2okv.server.app import RequestGuard, make_app
+from h2okv.server.config import ServeRequest
+from h2okv.server.launch import announce, open_port
 
 APP, REPLICA, FRONT = "h2okv", "model", "front"
 _PATIENCE = 2.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from h2okv.config import CacheConfig
+from h2okv.engine.sampling_params import UNLIMITED, check_number
+from h2okv.records import unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +52,11 @@ class EngineConfig:
         """Checks what can be checked without a model."""
         if not isinstance(self.cache, CacheConfig):
             raise ValueError(f"cache={self.cache!r} is of another type; give a CacheConfig.")
-        for name in ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value!r} is out of range; give 1 or more.")
-        if self.max_waiting < 0:
-            raise ValueError(f"max_waiting={self.max_waiting!r} is out of range; give 0 or more.")
+        for name in ("max_num_seqs", "memory", "max_prompt_tokens"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), int, 1, UNLIMITED)
+        check_number("max_prefill_tokens", self.max_prefill_tokens, int, 1, UNLIMITED)
+        check_number("max_waiting", self.max_waiting, int, 0, UNLIMITED)
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
                 f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is no fraction of "
@@ -77,13 +77,11 @@ class EngineConfig:
         Raises:
             ValueError: If an option is unknown or out of range.
         """
-        config = config or cls()
         own = [part.name for part in fields(cls)]
         known = [*own, *(part.name for part in fields(CacheConfig))]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}."
-                raise ValueError(f"option {name!r} is unknown; {hint}")
+                raise unknown_name("option", name, known)
+        config = config or cls()
         config = replace(config, **{name: options.pop(name) for name in own if name in options})
         return replace(config, cache=replace(config.cache, **options))

@@ -20,21 +20,19 @@ class Detokenizer:
 
     A character outside ASCII may be spread over several tokens of a byte-level tokenizer; nothing
     is handed on before its last byte is there.
-
-    Attributes:
-        token_ids: All that was added.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self.token_ids: list[int] = []
         self._tokenizer = tokenizer
-        self._lead = list(prompt[-_LEAD:])
-        self._window_start = 0
-        self._shown_end = len(self._lead)
+        # The tokens from the last ones that were shown on, and how many of them were shown.
+        self._window = list(prompt[-_LEAD:])
+        self._num_shown = len(self._window)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is certain now, often a word or nothing."""
         self.token_ids.extend(token_ids)
+        self._window.extend(token_ids)
         piece = self._unseen_text()
         return "" if piece.endswith(_UNFINISHED) else self._shown(piece)
 
@@ -44,23 +42,16 @@ class Detokenizer:
 
     def _unseen_text(self) -> str:
         # Decoded with some tokens before it, for a decoder may drop the space at its start.
-        shown = self._decode(self._tokens(self._window_start, self._shown_end))
-        return self._decode(self._tokens(self._window_start, None))[len(shown) :]
-
-    def _tokens(self, start: int, end: int | None) -> list[int]:
-        """A part of the lead and the tokens behind it, without copying all of a long text."""
-        lead = len(self._lead)
-        if start >= lead:
-            return self.token_ids[start - lead : None if end is None else end - lead]
-        return (self._lead + self.token_ids)[start:end]
+        shown = self._decode(self._window[: self._num_shown])
+        return self._decode(self._window)[len(shown) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _shown(self, piece: str) -> str:
         if piece:
-            self._window_start = self._shown_end
-            self._shown_end = len(self._lead) + len(self.token_ids)
+            self._window = self._window[self._num_shown :]
+            self._num_shown = len(self._window)
         return piece
 
 
@@ -96,8 +87,8 @@ class StopText:
             # Of those that begin at one place the longest, whatever their order.
             at, _, self.stopped = min(found)
             self._hand_on(at)
-            return
-        self._hand_on(len(self._held) - self._begun())
+        else:
+            self._hand_on(len(self._held) - self._begun())
 
     def end(self) -> None:
         """Hands on what was held back, for no stop string came of it."""
@@ -106,13 +97,12 @@ class StopText:
 
     def _begun(self) -> int:
         """Length of the longest end of the text that a stop string may begin with."""
-        longest = 0
-        for stop in self._stop_strings:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stop_strings):
+                return length
+        return 0
 
     def _hand_on(self, length: int) -> None:
         piece, self._held = self._held[:length], self._held[length:]
@@ -124,7 +114,7 @@ class StopText:
 
 
 class TextStream(BaseStreamer):
-    """Hands on each piece of text as soon as it can no longer change."""
+    """The streamer of a ``generate`` that hands text on as `Detokenizer` does."""
 
     def __init__(
         self,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -19,17 +18,11 @@ from h2okv.cache.validation import window_by_length
 from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
-from h2okv.engine.model_runner import ModelRunner, StepOutput
-from h2okv.engine.outputs import (
-    EngineStats,
-    OutputDelta,
-    PromptTooLongError,
-    RequestFailedError,
-)
-from h2okv.engine.parallel import TensorParallelGroup, check_divides
-from h2okv.engine.request import Output, PrefillChunk, PromptStart, Request, ScheduledStep
+from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
+from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
+from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
-from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.sampling_params import SamplingParams, short_repr
 from h2okv.engine.scheduler import Scheduler
 from h2okv.integration import enable
 from h2okv.integration.loading import Described, context_of, describe, load_weights
@@ -38,18 +31,6 @@ _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8
 _MIB = 1 << 20
-
-
-@dataclass
-class _Counters:
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    new_tokens: int = 0
-    finished: int = 0
-    failed: int = 0
-    aborted: int = 0
-    steps: int = 0
-    evictions: int = 0
 
 
 class Engine:
@@ -76,7 +57,6 @@ class Engine:
         device: torch.device | str | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self._stack = ExitStack()
         described = _describe(model, tokenizer, config.tensor_parallel)
         self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
         # All that can be refused is, before the weights are loaded.
@@ -84,9 +64,13 @@ class Engine:
         probe = self._make_cache(None)
         check_poolable(probe)
         self._set_limits(probe, described.context)
-        self.model = _load(model, described, dtype, device, config.tensor_parallel)
+        if isinstance(model, str):
+            where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            model = load_weights(described, dtype, where, config.tensor_parallel)
+        self.model = model.eval()
         self._model_config = self.model.config
         self.group = TensorParallelGroup() if config.tensor_parallel else None
+        self._stack = ExitStack()
         self._stack.enter_context(enable(self.model))
         try:
             self.memory = MemoryModel.of(self.model.config, probe, self.model.dtype).serving(
@@ -97,34 +81,22 @@ class Engine:
             )
             self.max_num_seqs = self._count_seqs()
             self.runner = ModelRunner(
-                self.model,
-                self._make_cache,
-                self.max_num_seqs,
-                self.max_budget,
-                config.tensor_parallel,
+                self.model, self._make_cache, self.max_num_seqs, self.max_budget, self.group
             )
             self._prefixes = [self._save_prefix(text) for text in config.prefixes]
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
-        self.scheduler = Scheduler(
-            self.max_num_seqs,
-            self.runner.chunk_tokens(config.max_prefill_tokens),
-            config.max_waiting,
-            config.max_prefill_time_fraction,
-        )
-        self._execute: Callable[[ScheduledStep], StepOutput] = self.runner.execute
-        self._recover: Callable[[], None] = self.runner.reset
-        if self.group is not None:
-            self._execute = self.group.broadcasting(self.runner.execute)
-            self._recover = self.group.give_up
+        chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
+        self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens)
+        self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
-        self._counters = _Counters()
+        self._counters = EngineStats()
 
     def step(self) -> bool:
         """Schedules, runs, samples and reports what is next; returns whether there was anything."""
         step = self.scheduler.schedule()
-        if step.is_empty:
+        if step == ScheduledStep():
             return False
         try:
             output = self._execute(step)
@@ -139,37 +111,31 @@ class Engine:
             for request in self.scheduler.clear():
                 if not request.is_over:
                     self._fail(request, error)
-            self._recover()
+            self.runner.reset()
         except BaseException:  # Ctrl-C in the middle of a forward, which leaves slots half written
             self.scheduler.clear()
-            self._recover()
+            self.runner.reset()
             raise
         return True
 
     def _after_prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         requests = list(self.scheduler.prefilling)
-        if output.error is not None and len(requests) > 1:
-            # One of them is at fault; the others shall not suffer for it.
+        if output.error is None:
+            for request, chunk, logits in zip(requests, chunks, output.prefill_logits, strict=True):
+                try:
+                    self._after_chunk(request, chunk, logits)
+                except Exception as error:
+                    self._fail(request, error)
+        elif len(requests) == 1:
+            self._fail(requests[0], RequestFailedError(output.error))
+        else:  # one of them is at fault; the others shall not suffer for it
             self.scheduler.split_prefill_batch()
-            return
-        for number, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
-            logits = output.prefill_logits
-            if logits is not None and len(requests) > 1:
-                logits = logits[number : number + 1]
-            try:
-                if output.error is not None:
-                    raise RequestFailedError(output.error)
-                self._after_chunk(request, chunk, logits)
-            except Exception as error:
-                self._fail(request, error)
 
-    def _after_chunk(
-        self, request: Request, chunk: PrefillChunk, logits: torch.Tensor | None
-    ) -> None:
+    def _after_chunk(self, request: Request, chunk: PrefillChunk, logits: Any) -> None:
         """Notes what a chunk's logits say, and begins the outputs after the last one."""
         self._counters.prompt_tokens += len(chunk.tokens)
         asked = request.params.prompt_logprobs
-        if asked is not None and logits is not None:
+        if asked is not None:
             if not request.logprobs:
                 request.logprobs.append(None)
             following = request.prompt[chunk.position + 1 : chunk.position + 1 + len(chunk.tokens)]
@@ -181,7 +147,6 @@ class Engine:
             request.notify(OutputDelta(0, "", finish_reason="length", prompt=request.prompt_read()))
             self._finish(request)
             return
-        assert logits is not None
         for index in range(request.params.n):
             sampler = Sampler(self.model, request.params, request.prompt, index)
             request.outputs.append(Output(request, index, sampler, self.tokenizer))
@@ -190,13 +155,13 @@ class Engine:
     def _sample(self, outputs: list[Output], logits: torch.Tensor) -> None:
         """Chooses a token for each output and reports it."""
         tokens = sample([own.sampler for own in outputs], [own.tokens for own in outputs], logits)
-        for row, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
+        for at, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
             if output.request.is_over:  # another output of it has just failed
                 continue
             try:
                 if isinstance(token, Exception):
                     raise token
-                self._report(output, token, logits[row : row + 1])
+                self._report(output, token, logits[at : at + 1])
             except Exception as error:  # of this request alone, whatever it is
                 self._fail(output.request, error)
 
@@ -211,7 +176,7 @@ class Engine:
             delta = replace(delta, prompt=request.prompt_read())
         self._counters.new_tokens += 1
         request.notify(delta)
-        if request.is_finished:
+        if all(own.is_finished for own in request.outputs):
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
@@ -220,13 +185,14 @@ class Engine:
         request.notify(None)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        if not isinstance(error, RequestFailedError):
+        failed = error
+        if not isinstance(failed, RequestFailedError):
             failed = RequestFailedError(f"{type(error).__name__}: {error}")
             failed.__cause__ = error
-            error = failed
         self._counters.failed += 1
+        request.error = failed
         self.scheduler.drop(request)
-        request.notify(error)
+        request.notify(failed)
 
     def abort(self, request: Request) -> None:
         """Ends a request whose client went away; its slots are free with the next step."""
@@ -236,8 +202,7 @@ class Engine:
 
     def follow(self) -> None:
         """Runs the steps of the first of several ranks, until it closes or ends a call."""
-        assert self.group is not None
-        self.group.follow(self.runner.execute)
+        self.runner.follow()
 
     def close(self) -> None:
         """Gives the model its own attention back."""
@@ -246,11 +211,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts what was done and what is held; may be called from any thread."""
         pool = self.runner.pool
-        return EngineStats(
+        return replace(
+            self._counters,
             max_num_seqs=self.max_num_seqs,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            **vars(self._counters),
             cache_bytes=pool.held_bytes,
             full_bytes=pool.full_bytes,
             reserved_bytes=pool.nbytes,
@@ -282,14 +247,23 @@ class Engine:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
-        notify: Callable[[OutputDelta | Exception | None], None],
+        notify: Callable[[Event], None],
         budget: Budget | None = None,
     ) -> Request:
         """Makes a request, without submitting it; may be called from any thread."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} is of another type; give SamplingParams.")
         tokens = self._tokens(prompt)
-        self._check_length(len(tokens), params)
+        most = self.max_prompt_tokens
+        if self.max_context is not None and params.max_tokens != 0:
+            most = min(most, self.max_context - 1)
+        if not tokens:
+            raise ValueError("the prompt has no tokens; give at least one.")
+        if len(tokens) > most:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens):,} tokens, and at most {most:,} can be read; shorten "
+                "it."
+            )
         self._check_tokens("logit_bias: the token", params.logit_bias)
         if params.n > self.max_num_seqs:
             raise ValueError(
@@ -335,20 +309,9 @@ class Engine:
             is_int = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_int or not 0 <= token < vocabulary:
                 raise ValueError(
-                    f"{name} {reprlib.repr(token)} is not one of the model's {vocabulary}; give "
+                    f"{name} {short_repr(token)} is not one of the model's {vocabulary}; give "
                     "tokens of this model."
                 )
-
-    def _check_length(self, length: int, params: SamplingParams) -> None:
-        if length == 0:
-            raise ValueError("the prompt has no tokens; give at least one.")
-        most = self.max_prompt_tokens
-        if self.max_context is not None and params.max_tokens != 0:
-            most = min(most, self.max_context - 1)
-        if length > most:
-            raise PromptTooLongError(
-                f"the prompt has {length:,} tokens, and at most {most:,} can be read; shorten it."
-            )
 
     def _save_prefix(self, text: str | Sequence[int]) -> tuple[int, ...]:
         tokens = self._tokens(text)
@@ -430,17 +393,3 @@ def _describe(
     name = str(model.config._name_or_path or model.config.model_type)
     own = tokenizer or describe(name).tokenizer
     return Described(name, name, model.config, own, context_of(model.config))
-
-
-def _load(
-    model: str | PreTrainedModel,
-    described: Described,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    tensor_parallel: bool,
-) -> PreTrainedModel:
-    """The model, loaded if it is not yet."""
-    if not isinstance(model, str):
-        return model.eval()
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load_weights(described, dtype, torch.device(where), tensor_parallel)

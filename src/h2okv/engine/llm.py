@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,22 +17,14 @@ from h2okv.console import Progress
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
-from h2okv.engine.outputs import (
-    Completion,
-    EngineStats,
-    EngineStoppedError,
-    OutputDelta,
-    PromptRead,
-    RequestOutput,
-)
-from h2okv.engine.request import Request
+from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, RequestOutput
+from h2okv.engine.request import Event, Request
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import chat_text
 
 _IDLE_SECONDS = 0.5
 
-_Event = OutputDelta | Exception | None
-_Events = asyncio.Queue[_Event]
+_Events = asyncio.Queue[Event]
 
 
 class _Front:
@@ -49,16 +41,14 @@ class _Front:
         **options: Any,
     ) -> None:
         own = EngineConfig.from_options(config, **options)
-        self.engine = Engine(model, tokenizer, own, dtype=dtype, device=device)
+        self.engine = engine = Engine(model, tokenizer, own, dtype=dtype, device=device)
+        self.name, self.tokenizer = engine.name, engine.tokenizer
+        self.max_budget, self.max_context = engine.max_budget, engine.max_context
+        self.max_prompt_tokens = engine.max_prompt_tokens
         self._start()
 
     def _start(self) -> None:
         """What is left to do before the first request."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        return self.engine.tokenizer
 
     def describe(self) -> str:
         """Says what is served with which memory, for people."""
@@ -154,32 +144,35 @@ class LLM(_Front):
 
         Raises:
             ValueError: If a prompt is refused; nothing is generated then.
-            RequestFailedError: If one fails on the way; the others of the call are given up.
+            RequestFailedError: If one fails on the way; after the others have finished, whose
+                outputs it has (`RequestFailedError.outputs`).
         """
         group = self.engine.group
-        if group is not None and not group.is_first:
+        if group is not None and group.rank:
             self.engine.follow()
             return []
         texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
         wanted = _for_each(params, len(texts))
-        results = [_Collected(own) for own in wanted]
         requests = [
-            self.engine.request(text, own, result.take, budget)
-            for text, own, result in zip(texts, wanted, results, strict=True)
+            self.engine.request(text, own, lambda event: None, budget)
+            for text, own in zip(texts, wanted, strict=True)
         ]
         try:
-            self._run(requests, results, show_progress)
+            self._run(requests, show_progress)
         finally:
             for request in requests:  # those that an error or Ctrl-C has left
                 self.engine.abort(request)
             self.engine.step()  # releases their slots
             if group is not None:
-                group.stop_followers()
-        return [result.output() for result in results]
+                group.broadcast(None)
+        outputs = [request.output() for request in requests]
+        for request in requests:
+            if request.error is not None:
+                request.error.outputs = outputs
+                raise request.error
+        return [own for own in outputs if own is not None]
 
-    def _run(
-        self, requests: Sequence[Request], results: Sequence[_Collected], show_progress: bool
-    ) -> None:
+    def _run(self, requests: Sequence[Request], show_progress: bool) -> None:
         scheduler = self.engine.scheduler
         pending = list(requests)[::-1]
         with Progress("generating", len(requests), "prompts", shown=show_progress) as progress:
@@ -188,35 +181,7 @@ class LLM(_Front):
                 while pending and not scheduler.waiting:
                     scheduler.waiting.append(pending.pop())
                 self.engine.step()
-                for result in results:
-                    if result.error is not None:
-                        raise result.error
-                progress.update(sum(result.is_over for result in results))
-
-
-class _Collected:
-    """The deltas of one request, put together."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.completions = [Completion(index) for index in range(params.n)]
-        self.prompt: PromptRead | None = None
-        self.error: Exception | None = None
-        self.is_over = False
-
-    def take(self, event: _Event) -> None:
-        """See `Request.notify`."""
-        if isinstance(event, OutputDelta):
-            self.prompt = event.prompt or self.prompt
-            self.completions[event.index].add(event)
-        elif event is None:
-            self.is_over = True
-        else:
-            self.error = event
-
-    def output(self) -> RequestOutput:
-        """What came, once it is over."""
-        assert self.prompt is not None
-        return RequestOutput(self.prompt, self.completions)
+                progress.update(sum(request.is_over for request in requests))
 
 
 def _for_each(
@@ -245,6 +210,13 @@ class AsyncLLM(_Front):
         device: As for `LLM`.
         **options: As for `LLM`.
 
+    Attributes:
+        name: The model's name.
+        tokenizer: The model's tokenizer.
+        max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
+        max_prompt_tokens: The most tokens of a prompt.
+        max_budget: The most entries that a sequence may keep, per layer and KV head.
+
     Raises:
         ValueError: If the model is not supported, or not even one sequence fits.
     """
@@ -254,32 +226,11 @@ class AsyncLLM(_Front):
         self._stops = False
         self._drains = False
         self._error: BaseException | None = None
-        self._live: set[Request] = set()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Events, _Event]]] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Events, Event]]] = {}
         # Loading the model was this thread's last work with tensors.
         release_workers()
         self._thread = threading.Thread(target=self._loop, name="h2okv-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.engine.name
-
-    @property
-    def max_context(self) -> int | None:
-        """The most tokens of a prompt and its output together; ``None`` for no limit."""
-        return self.engine.max_context
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The most tokens of a prompt."""
-        return self.engine.max_prompt_tokens
-
-    @property
-    def max_budget(self) -> int:
-        """The most entries that a sequence may keep, per layer and KV head."""
-        return self.engine.max_budget
 
     @property
     def is_healthy(self) -> bool:
@@ -292,7 +243,7 @@ class AsyncLLM(_Front):
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
-    ) -> AsyncIterator[OutputDelta]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Generates for one prompt.
 
         Closing the iterator, or cancelling the task that it runs in, ends the request; its slots
@@ -316,7 +267,7 @@ class AsyncLLM(_Front):
         loop = asyncio.get_running_loop()
         events: _Events = asyncio.Queue()
 
-        def notify(event: _Event) -> None:
+        def notify(event: Event) -> None:
             self._outbox.setdefault(loop, []).append((events, event))
 
         # Tokenising a long text takes longer than others should wait for.
@@ -346,7 +297,7 @@ class AsyncLLM(_Front):
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
         if self.engine.group is not None and self._error is None:
-            self.engine.group.stop_followers()
+            self.engine.group.broadcast(None)
         self.engine.close()
 
     def _why_stopped(self) -> str:
@@ -362,8 +313,6 @@ class AsyncLLM(_Front):
         except Exception as error:  # the client gets it, whatever it is
             request.is_over = True
             request.notify(error)
-            return
-        self._live.add(request)
 
     def _loop(self) -> None:
         """What the engine's thread does until it is stopped."""
@@ -372,19 +321,19 @@ class AsyncLLM(_Front):
                 self._run_commands()
                 busy = self.engine.step()
                 self._send_events()
-                self._live = {own for own in self._live if not own.is_over}
                 if not busy:
                     if self._drains:
                         break
                     self._run_commands(timeout=_IDLE_SECONDS)
         except BaseException as error:
             self._error = error
-        for request in self._live:
+        self._drains = True
+        self._run_commands()
+        scheduler = self.engine.scheduler
+        for request in [*scheduler.clear(), *scheduler.waiting]:
             if not request.is_over:
                 self.engine.abort(request)
                 request.notify(EngineStoppedError(self._why_stopped()))
-        self._drains = True
-        self._run_commands()
         self._send_events()
 
     def _send_events(self) -> None:
@@ -410,6 +359,6 @@ class AsyncLLM(_Front):
                 command()
 
 
-def _put_all(events: list[tuple[_Events, _Event]]) -> None:
+def _put_all(events: list[tuple[_Events, Event]]) -> None:
     for waiting, event in events:
         waiting.put_nowait(event)

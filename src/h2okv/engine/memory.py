@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -23,13 +23,11 @@ _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _MOST_KERNELS = 16
 """Of a decode step and of one micro-batch of prompts, with some to spare."""
 _PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 # Version 2 and version 1 of Linux's control groups, by which containers are limited.
 _LIMITS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 _UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
 _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
@@ -49,9 +47,8 @@ def available_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    amounts = [_field("meminfo", "MemAvailable"), *map(_left, _LIMITS)]
-    known = [amount for amount in amounts if amount is not None]
-    return min(known) if known else None
+    amounts = [_field("meminfo", "MemAvailable"), *(_left(*files) for files in _LIMITS)]
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def data_bytes() -> int | None:
@@ -108,37 +105,48 @@ def _field(file: str, name: str) -> int | None:
     return int(values[0]) * 1024 if values else None
 
 
-def _left(limit: tuple[Path, Path]) -> int | None:
+def _left(limit: str, usage: str) -> int | None:
     """What a control group still allows; ``None`` without a limit."""
     try:
-        most, used = (path.read_text(encoding="ascii").strip() for path in limit)
+        most, used = ((_CGROUPS / name).read_text(encoding="ascii") for name in (limit, usage))
         return max(0, int(most) - int(used))
     except (OSError, ValueError):
         return None
 
 
+_MAPS = _PROC / "self/maps"
+_LIBRARY = re.compile(r"(/\S*lib(?:gomp|iomp5|omp)[-.\w]*)$", re.MULTILINE)
+_SOFT = 1
+
+
+def release_workers() -> bool:
+    """Ends the workers that the calling thread holds; they come back when they are needed.
+
+    Every thread that computes has workers of its own. If together they are more than there are
+    processors, GNU's OpenMP lets all of them sleep between two operations instead of waiting
+    awake, and waking up takes longer than most operations of a decode step: a model that was loaded
+    in one thread and runs in another took 1.5 times as long for a token (two cores, 32 sequences of
+    the bundled model).
+    """
+    try:
+        found = _LIBRARY.search(_MAPS.read_text(encoding="utf-8", errors="replace"))
+        return found is not None and ctypes.CDLL(found[1]).omp_pause_resource_all(_SOFT) == 0
+    except (OSError, AttributeError):
+        return False
+
+
 _MARGIN = 1.25
 """What temporaries take beyond those that are counted (measured; see docs/throughput.md)."""
-_FIXED_BYTES = 72 << 20
-"""Scratch memory and kernels of the libraries, and stacks of threads: they come with the first
-forward and stay."""
 
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """What a server's memory goes to, beside the weights.
+    """The bytes that a server's memory goes to, beside the weights."""
 
-    Attributes:
-        sequence: Bytes of one sequence's slots in all layers, as `SlotPool` allocates them.
-        step: Temporaries of a decode step, for each sequence.
-        prefill: The prompts that are prefilled: their entries and the temporaries of one chunk.
-        fixed: Scratch memory of the libraries.
-    """
-
-    sequence: int
-    step: int
-    prefill: int
-    fixed: int
+    sequence: int  # one sequence's slots in all layers, as `SlotPool` allocates them
+    step: int  # temporaries of a decode step, for each sequence
+    prefill: int  # the prompts that are prefilled: entries, and the temporaries of one chunk
+    fixed: int  # scratch memory of the libraries
 
     def num_seqs(self, free: int) -> int:
         """How many sequences fit into so many bytes."""
@@ -152,33 +160,22 @@ class ServingMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The bytes that a model and its H2O caches take, by arithmetic.
+    """The bytes that a model and its H2O caches take, by arithmetic."""
 
-    Attributes:
-        cache: A cache like all others; asked for the layout of its slots.
-        hidden: Size of a token's state.
-        width: Of a token between the products of the MLP.
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
-        key_size: Of a head's key.
-        vocabulary: Tokens.
-        element: Bytes of a number.
-        slots: What a slot takes in one layer.
-        window_slots: Likewise in a layer with a sliding window, once its tokens are in slots.
-        windows: The most tokens of each layer that has no H2O slots.
-    """
-
-    cache: H2OCache
-    hidden: int
-    width: int
+    cache: H2OCache  # like all others; asked for the layout of its slots
+    hidden: int  # size of a token's state
+    width: int  # of a token between the products of the MLP
     num_heads: int
     num_kv_heads: int
     key_size: int
     vocabulary: int
-    element: int
-    slots: SlotBytes
-    window_slots: SlotBytes
-    windows: tuple[int, ...]
+    element: int  # bytes of a number
+    slots: SlotBytes  # of a layer
+    window_slots: SlotBytes  # of a layer with a sliding window
+    windows: tuple[int, ...]  # the most tokens of each layer that has no H2O slots
+    # Scratch memory and kernels of the libraries, and stacks of threads: they come with the first
+    # forward and stay.
+    fixed_bytes: ClassVar[int] = 72 << 20
 
     @classmethod
     def of(cls, config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> MemoryModel:
@@ -250,22 +247,10 @@ class MemoryModel:
         """Bytes of prompts that wait before a layer while other micro-batches pass it."""
         return int(tokens * (self.hidden + 2 * self.key_size) * self.element * 1.1)
 
-    @property
-    def fixed_bytes(self) -> int:
-        """What the first forward takes and keeps."""
-        return _FIXED_BYTES
-
     def serving(
         self, budget: int, max_prompt: int, max_prefill_tokens: int, ranks: int = 1
     ) -> ServingMemory:
-        """Says what serving takes, on each of the ranks.
-
-        Args:
-            budget: The most entries of a sequence, per layer and KV head.
-            max_prompt: Tokens of the longest prompt.
-            max_prefill_tokens: The most of them in one forward.
-            ranks: Processes that share the KV heads.
-        """
+        """Says what serving takes, on each of the ranks that share the KV heads."""
         chunk = self.cache.prefill_chunk
         held = max_prompt if chunk is None else budget + min(chunk, max_prompt)
         # The next chunk is put behind what is held, and one layer is there twice meanwhile.
@@ -293,30 +278,3 @@ def _width(text: Any) -> int:
     widths.append((getattr(text, "num_experts_per_tok", None) or 0) * each)
     widths.append(getattr(text, "shared_expert_intermediate_size", None) or 0)
     return max(widths) or 4 * text.hidden_size
-
-
-_MAPS = Path("/proc/self/maps")
-_LIBRARY = re.compile(r"(/\S*lib(?:gomp|iomp5|omp)[-.\w]*)$", re.MULTILINE)
-_SOFT = 1
-
-
-def release_workers() -> bool:
-    """Ends the workers that the calling thread holds; they come back when they are needed.
-
-    Every thread that computes has workers of its own. If together they are more than there are
-    processors, GNU's OpenMP lets all of them sleep between two operations instead of waiting
-    awake, and waking up takes longer than most operations of a decode step: a model that was loaded
-    in one thread and runs in another took 1.5 times as long for a token (two cores, 32 sequences of
-    the bundled model).
-    """
-    try:
-        found = _LIBRARY.search(_MAPS.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return False
-    if found is None:
-        return False
-    try:
-        pause = ctypes.CDLL(found[1]).omp_pause_resource_all
-    except (OSError, AttributeError):
-        return False
-    return int(pause(_SOFT)) == 0

@@ -1,8 +1,10 @@
-"""What a request returns, and how it fails."""
+"""What a request returns, how it fails, and what the engine counts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,7 @@ class OutputDelta:
 
 @dataclass
 class Completion:
-    """One finished output.
-
-    Attributes:
-        index: Which of the ``n`` outputs.
-        text: The text, without stop text.
-        token_ids: Its tokens.
-        logprobs: One for each token, if asked for.
-        finish_reason: ``"stop"`` (an end token or a stop text) or ``"length"``.
-        stop_reason: See `OutputDelta`.
-    """
+    """One of the ``n`` outputs of a request, put together of its `OutputDelta` s."""
 
     index: int
     text: str = ""
@@ -106,11 +99,7 @@ class RequestOutput:
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as may.
-
-    Attributes:
-        retry_after: Seconds after which there is probably room.
-    """
+    """As many requests wait as may; ``retry_after`` is in seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(
@@ -120,7 +109,14 @@ class QueueFullError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """Something went wrong with this request alone, such as logits that are not numbers."""
+    """Something went wrong with this request alone, such as logits that are not numbers.
+
+    Attributes:
+        outputs: Where `LLM.generate` raises it: those of all its prompts, in their order, with
+            ``None`` for each one that failed.
+    """
+
+    outputs: Sequence[RequestOutput | None] = ()
 
 
 class EngineStoppedError(RuntimeError):
@@ -131,38 +127,26 @@ class PromptTooLongError(ValueError):
     """A prompt has more tokens than the model or the engine takes."""
 
 
-@dataclass(frozen=True)
+def _number(meaning: str, is_counter: bool = False) -> Any:
+    """A field of `EngineStats` with what ``/metrics`` says of it."""
+    return field(default=0, metadata={"meaning": meaning, "is_counter": is_counter})
+
+
+@dataclass
 class EngineStats:
-    """A snapshot; counters only grow.
+    """What the engine holds now, and what it has done since it was made."""
 
-    Attributes:
-        max_num_seqs: Sequences that can decode at the same time.
-        running: Sequences that decode.
-        waiting: Requests that have not begun.
-        prompt_tokens: Counter: tokens of prompts that were read, without reused ones.
-        reused_tokens: Counter: tokens of prompts that came from a saved prefix.
-        new_tokens: Counter: tokens that were generated.
-        finished: Counter: requests that ended well.
-        failed: Counter: requests that ended with an error.
-        aborted: Counter: requests whose client went away.
-        steps: Counter: decode steps.
-        evictions: Counter: entries evicted, of one layer and one KV head.
-        cache_bytes: Bytes of the entries that are held now.
-        full_bytes: Bytes that a full cache would hold for the same tokens.
-        reserved_bytes: Bytes of all slots, in use or not.
-    """
-
-    max_num_seqs: int
-    running: int
-    waiting: int
-    prompt_tokens: int
-    reused_tokens: int
-    new_tokens: int
-    finished: int
-    failed: int
-    aborted: int
-    steps: int
-    evictions: int
-    cache_bytes: int
-    full_bytes: int
-    reserved_bytes: int
+    max_num_seqs: int = _number("Sequences that can decode at the same time.")
+    running: int = _number("Sequences that decode.")
+    waiting: int = _number("Requests that have not begun.")
+    cache_bytes: int = _number("Bytes of the cache entries that are held now.")
+    full_bytes: int = _number("Bytes that a full cache would hold for the same tokens.")
+    reserved_bytes: int = _number("Bytes of all slots, in use or not.")
+    prompt_tokens: int = _number("Tokens of prompts that were read, without reused ones.", True)
+    reused_tokens: int = _number("Tokens of prompts that came from a saved prefix.", True)
+    new_tokens: int = _number("Tokens that were generated.", True)
+    finished: int = _number("Requests to the engine that ended well.", True)
+    failed: int = _number("Requests to the engine that ended with an error.", True)
+    aborted: int = _number("Requests to the engine whose client went away.", True)
+    steps: int = _number("Decode steps.", True)
+    evictions: int = _number("Entries evicted, of one layer and one KV head.", True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +31,6 @@ _NOTHING_LEFT = (
     "above 0; choose others."
 )
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""Processors that do not look at the tokens so far."""
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -58,52 +57,73 @@ def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
     return options
 
 
-def logits_processors(
+def _warpers(params: SamplingParams) -> LogitsProcessorList:
+    """The processors that do not look at the text, in the order of ``generate``."""
+    warpers: list[LogitsProcessor] = []
+    if not params.is_greedy:
+        warpers.append(TemperatureLogitsWarper(params.temperature))
+        if params.top_k:
+            warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            warpers.append(TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            warpers.append(MinPLogitsWarper(params.min_p))
+    return LogitsProcessorList(warpers)
+
+
+def _text_processors(
     model: PreTrainedModel, params: SamplingParams, prompt_length: int
 ) -> LogitsProcessorList:
-    """Makes the processors of ``generate``: the model's own and those asked for."""
+    """The processors that look at the text: those asked for and the model's own."""
     config: Any = copy.deepcopy(model.generation_config)
     for name, value in generation_kwargs(params).items():
         setattr(config, name, value)
     config.num_beams = 1
     ends = sorted(eos_token_ids(model))
     config._eos_token_tensor = torch.tensor(ends) if ends else None
-    transformers: Any = model
-    made: LogitsProcessorList = transformers._get_logits_processor(
+    untyped: Any = model
+    found = untyped._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=prompt_length,
         device="cpu",
         model_kwargs={},
     )
-    return made
+    processors = LogitsProcessorList(one for one in found if not isinstance(one, _WARPERS))
+    if params.presence_penalty or params.frequency_penalty or params.logit_bias:
+        processors.insert(0, NewTextPenalty(params, prompt_length))
+    return processors
+
+
+class NewTextPenalty(LogitsProcessor):
+    """Presence and frequency penalties, which transformers does not have, and the biases."""
+
+    def __init__(self, params: SamplingParams, prompt_length: int) -> None:
+        self._params, self._prompt_length = params, prompt_length
+        self._biased = torch.tensor([*params.logit_bias], dtype=torch.long)
+        self._biases = torch.tensor([*params.logit_bias.values()])
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Changes logits ``[1, V]`` by what ``[1, T]`` has behind the prompt."""
+        times = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[1])
+        taken = self._params.presence_penalty * (times > 0) + self._params.frequency_penalty * times
+        scores = scores - taken
+        scores[0, self._biased] += self._biases
+        return scores
 
 
 class Sampler:
-    """Chooses the tokens of one output, whatever is sampled beside it.
-
-    Args:
-        model: Its generation config may have processors of its own.
-        params: What is asked for.
-        prompt: Tokens before the first one that is chosen.
-        index: Which of the outputs of the prompt; added to the seed.
-    """
+    """Chooses the tokens of one output, whatever is sampled beside it."""
 
     def __init__(
         self, model: PreTrainedModel, params: SamplingParams, prompt: Sequence[int], index: int = 0
     ) -> None:
-        processors = logits_processors(model, params, len(prompt))
         self.params = params
-        self.warpers = LogitsProcessorList(p for p in processors if isinstance(p, _WARPERS))
-        self._by_text = LogitsProcessorList(p for p in processors if not isinstance(p, _WARPERS))
+        self.warpers = _warpers(params)
+        # Samplers with equal ones can share a call of the warpers.
+        self.warping = params.temperature, params.top_p, params.top_k, params.min_p
+        self._text_processors = _text_processors(model, params, len(prompt))
+        self.sees_text = bool(self._text_processors)
         self._prompt = prompt
-        self._bias = (
-            torch.tensor(list(params.logit_bias)),
-            torch.tensor([*params.logit_bias.values()]),
-        )
-        self._penalises = bool(
-            params.presence_penalty or params.frequency_penalty or params.logit_bias
-        )
-        self.sees_text = bool(self._by_text) or self._penalises
         self.generator: torch.Generator | None = None
         if not params.is_greedy:
             self.generator = torch.Generator()
@@ -112,100 +132,58 @@ class Sampler:
             else:
                 self.generator.manual_seed((params.seed + index) % 2**63)
 
-    @property
-    def warping(self) -> tuple[float, ...]:
-        """What the warpers depend on; samplers with the same one can share a call."""
-        own = self.params
-        return own.temperature, own.top_p, own.top_k, own.min_p
-
     def process(self, logits: Any, text: Sequence[int]) -> torch.Tensor:
-        """Applies what depends on the text so far.
-
-        Args:
-            logits: fp32 ``[1, V]`` on the CPU; unchanged.
-            text: New tokens so far.
-
-        Returns:
-            fp32 ``[1, V]``.
-        """
-        if self._penalises:
-            logits = logits.clone()
-            for token, times in Counter(text).items():
-                taken = self.params.presence_penalty + self.params.frequency_penalty * times
-                logits[0, token] -= taken
-            if self.params.logit_bias:
-                tokens, biases = self._bias
-                logits[0, tokens] += biases
-        if self._by_text:
-            so_far: Any = torch.tensor([[*self._prompt, *text]])
-            logits = self._by_text(so_far, logits)
-        processed: torch.Tensor = logits
+        """Applies what depends on the new tokens so far to fp32 ``[1, V]`` on the CPU."""
+        so_far: Any = torch.tensor([[*self._prompt, *text]])
+        processed: torch.Tensor = self._text_processors(so_far, logits)
         return processed
 
 
 def sample(
     samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
 ) -> list[int | Exception]:
-    """Chooses the next token of each sequence, as if it were alone.
+    """Chooses the next token of each sequence as if it were alone, or says why there is none.
 
-    Args:
-        samplers: B of them; their generators are advanced.
-        texts: Their new tokens so far.
-        logits: ``[B, V]``, of any dtype, on any device.
-
-    Returns:
-        For each sequence its token, or why there is none.
+    ``texts`` are their new tokens so far; ``logits`` ``[B, V]``, of any dtype, on any device.
     """
     # A NaN anywhere makes the sum one; infinities of both signs are no use either.
     is_fine = (~torch.isnan(logits.float().sum(dim=-1))).tolist()
     chosen: list[int | Exception] = list(logits.argmax(dim=-1).tolist())
     groups: dict[Any, list[int]] = defaultdict(list)
-    for row, sampler in enumerate(samplers):
-        if not is_fine[row]:
-            chosen[row] = RequestFailedError(NOT_A_NUMBER)
+    for at, sampler in enumerate(samplers):
+        if not is_fine[at]:
+            chosen[at] = RequestFailedError(NOT_A_NUMBER)
         elif sampler.sees_text:
             try:
-                one = sampler.process(logits[row : row + 1].float().cpu(), texts[row])
-                chosen[row] = _draw([sampler], one)[0]
+                one = sampler.process(logits[at : at + 1].float().cpu(), texts[at])
+                chosen[at] = _draw([sampler], one)[0]
             except Exception as error:  # a processor of the model's own may raise anything
-                chosen[row] = error
+                chosen[at] = error
         elif sampler.generator is not None:
-            groups[sampler.warping].append(row)
-    for rows in groups.values():
-        drawn = _draw([samplers[row] for row in rows], logits[rows].float())
-        for row, token in zip(rows, drawn, strict=True):
-            chosen[row] = token
+            groups[sampler.warping].append(at)
+    for group in groups.values():
+        drawn = _draw([samplers[at] for at in group], logits[group].float())
+        for at, token in zip(group, drawn, strict=True):
+            chosen[at] = token
     return chosen
 
 
 def _draw(samplers: list[Sampler], logits: Any) -> list[int | Exception]:
-    """Draws for sequences with the same warpers, or takes the most likely token."""
+    """Draws for sequences with the same warpers, or takes one's most likely token."""
     failed = RequestFailedError(_NOTHING_LEFT)
     if samplers[0].generator is None:
-        values, tokens = (part.tolist() for part in logits.max(dim=-1))
-        return [
-            token if value > -math.inf else failed
-            for value, token in zip(values, tokens, strict=True)
-        ]
-    nothing: Any = None  # warpers do not look at the text
-    weights = torch.softmax(samplers[0].warpers(nothing, logits), dim=-1).cpu()
+        return [int(logits.argmax()) if logits.max() > -math.inf else failed]
+    no_text: Any = None  # which warpers do not look at
+    weights = torch.softmax(samplers[0].warpers(no_text, logits), dim=-1).cpu()
     is_fine = torch.isfinite(weights.sum(dim=-1)).tolist()
     return [
-        int(torch.multinomial(weights[row : row + 1], 1, generator=sampler.generator))
-        if is_fine[row]
-        else failed
-        for row, sampler in enumerate(samplers)
+        int(torch.multinomial(own, 1, generator=sampler.generator)) if fine else failed
+        for sampler, own, fine in zip(samplers, weights, is_fine, strict=True)
     ]
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Gives the log-probabilities of tokens.
-
-    Args:
-        logits: ``[n, V]``, as the model gave them.
-        tokens: n of them.
-        count: How many of the most likely tokens come with each.
-    """
+    """The log-probabilities of n tokens and of the ``count`` likeliest, from ``[n, V]``."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     values, indices = logprobs.topk(min(count, logits.shape[1]), dim=-1)
@@ -223,21 +201,12 @@ class SeededSampling(LogitsProcessor):
     The maximum of log-probabilities with independent Gumbel noise is distributed as they say
     (Gumbel 1954; Maddison et al., arXiv 1411.0030, section 2). What a sequence draws depends
     neither on the others of the batch nor on what an interrupted run has finished before.
-
-    Args:
-        params: Of each sequence, with a seed; temperature, top-p, top-k and min-p are the first's.
+    Temperature, top-p, top-k and min-p are those of the first sequence.
     """
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         self._generators = [torch.Generator().manual_seed(own.seed or 0) for own in params]
-        first = params[0]
-        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(first.temperature)])
-        if first.top_k:
-            self._warpers.append(TopKLogitsWarper(first.top_k))
-        if first.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(first.top_p))
-        if first.min_p:
-            self._warpers.append(MinPLogitsWarper(first.min_p))
+        self._warpers = _warpers(params[0])
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Adds noise to logits ``[B, V]``; returns fp32."""

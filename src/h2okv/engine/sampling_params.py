@@ -11,29 +11,27 @@ from typing import Any
 MAX_LOGPROBS = 20
 """Alternatives that may be asked for with each token."""
 
+UNLIMITED = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 """Colder than this, logits divided by the temperature overflow, and nothing is left to chance."""
-_LARGEST = 2**63 - 1
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
-_INTEGERS: Mapping[str, tuple[float, float]] = {
-    "max_tokens": (0, _LARGEST),
-    "top_k": (0, _LARGEST),
-    "n": (1, _LARGEST),
-    "seed": (-math.inf, math.inf),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+_LIMITS: Mapping[str, tuple[type, float, float]] = {
+    "max_tokens": (int, 0, UNLIMITED),
+    "top_k": (int, 0, UNLIMITED),
+    "n": (int, 1, UNLIMITED),
+    "seed": (int, -math.inf, math.inf),
+    "logprobs": (int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+    "temperature": (float, 0.0, 100.0),
+    "top_p": (float, 0.0, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 1e-3, 1e6),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
 }
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_NUMBERS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-3, 1e6),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +83,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Checks all values; whole numbers become floats, and lists tuples."""
-        for name, (least, most) in _INTEGERS.items():
+        for name, limits in _LIMITS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                self._set(name, _integer(name, value, least, most))
-        for name, limits in _NUMBERS.items():
-            self._set(name, _number(name, getattr(self, name), *limits))
+                self._set(name, check_number(name, value, *limits))
         if self.top_p == 0:
             raise ValueError("top_p=0 leaves no token to draw; give more than 0, at most 1.")
         if self.temperature < _GREEDY_BELOW:
             self._set("temperature", 0.0)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={_shown(self.ignore_eos)} is neither True nor False.")
+            raise ValueError(f"ignore_eos={short_repr(self.ignore_eos)} is neither True nor False.")
         self._set("stop", _texts(self.stop))
-        if not isinstance(self.stop_token_ids, (list, tuple)):
-            shown = _shown(self.stop_token_ids)
+        ends = self.stop_token_ids
+        if not isinstance(ends, (list, tuple)):
+            shown = short_repr(ends)
             raise ValueError(f"stop_token_ids={shown} is no list of tokens; give ints in a list.")
-        ends = (_integer("stop_token_ids", own, 0, _LARGEST) for own in self.stop_token_ids)
-        self._set("stop_token_ids", tuple(ends))
+        checked = (check_number("stop_token_ids", own, int, 0, UNLIMITED) for own in ends)
+        self._set("stop_token_ids", tuple(checked))
         self._set("logit_bias", _biases(self.logit_bias))
 
     def _set(self, name: str, value: Any) -> None:
@@ -114,38 +111,25 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _integer(name: str, value: Any, least: float, most: float) -> int:
-    """An int within its range; a bool is none."""
-    is_int = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_int:
-        raise ValueError(f"{name}={_shown(value)} is not a whole number; give an int.")
-    if not least <= value <= most:
-        raise _out_of_range(name, value, least, most)
-    return int(value)
-
-
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    """A float within its range."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number:
-        raise ValueError(f"{name}={_shown(value)} is not a number; give a float.")
+def check_number(name: str, value: Any, kind: type, least: float, most: float) -> Any:
+    """Refuses what is not an int or float (no bool is) from ``least`` to ``most``; converts it."""
+    is_number = isinstance(value, Integral if kind is int else Real)
+    if not is_number or isinstance(value, bool):
+        wanted = "a whole number; give an int" if kind is int else "a number; give a float"
+        raise ValueError(f"{name}={short_repr(value)} is not {wanted}.")
     if not least <= value <= most:  # nor is NaN
-        raise _out_of_range(name, value, least, most)
-    return float(value)
-
-
-def _out_of_range(name: str, value: Any, least: float, most: float) -> ValueError:
-    limits = f"a number from {least:g} to {most:g}"
-    if most == _LARGEST:
-        limits = f"{least:g} or more, and less than 2**63"
-    return ValueError(f"{name}={_shown(value)} is out of range; give {limits}.")
+        limits = f"a number from {least:g} to {most:g}"
+        if most == UNLIMITED:
+            limits = f"{least:g} or more, and less than 2**63"
+        raise ValueError(f"{name}={short_repr(value)} is out of range; give {limits}.")
+    return kind(value)
 
 
 def _texts(stop: Any) -> tuple[str, ...]:
     """Stop texts, of which none is empty."""
     texts = (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, (list, tuple)) or not all(isinstance(own, str) for own in texts):
-        raise ValueError(f"stop={_shown(stop)} is no text; give a str, or a list of them.")
+        raise ValueError(f"stop={short_repr(stop)} is no text; give a str, or a list of them.")
     if "" in texts:
         raise ValueError("stop: an empty text would end every output; leave it out.")
     return tuple(texts)
@@ -154,16 +138,15 @@ def _texts(stop: Any) -> tuple[str, ...]:
 def _biases(biases: Any) -> dict[int, float]:
     """What is added to the logits of which tokens."""
     if not isinstance(biases, Mapping):
-        raise ValueError(f"logit_bias={_shown(biases)} is no mapping; give {{token: bias}}.")
-    return {
-        _integer("logit_bias: the token", token, 0, _LARGEST): _number(
-            f"logit_bias[{_shown(token)}]", bias, -100.0, 100.0
-        )
-        for token, bias in biases.items()
-    }
+        raise ValueError(f"logit_bias={short_repr(biases)} is no mapping; give {{token: bias}}.")
+    checked = {}
+    for token, bias in biases.items():
+        place = check_number("logit_bias: the token", token, int, 0, UNLIMITED)
+        checked[place] = check_number(f"logit_bias[{place}]", bias, float, -100.0, 100.0)
+    return checked
 
 
-def _shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value as an error repeats it: ints may have more digits than Python prints."""
     try:
         text = repr(value)

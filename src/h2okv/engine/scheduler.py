@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from h2okv.engine.config import EngineConfig
 from h2okv.engine.outputs import QueueFullError
-from h2okv.engine.request import LogitsMode, Output, PrefillChunk, Request, ScheduledStep
+from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 
-_RETRY_SECONDS = 1.0
-"""What a refused client is told to wait before anything is known about the pace."""
+_LEAST_WAIT, _MOST_WAIT = 1.0, 60.0
+"""Seconds that a refused client is told to wait; the least before the pace is known."""
 
 
 class Scheduler:
@@ -24,20 +25,14 @@ class Scheduler:
             whose prompts together are not longer than a chunk.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
-        max_waiting: int,
-        max_prefill_time_fraction: float,
-    ) -> None:
+    def __init__(self, config: EngineConfig, max_num_seqs: int, chunk_tokens: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
-        self._max_prefill_tokens = max_prefill_tokens
-        self._max_waiting = max_waiting
-        self._decode_per_prefill = (1 - max_prefill_time_fraction) / max_prefill_time_fraction
+        self._chunk_tokens = chunk_tokens
+        self._max_waiting = config.max_waiting
+        self._decode_per_prefill = 1 / config.max_prefill_time_fraction - 1
         self._decode_debt = 0.0  # seconds of decode steps before the next chunk
         self._holds_prompt = False  # whether the model runner does
         self._pace = 0.0  # seconds between two requests that end, smoothed
@@ -45,15 +40,14 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue, if there is room in it."""
-        starts_now = not self.prefilling and not self.waiting
-        starts_now = starts_now and len(self.running) + request.num_seqs <= self.max_num_seqs
+        starts_now = not self.prefilling and not self.waiting and self._has_slots(request)
         if len(self.waiting) >= self._max_waiting and not starts_now:
-            raise QueueFullError(len(self.waiting), self.expected_wait())
+            wait = max(_LEAST_WAIT, min(self._pace, _MOST_WAIT))
+            raise QueueFullError(len(self.waiting), wait)
         self.waiting.append(request)
 
-    def expected_wait(self) -> float:
-        """Seconds until a place in the queue is likely to be free, at the pace of late."""
-        return max(_RETRY_SECONDS, min(self._pace, 60.0))
+    def _has_slots(self, request: Request) -> bool:
+        return len(self.running) + request.num_seqs <= self.max_num_seqs
 
     @property
     def has_work(self) -> bool:
@@ -73,16 +67,14 @@ class Scheduler:
 
     def clear(self) -> list[Request]:
         """Forgets all that has begun; returns it."""
-        begun = {id(own.request): own.request for own in self.running}
-        begun.update((id(own), own) for own in self.prefilling)
+        begun = dict.fromkeys([*(own.request for own in self.running), *self.prefilling])
         self.running, self.prefilling, self._holds_prompt = [], [], False
-        return list(begun.values())
+        return list(begun)
 
     def record_time(self, prefill: float, decode: float) -> None:
         """Takes note of the time that a step took."""
-        self._decode_debt = (
-            max(0.0, self._decode_debt - decode) + prefill * self._decode_per_prefill
-        )
+        paid = max(0.0, self._decode_debt - decode)
+        self._decode_debt = paid + prefill * self._decode_per_prefill
 
     def split_prefill_batch(self) -> None:
         """Puts prompts that failed together back, to be prefilled one by one."""
@@ -111,7 +103,7 @@ class Scheduler:
         number = 0
         while number < len(self.running):
             own = self.running[number]
-            if own.finish_reason is not None or own.request.is_over:
+            if own.is_finished or own.request.is_over:
                 released.append(number)
                 # As the slots are released: the last one takes the place.
                 self.running[number] = self.running[-1]
@@ -122,13 +114,11 @@ class Scheduler:
 
     def _admit(self) -> tuple[tuple[int, ...], bool]:
         """Which prefilled prompts get slots, and whether they are done with."""
-        if not self.prefilling:
-            return (), False
         if not all(own.is_over or own.is_prefilled for own in self.prefilling):
             return (), False
         admitted = []
         for number, request in enumerate(self.prefilling):
-            going_on = [own for own in request.outputs if own.finish_reason is None]
+            going_on = [own for own in request.outputs if not own.is_finished]
             if not request.is_over:
                 self.running.extend(going_on)
                 admitted.extend([number] * len(going_on))
@@ -140,9 +130,7 @@ class Scheduler:
         if self.running and self._decode_debt > 0:
             return ()
         if not self.prefilling:
-            if not self.waiting:
-                return ()
-            if len(self.running) + self.waiting[0].num_seqs > self.max_num_seqs:
+            if not self.waiting or not self._has_slots(self.waiting[0]):
                 return ()
             self._begin()
         self._holds_prompt = True
@@ -158,20 +146,17 @@ class Scheduler:
             other = self.waiting[0]
             width, seqs = max(width, len(other.prompt)), seqs + other.num_seqs
             tokens = width * (len(self.prefilling) + 1)  # padding is computed too
-            if tokens > self._max_prefill_tokens or seqs > self.max_num_seqs:
+            if tokens > self._chunk_tokens or seqs > self.max_num_seqs:
                 return
             self.prefilling.append(self.waiting.popleft())
 
     def _chunk_of(self, request: Request) -> PrefillChunk:
         start = request.num_prefilled
-        end = request.num_prefilled = min(start + self._max_prefill_tokens, len(request.prompt))
-        logits = LogitsMode.LAST if request.is_prefilled else LogitsMode.NONE
-        if request.params.prompt_logprobs is not None:
-            logits = LogitsMode.ALL
+        end = request.num_prefilled = min(start + self._chunk_tokens, len(request.prompt))
         return PrefillChunk(
             tokens=request.prompt[start:end],
             position=start,
             is_last=request.is_prefilled,
             start=request.start if start == request.num_reused else None,
-            logits=logits,
+            wants_all_logits=request.params.prompt_logprobs is not None,
         )

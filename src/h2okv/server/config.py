@@ -1,12 +1,21 @@
-"""The server's settings."""
+"""What is served to whom; needs nothing that the extra brings."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from h2okv.config import Budget
+from h2okv.engine.config import EngineConfig
+from h2okv.integration.loading import describe
+from h2okv.integration.models import BUNDLED
+from h2okv.records import read_text_file
 
+_NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -62,3 +71,65 @@ class ServerSettings:
         """Names that the ``Host`` header may have; ``None`` for any."""
         # A page elsewhere that points its own name at this machine must not get in.
         return LOOPBACK if self.is_local and self.api_key is None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """What the user asked for; see `h2okv serve --help`.
+
+    Attributes:
+        model: What `AsyncLLM` takes first.
+        server: Address, key and limits.
+        engine: Cache, sequences and memory; the prefixes are put in by `engine_config`.
+        prefixes: Files with texts that many prompts begin with; their caches are kept.
+        systems: Files with system messages of many chats, likewise.
+        loading: What `AsyncLLM` takes else: ``dtype``, ``device``.
+    """
+
+    model: str = BUNDLED
+    server: ServerSettings
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    prefixes: tuple[Path, ...] = ()
+    systems: tuple[Path, ...] = ()
+    loading: dict[str, Any] = field(default_factory=dict)
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's config with the tokens of all beginnings that are read once and kept."""
+        from h2okv.server.errors import ApiError
+        from h2okv.server.tokenization import system_prefix, text_prefix
+
+        if not self.prefixes and not self.systems:
+            return self.engine
+        # Without the line end that editors put last, which no client sends.
+        texts = [read_text("prefix", path).rstrip("\n") for path in self.prefixes]
+        systems = [read_text("system", path).rstrip("\n") for path in self.systems]
+        tokenizer = describe(self.model).tokenizer
+        try:
+            found = [text_prefix(tokenizer, text) for text in texts]
+            found += [system_prefix(tokenizer, text) for text in systems]
+        except ApiError as error:
+            raise ValueError(f"--system: {error}") from error
+        return dataclasses.replace(self.engine, prefixes=found)
+
+
+def check_installed() -> None:
+    """Refuses to go on without what the extra brings."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"a server needs {', '.join(missing)}, not installed here; pip install 'h2okv[serve]'"
+        )
+
+
+def served_name(model: str) -> str:
+    """A path's last name, so that clients do not see where it lies; a Hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
+def read_text(option: str, path: Path) -> str:
+    """Reads the text file of an option."""
+    try:
+        return read_text_file(path)
+    except ValueError as error:
+        raise ValueError(f"--{option} {error}") from error

@@ -22,14 +22,8 @@ _SERVER = "server_error"
 class ApiError(Exception):
     """A refusal or a failure that goes to the client as it is.
 
-    Attributes:
-        status: The HTTP status.
-        message: One sentence with the name, the value and the remedy.
-        kind: OpenAI's ``type``.
-        param: The field, if one is at fault.
-        code: OpenAI's ``code``, for programs.
-        outcome: What the metrics count it as.
-        retry_after: Seconds after which a new try makes sense.
+    ``kind``, ``param`` and ``code`` are OpenAI's; the metrics count it as ``outcome``; a new try
+    makes sense after ``retry_after`` seconds.
     """
 
     def __init__(
@@ -99,10 +93,9 @@ def as_api_error(error: Exception) -> ApiError:
         case ValueError():
             return invalid(told)
     LOG.error("a request failed", exc_info=error)
-    return ApiError(
-        500,
-        "the server failed with this request, by an error of its own; its log has the details.",
-        kind=_SERVER,
-        code="internal_error",
-        outcome="failed",
-    )
+    told = "the server failed with this request, by an error of its own; its log has the details."
+    return ApiError(500, told, kind=_SERVER, code="internal_error", outcome="failed")
+
+
+class BodyTooLargeError(Exception):
+    """A body came without its length, and went on and on."""

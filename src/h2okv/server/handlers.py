@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
-from openai import BaseModel
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,10 +17,8 @@ from starlette.types import Receive, Scope, Send
 from h2okv.engine.outputs import OutputDelta
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
-from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
-from h2okv.server.generation import PreparedRequest, generate, while_connected
+from h2okv.server.errors import ApiError, BodyTooLargeError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
-from h2okv.server.middleware import BodyTooLargeError
 from h2okv.server.protocol import ChatRequest, CompletionRequest, SampledRequest, read_body
 from h2okv.server.responses import (
     ChatResponseBuilder,
@@ -33,6 +30,9 @@ from h2okv.server.tokenization import Prompt, PromptReader, off_the_loop
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
+
+Result = TypeVar("Result")
+Deltas = AsyncGenerator[OutputDelta, None]
 
 _LAST_WORD = 5.0
 """Seconds in which a client must take the event that tells it of an error."""
@@ -53,18 +53,18 @@ class Handlers:
 
     async def completion(self, request: Request) -> Response:
         """Answers a request for completions."""
-        return await self._answer(request, self._prepare_completion)
+        return await self._answer(request, CompletionRequest)
 
     async def chat(self, request: Request) -> Response:
         """Answers a request for a chat's next message."""
-        return await self._answer(request, self._prepare_chat)
+        return await self._answer(request, ChatRequest)
 
     def stats(self) -> dict[str, Any]:
         """The engine's numbers and limits."""
         engine = self.engine
         return {
             "model": self.settings.model_name,
-            "tokens_per_second": self.metrics.speed.per_second(),
+            "tokens_per_second": self.metrics.tokens_per_second(),
             "max_budget": engine.max_budget,
             "max_context": engine.max_context,
             "max_prompt_tokens": engine.max_prompt_tokens,
@@ -81,21 +81,18 @@ class Handlers:
                 code="model_not_found",
             )
 
-    async def _answer(
-        self, request: Request, prepare: Callable[[Request], Awaitable[ResponseBuilder]]
-    ) -> Response:
+    async def _answer(self, request: Request, kind: type[SampledRequest]) -> Response:
         """Answers a request; whatever is wrong with it becomes an answer too."""
         metrics, timeout = RequestMetrics(self.metrics, request.url.path), self.settings.timeout
         deadline = asyncio.get_running_loop().time() + timeout
         try:
             async with asyncio.timeout_at(deadline):
-                builder = await prepare(request)
-                pieces = generate(self.engine, builder.request, metrics)
-                if builder.request.streams:
-                    events = _events(builder, pieces)
+                builder, deltas = await self._prepare(request, kind, metrics)
+                if builder.body.stream:
+                    events = _events(builder, deltas)
                     first = await while_connected(request.receive, anext(events))
                     return EventStream(first, events, metrics, deadline, timeout)
-                whole = await while_connected(request.receive, _whole(builder, pieces))
+                whole = await while_connected(request.receive, _whole(builder, deltas))
         except ClientDisconnect:
             metrics.close("gone")
             return Response(status_code=499)
@@ -110,56 +107,64 @@ class Handlers:
         metrics.close("ok")
         return Response(_json(whole), media_type="application/json")
 
-    async def _prepare_completion(self, request: Request) -> ResponseBuilder:
-        body = await read_body(request, CompletionRequest)
-        self._check(body, len(body.prompt))
-        params = body.params(self.settings)
-        prompts = await off_the_loop(
-            sum(map(len, body.prompt)), lambda: [self._reader.read(one) for one in body.prompt]
-        )
-        return CompletionResponseBuilder(
-            self._prepared(body, prompts, params), body, self._tokens, echo=bool(body.echo)
-        )
-
-    async def _prepare_chat(self, request: Request) -> ResponseBuilder:
-        body = await read_body(request, ChatRequest)
-        self._check(body, 1)
-        stops, turns = self._reader.chat_stops, body.turns
-        params = body.params(self.settings, stops)
-        prompt = await off_the_loop(
-            sum(len(turn["content"]) for turn in turns), lambda: self._reader.read_chat(turns)
-        )
-        # The plain form has a space between "Assistant:" and the answer, which is not its own.
-        return ChatResponseBuilder(
-            self._prepared(body, [prompt], params), body, self._tokens, strips_start=bool(stops)
-        )
-
-    def _check(self, body: SampledRequest, prompts: int) -> None:
-        """Refuses another model, and more outputs than a request may have."""
+    async def _prepare(
+        self, request: Request, kind: type[SampledRequest], metrics: RequestMetrics
+    ) -> tuple[ResponseBuilder, Deltas]:
+        """Checks a request and reads its prompts; nothing is generated yet."""
+        body: Any = await read_body(request, kind)
         self.check_model(body.model)
-        wanted, most = prompts * max(body.n or 1, 1), self.settings.max_choices
-        if wanted > most:
+        read: Callable[[Any], Prompt]
+        texts: list[Any]
+        if isinstance(body, ChatRequest):
+            texts, read, stops = [body.turns], self._reader.read_chat, self._reader.chat_stops
+            make: type[ResponseBuilder] = ChatResponseBuilder
+        else:
+            texts, read, stops = body.prompt, self._reader.read, ()
+            make = CompletionResponseBuilder
+        num_outputs, most = len(texts) * max(body.n or 1, 1), self.settings.max_choices
+        if num_outputs > most:
             raise invalid(
-                f"prompts times n = {prompts} x {body.n or 1} = {wanted} outputs, but one request"
-                f" may have {most}; send several requests.",
-                "n" if prompts == 1 else "prompt",
+                f"prompts times n = {len(texts)} x {body.n or 1} = {num_outputs} outputs, but one"
+                f" request may have {most}; send several requests.",
+                "n" if len(texts) == 1 else "prompt",
             )
+        params = body.params(self.settings.max_new_tokens)
+        params = dataclasses.replace(params, stop=(*params.stop, *stops))
+        size = len(await request.body())
+        prompts = await off_the_loop(size, lambda: [read(text) for text in texts])
+        # The plain form has a space between "Assistant:" and the answer, which is not its own.
+        builder = make(body, prompts, self._tokens, strips_start=bool(stops))
+        return builder, self._generate(body, prompts, params, metrics)
 
-    def _prepared(
-        self, body: SampledRequest, prompts: Sequence[Prompt], params: SamplingParams
-    ) -> PreparedRequest:
-        fitted = [self._fitted(body, prompt, params) for prompt in prompts]
+    def _generate(
+        self,
+        body: SampledRequest,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        metrics: RequestMetrics,
+    ) -> Deltas:
+        """Runs all prompts side by side; outputs are counted through all of them."""
         budget = None if body.h2o is None else body.h2o.budget(self.settings.budget)
         if budget is not None:
-            most = self.engine.max_budget
             needed = max(budget.resolve(len(prompt.token_ids)).total for prompt in prompts)
-            if needed > most:
+            if needed > self.engine.max_budget:
                 raise invalid(
                     f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but this server"
-                    f" keeps {most} at most; give less.",
+                    f" keeps {self.engine.max_budget} at most; give less.",
                     "h2o",
                 )
-        return PreparedRequest(prompts, fitted, budget, bool(body.stream))
+        fitted = [self._fitted(body, prompt, params) for prompt in prompts]
+
+        async def one(number: int) -> Deltas:
+            tokens, own = prompts[number].token_ids, fitted[number]
+            async with aclosing(self.engine.generate(tokens, own, budget=budget)) as stream:
+                async for delta in stream:
+                    delta = dataclasses.replace(delta, index=number * own.n + delta.index)
+                    metrics.take(delta, number)
+                    yield delta
+
+        streams = [one(number) for number in range(len(prompts))]
+        return streams[0] if len(streams) == 1 else _merged(streams)
 
     def _fitted(
         self, body: SampledRequest, prompt: Prompt, params: SamplingParams
@@ -182,6 +187,58 @@ class Handlers:
         return dataclasses.replace(params, max_tokens=min(standard, room, most))
 
 
+async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """Does some work, and drops it at once with `ClientDisconnect` if the client goes away."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merged(streams: Sequence[Deltas]) -> Deltas:
+    """Hands on what any of several streams yields, until all have ended."""
+    # None says that a stream has ended.
+    arrived: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: Deltas) -> None:
+        ending: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    arrived.put_nowait(delta)
+        except Exception as error:
+            ending = error
+        arrived.put_nowait(ending)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class EventStream(Response):
     """Server-sent events, which end at once when the client goes away."""
 
@@ -189,8 +246,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        first: str,
-        events: AsyncGenerator[str, None],
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
         metrics: RequestMetrics,
         deadline: float,
         timeout: float,
@@ -221,48 +278,43 @@ class EventStream(Response):
         # Its slots are free by now; a client that takes nothing more holds up nobody.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD):
-                last = "" if told is None else _event(json.dumps(told.body()))
-                await _send_text(send, last, more_body=False)
+                last = b"" if told is None else _event(_json(told.body()))
+                await _send_body(send, last, more_body=False)
 
     async def _send_all(self, send: Send) -> None:
-        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(head)
-        await _send_text(send, self._first)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _send_body(send, self._first)
         async for event in self._events:
-            await _send_text(send, event)
-        await _send_text(send, _event("[DONE]"))
+            await _send_body(send, event)
+        await _send_body(send, _event(b"[DONE]"))
 
 
-async def _send_text(send: Send, text: str, more_body: bool = True) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": more_body})
+async def _send_body(send: Send, body: bytes, more_body: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-async def _whole(builder: ResponseBuilder, pieces: AsyncGenerator[OutputDelta, None]) -> BaseModel:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            builder.take(piece)
+async def _whole(builder: ResponseBuilder, deltas: Deltas) -> dict[str, Any]:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            builder.take(delta)
     return builder.whole()
 
 
-async def _events(
-    builder: ResponseBuilder, pieces: AsyncGenerator[OutputDelta, None]
-) -> AsyncGenerator[str, None]:
-    """The events of a stream, as text; those of one piece together."""
+async def _events(builder: ResponseBuilder, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+    """The events of a stream; those of one delta together."""
     opening = [*builder.opening()]
-    async with aclosing(pieces):
-        async for piece in pieces:
-            builder.take(piece)
-            if chunks := [*opening, *builder.chunks(piece)]:
-                yield "".join(_event(_json(chunk)) for chunk in chunks)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            builder.take(delta)
+            if chunks := [*opening, *builder.chunks(delta)]:
+                yield b"".join(_event(_json(chunk)) for chunk in chunks)
             opening = []
-    yield "".join(_event(_json(chunk)) for chunk in (*opening, *builder.closing()))
+    yield b"".join(_event(_json(chunk)) for chunk in (*opening, *builder.closing()))
 
 
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
-def _json(model: BaseModel) -> str:
-    # What OpenAI's own servers leave out is left out; null where they send null. They send null
-    # in lists too, where the types do not have it, hence no warnings.
-    return model.model_dump_json(exclude_unset=True, warnings=False)
+def _json(value: Any) -> bytes:
+    return to_json(value, inf_nan_mode="null")

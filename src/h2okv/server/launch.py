@@ -1,81 +1,33 @@
-"""Starts the server: everything that can be refused is refused before the model is loaded."""
+"""Starts and ends the server: what can be refused is refused before the model is loaded."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
+import asyncio
+import os
 import signal
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
 
 from h2okv.console import write_remark, write_text
-from h2okv.engine import AsyncLLM, EngineConfig
+from h2okv.engine import AsyncLLM
 from h2okv.engine.engine import Engine
-from h2okv.integration.loading import describe
-from h2okv.integration.models import BUNDLED
-from h2okv.records import read_text_file
-from h2okv.server.config import ServerSettings
+from h2okv.server.app import make_app
+from h2okv.server.config import ServeRequest, ServerSettings
 
-_NEEDED = ("fastapi", "uvicorn", "pydantic", "openai", "prometheus_client")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeRequest:
-    """What the user asked for; see `h2okv serve --help`.
-
-    Attributes:
-        model: What `AsyncLLM` takes first.
-        server: Address, key and limits.
-        engine: Cache, sequences and memory; the prefixes are put in by `engine_config`.
-        prefixes: Files with texts that many prompts begin with; their caches are kept.
-        systems: Files with system messages of many chats, likewise.
-        loading: What `AsyncLLM` takes else: ``dtype``, ``device``.
-    """
-
-    model: str = BUNDLED
-    server: ServerSettings
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    prefixes: tuple[Path, ...] = ()
-    systems: tuple[Path, ...] = ()
-    loading: dict[str, Any] = field(default_factory=dict)
-
-    def engine_config(self) -> EngineConfig:
-        """The engine's config with the tokens of all beginnings that are read once and kept."""
-        from h2okv.server.errors import ApiError
-        from h2okv.server.tokenization import system_prefix, text_prefix
-
-        if not self.prefixes and not self.systems:
-            return self.engine
-        # Without the line end that editors put last, which no client sends.
-        texts = [read_text("prefix", path).rstrip("\n") for path in self.prefixes]
-        systems = [read_text("system", path).rstrip("\n") for path in self.systems]
-        tokenizer = describe(self.model).tokenizer
-        try:
-            found = [text_prefix(tokenizer, text) for text in texts]
-            found += [system_prefix(tokenizer, text) for text in systems]
-        except ApiError as error:
-            raise ValueError(f"--system: {error}") from error
-        return dataclasses.replace(self.engine, prefixes=found)
+_BACKLOG = 2048
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AFTER_DRAIN = 5.0
+"""Seconds for the last answers to be sent, after the engine has stopped."""
+_QUIT = 130
 
 
 def run_server(request: ServeRequest) -> int:
-    """Serves until a signal.
-
-    Args:
-        request: What the user asked for.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: If an option, the model, a file or the port is at fault.
-    """
-    check_installed()
-    # Only now: they import what the extra brings.
-    from h2okv.server.app import make_app
-    from h2okv.server.listener import Listener, open_port
-
+    """Serves until a signal; returns the exit code."""
     settings = request.server
     # Held from now on, so that nothing else takes it while the model is loaded.
     with open_port(settings.host, settings.port) as opened:
@@ -89,19 +41,9 @@ def run_server(request: ServeRequest) -> int:
 
 
 def follow(request: ServeRequest) -> int:
-    """Holds a part of the model until the first of ``torchrun``'s processes lets go.
-
-    Args:
-        request: What the user asked for; the same in all processes.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: If the model, or an option, is at fault.
-    """
+    """Holds a part of the model until the first of ``torchrun``'s processes lets go."""
     # The first process gets the signal too, and finishes what runs, for which this one is needed.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     engine = Engine(request.model, config=request.engine_config(), **request.loading)
     try:
@@ -109,15 +51,6 @@ def follow(request: ServeRequest) -> int:
     finally:
         engine.close()
     return 0
-
-
-def check_installed() -> None:
-    """Refuses to go on without what the extra brings."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"a server needs {', '.join(missing)}, not installed here; pip install 'h2okv[serve]'"
-        )
 
 
 def announce(settings: ServerSettings, port: int, description: str) -> None:
@@ -133,15 +66,81 @@ def announce(settings: ServerSettings, port: int, description: str) -> None:
     write_text(f"http://{host}:{port}/v1\n")
 
 
-def served_name(model: str) -> str:
-    """A path's last name, so that clients do not see where it lies; a Hub id as it is."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
-
-
-def read_text(option: str, path: Path) -> str:
-    """Reads the text file of an option."""
+def open_port(host: str, port: int) -> socket.socket:
+    """Takes a port; who connects waits until something accepts."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port {port} is out of range; give 0 (any that is free) to 65535.")
     try:
-        return read_text_file(path)
-    except ValueError as error:
-        raise ValueError(f"--{option} {error}") from error
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host!r} is not known ({error.strerror or error}); give an address of this"
+            " machine, such as 127.0.0.1 or 0.0.0.0."
+        ) from error
+    family, _, _, _, address = found[0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ValueError(
+            f"--port {port} of {host} cannot be opened ({reason}); choose another one, or --port 0"
+            " for any that is free."
+        ) from error
+
+
+class Listener(uvicorn.Server):
+    """A uvicorn server that stops the engine with it."""
+
+    def __init__(
+        self, app: ASGIApp, engine: AsyncLLM, drain: float, on_started: Callable[[], None]
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            # Its own configuration would close the handlers of whatever else runs in this process.
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            backlog=_BACKLOG,
+            server_header=False,
+            # None of it is trusted: the server looks at no client's address.
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self.should_exit: bool = False
+        self._engine, self._drain, self._on_started = engine, drain, on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts nothing more, finishes what runs, and stops the engine."""
+        stopping = asyncio.create_task(self._engine.aclose(drain=self._drain))
+        self.config.timeout_graceful_shutdown = int(self._drain + _AFTER_DRAIN) + 1
+        await super().shutdown(sockets)
+        await stopping
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes signals: the first ends the server in order, the second at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.should_exit:
+            write_remark("h2okv: stopped before all requests had finished.")
+            os._exit(_QUIT)
+        self.should_exit = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,39 +24,14 @@ _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _WINDOW = 10
 """Seconds that the present speed is taken over."""
 
-_GAUGES = {
-    "max_num_seqs": "Sequences that can decode at the same time.",
-    "running": "Sequences that decode.",
-    "waiting": "Requests that have not begun.",
-    "cache_bytes": "Bytes of the cache entries that are held now.",
-    "full_bytes": "Bytes that a full cache would hold for the same tokens.",
-    "reserved_bytes": "Bytes of all slots, in use or not.",
-}
-_COUNTERS = {
-    "prompt_tokens": "Tokens of prompts that were read, without reused ones.",
-    "reused_tokens": "Tokens of prompts that came from a saved prefix.",
-    "new_tokens": "Tokens that were generated.",
-    "finished": "Requests to the engine that ended well.",
-    "failed": "Requests to the engine that ended with an error.",
-    "aborted": "Requests to the engine whose client went away.",
-    "steps": "Decode steps.",
-    "evictions": "Entries evicted, of one layer and one KV head.",
-}
-
 
 class Metrics(Collector):
-    """All that ``/metrics`` tells, in a registry of its own; the engine's numbers when asked for.
-
-    Attributes:
-        requests: Counter of HTTP requests by endpoint and outcome.
-        request_seconds: Histogram of their time, by endpoint.
-        first_token_seconds: Histogram of the time from a request to the first token of a prompt.
-        token_seconds: Histogram of the mean time between tokens of an output.
-        speed: Tokens of the last seconds.
-    """
+    """All that ``/metrics`` tells, in a registry of its own; asks the engine for its numbers."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self._engine, self.speed = engine, RecentSpeed()
+        self._engine = engine
+        # How many tokens were made in each of the last seconds.
+        self._tokens: deque[tuple[int, int]] = deque()
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             f"{_PREFIX}requests",
@@ -91,14 +67,14 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """The engine's own numbers."""
         stats = self._engine.stats()
-        for name, meaning in _GAUGES.items():
-            yield GaugeMetricFamily(f"{_PREFIX}{name}", meaning, value=getattr(stats, name))
-        for name, meaning in _COUNTERS.items():
-            yield CounterMetricFamily(f"{_PREFIX}{name}", meaning, value=getattr(stats, name))
+        for one in fields(stats):
+            kind = CounterMetricFamily if one.metadata["is_counter"] else GaugeMetricFamily
+            name, value = f"{_PREFIX}{one.name}", getattr(stats, one.name)
+            yield kind(name, one.metadata["meaning"], value=value)
         yield GaugeMetricFamily(
             f"{_PREFIX}tokens_per_second",
             "Tokens generated in a second, over the last ten.",
-            value=self.speed.per_second(),
+            value=self.tokens_per_second(),
         )
         yield GaugeMetricFamily(
             f"{_PREFIX}healthy", "1 while requests are taken.", value=int(self._engine.is_healthy)
@@ -108,29 +84,20 @@ class Metrics(Collector):
         """Names nothing in advance, so that registering asks the engine nothing."""
         return []
 
-
-class RecentSpeed:
-    """Tokens in the last seconds."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[tuple[int, int]] = deque()
-
-    def add(self, tokens: int) -> None:
+    def add_tokens(self, count: int) -> None:
         """Notes tokens that were made just now."""
         second = int(time.monotonic())
-        if self._seconds and self._seconds[-1][0] == second:
-            tokens += self._seconds.pop()[1]
-        self._seconds.append((second, tokens))
-        self._forget(second)
+        if self._tokens and self._tokens[-1][0] == second:
+            count += self._tokens.pop()[1]
+        self._tokens.append((second, count))
+        self.tokens_per_second()
 
-    def per_second(self) -> float:
-        """The mean of the last ten seconds."""
-        self._forget(int(time.monotonic()))
-        return sum(tokens for _, tokens in self._seconds) / _WINDOW
-
-    def _forget(self, second: int) -> None:
-        while self._seconds and self._seconds[0][0] <= second - _WINDOW:
-            self._seconds.popleft()
+    def tokens_per_second(self) -> float:
+        """The mean of the last ten seconds; forgets what was before."""
+        since = int(time.monotonic()) - _WINDOW
+        while self._tokens and self._tokens[0][0] <= since:
+            self._tokens.popleft()
+        return sum(count for _, count in self._tokens) / _WINDOW
 
 
 class RequestMetrics:
@@ -143,18 +110,18 @@ class RequestMetrics:
         # For each output: when its first token came, and how many came after that.
         self._outputs: dict[int, tuple[float, int]] = {}
 
-    def take(self, piece: OutputDelta, prompt: int) -> None:
+    def take(self, delta: OutputDelta, prompt: int) -> None:
         """Notes what has just come for one of the prompts."""
         now, metrics = time.monotonic(), self._metrics
-        if piece.token_ids:
-            metrics.speed.add(len(piece.token_ids))
+        if delta.token_ids:
+            metrics.add_tokens(len(delta.token_ids))
             if prompt not in self._read:
                 self._read.add(prompt)
                 metrics.first_token_seconds.observe(now - self._begin)
-            first, later = self._outputs.get(piece.index, (now, -1))
-            self._outputs[piece.index] = first, later + len(piece.token_ids)
-        if piece.finish_reason is not None:
-            first, later = self._outputs.get(piece.index, (now, 0))
+            first, later = self._outputs.get(delta.index, (now, -1))
+            self._outputs[delta.index] = first, later + len(delta.token_ids)
+        if delta.finish_reason is not None:
+            first, later = self._outputs.get(delta.index, (now, 0))
             if later > 0:
                 metrics.token_seconds.observe((now - first) / later)
 

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -19,17 +20,12 @@ from pydantic import (
 )
 
 from h2okv.config import Budget
-from h2okv.engine.sampling_params import SamplingParams
-from h2okv.server.config import ServerSettings
+from h2okv.engine.sampling_params import SamplingParams, short_repr
 from h2okv.server.errors import ApiError, invalid
 from h2okv.server.tokenization import off_the_loop
 
-_MOST_STOPS = 64
-_MOST_STOP_TOKENS = 1024
 _SEEDS = 2**63
 _TOKEN_DIGITS = 18
-_SHOWN = 60
-"""Characters of a wrong value that an error repeats."""
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _NAME = re.compile(r"(\w+)[\[=:]")
 
@@ -50,14 +46,6 @@ _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("writes text only; leave it out, or give ['text']", (["text"],)),
 }
 """OpenAI's fields for what this server lacks: why not, and the values that change nothing."""
-
-
-class FieldError(ValueError):
-    """The error of a field that does not fit to others, found when all fields were there."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class Strict(BaseModel):
@@ -104,16 +92,17 @@ class SampledRequest(Strict):
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: tuple[str, ...] | None = None
+    stop: Annotated[tuple[str, ...], Field(max_length=64)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    logprobs: int | None = None
     # As vLLM's server takes them.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=1024)] | None = None
     # This server's own.
     h2o: BudgetChoice | None = None
     # Taken, and of no effect here.
@@ -137,22 +126,15 @@ class SampledRequest(Strict):
     def _refused(cls, value: Any, info: ValidationInfo) -> Any:
         why, harmless = _REFUSED[info.field_name or ""]
         if value is not None and value not in harmless:
-            raise ValueError(f"{info.field_name}={_short(value)}: this server {why}.")
+            raise ValueError(f"{info.field_name}={short_repr(value)}: this server {why}.")
         return value
 
     @model_validator(mode="after")
     def _together(self) -> SampledRequest:
         if self.stream_options is not None and not self.stream:
-            raise FieldError(
-                "stream_options", "stream_options needs stream=true; set it, or leave this out."
+            raise invalid(
+                "stream_options needs stream=true; set it, or leave this out.", "stream_options"
             )
-        for name, value, most in (
-            ("stop", self.stop, _MOST_STOPS),
-            ("stop_token_ids", self.stop_token_ids, _MOST_STOP_TOKENS),
-        ):
-            if len(value or ()) > most:
-                entries = f"{name} has {len(value or ())} entries"
-                raise FieldError(name, f"{entries}; give {most} at most.")
         return self
 
     @property
@@ -160,19 +142,29 @@ class SampledRequest(Strict):
         """Whether a stream ends with the counts of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, settings: ServerSettings, **further: Any) -> SamplingParams:
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer tells how likely its tokens were."""
+        return self.logprobs is not None and self.logprobs is not False
+
+    def _own_params(self) -> dict[str, Any]:
+        """What this kind of request has in place of fields of the same name."""
+        return {}
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
         """The parameters as the engine takes them."""
-        values = self.model_dump(include=_SAMPLING) | further
+        values = self.model_dump(include=_SAMPLING) | self._own_params()
         if self.logit_bias is not None:
             values["logit_bias"] = _biases(self.logit_bias)
         if self.top_k == -1:  # all tokens, in vLLM's requests
             values["top_k"] = 0
         if self.seed is not None:
             values["seed"] = self.seed % _SEEDS
-        wanted, most = values["max_tokens"], settings.max_new_tokens
-        if wanted is not None and wanted > most:
+        wanted = values["max_tokens"]
+        if wanted is not None and wanted > max_new_tokens:
             raise invalid(
-                f"max_tokens={wanted} is more than this server writes; give {most} at most.",
+                f"max_tokens={short_repr(wanted)} is more than this server writes; give"
+                f" {max_new_tokens} at most.",
                 "max_tokens",
             )
         try:
@@ -185,26 +177,22 @@ class SampledRequest(Strict):
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     """Tokens, which are strings in JSON, as numbers."""
-    found = {}
-    for token, bias in biases.items():
+    for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) <= _TOKEN_DIGITS):
-            shown = token if len(token) <= _SHOWN else f"{token[:_SHOWN]}..."
             raise invalid(
-                f"logit_bias has the key {shown!r}, which is no token; give its number.",
+                f"logit_bias has the key {short_repr(token)}, which is no token; give its number.",
                 "logit_bias",
             )
-        found[int(token)] = bias
-    return found
+    return {int(token): bias for token, bias in biases.items()}
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 
 class ChatMessage(Strict):
     """A message; the fields of an answer are taken too, so that clients can send it back."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant"]
     content: Any = ""
     name: str | None = None
     refusal: Any = None
@@ -212,15 +200,6 @@ class ChatMessage(Strict):
     tool_calls: Any = None
     function_call: Any = None
     audio: Any = None
-
-    @field_validator("role")
-    @classmethod
-    def _known(cls, role: str) -> str:
-        if role not in _ROLES:
-            raise ValueError(
-                f"role={role!r} is not taken; give {', '.join(_ROLES)} (there are no tools here)."
-            )
-        return _ROLES[role]
 
     @field_validator("content")
     @classmethod
@@ -230,8 +209,8 @@ class ChatMessage(Strict):
             return content or ""
         if not isinstance(content, list):
             raise ValueError(
-                f"content={content!r} does not fit; give a text, or a list of parts such as"
-                " {'type': 'text', 'text': '...'}."
+                f"content={short_repr(content)} does not fit; give a text, or a list of parts such"
+                " as {'type': 'text', 'text': '...'}."
             )
         return "".join(_part(part) for part in content)
 
@@ -242,6 +221,19 @@ class ChatMessage(Strict):
             raise ValueError(
                 f"{info.field_name} in a message: this server reads text only; leave it out."
             )
+
+
+def _part(part: Any) -> str:
+    """The text of one part of a message."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise ValueError(
+            f"content has a part of type {short_repr(kind)}; this server reads text only, so give"
+            " parts such as {'type': 'text', 'text': '...'}."
+        )
+    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError("a text part of content needs 'type' and a string 'text', nothing else.")
+    return part["text"]
 
 
 class ChatRequest(SampledRequest):
@@ -267,17 +259,16 @@ class ChatRequest(SampledRequest):
     @model_validator(mode="after")
     def _fit(self) -> ChatRequest:
         if not self.messages:
-            raise FieldError("messages", "messages is empty; give at least one.")
+            raise invalid("messages is empty; give at least one.", "messages")
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError(
-                "top_logprobs", "top_logprobs needs logprobs=true; set it, or leave this out."
+            raise invalid(
+                "top_logprobs needs logprobs=true; set it, or leave this out.", "top_logprobs"
             )
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
-            raise FieldError(
-                "max_tokens",
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise invalid(
                 f"max_tokens={self.max_tokens} and max_completion_tokens="
                 f"{self.max_completion_tokens} contradict each other; give one of them.",
+                "max_tokens",
             )
         return self
 
@@ -285,30 +276,13 @@ class ChatRequest(SampledRequest):
     def turns(self) -> list[dict[str, str]]:
         """The messages as templates take them."""
         shown = {"role", "content", "name"}
-        return [one.model_dump(include=shown, exclude_none=True) for one in self.messages]
+        turns = [one.model_dump(include=shown, exclude_none=True) for one in self.messages]
+        return [one | {"role": one["role"].replace("developer", "system")} for one in turns]
 
-    def params(self, settings: ServerSettings, stops: tuple[str, ...]) -> SamplingParams:
-        """The parameters as the engine takes them."""
+    def _own_params(self) -> dict[str, Any]:
         wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self.sampling(
-            settings,
-            max_tokens=wanted,
-            stop=(*(self.stop or ()), *stops),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        )
-
-
-def _part(part: Any) -> str:
-    """The text of one part of a message."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        raise ValueError(
-            f"content has a part of type {kind!r}; this server reads text only, so give parts such"
-            " as {'type': 'text', 'text': '...'}."
-        )
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-        raise ValueError("a text part of content needs 'type' and a string 'text', nothing else.")
-    return part["text"]
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return {"max_tokens": wanted, "logprobs": logprobs}
 
 
 class CompletionRequest(SampledRequest):
@@ -318,7 +292,6 @@ class CompletionRequest(SampledRequest):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
 
@@ -336,23 +309,22 @@ class CompletionRequest(SampledRequest):
             if all(_are_tokens(one) for one in value):
                 return value
         raise ValueError(
-            f"prompt={_short(value)} does not fit; give a text, a list of texts, a list of tokens,"
-            " or a list of lists of tokens, none of the lists empty."
+            f"prompt={short_repr(value)} does not fit; give a text, a list of texts, a list of"
+            " tokens, or a list of lists of tokens, none of the lists empty."
         )
 
     @model_validator(mode="after")
     def _best(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise FieldError(
+            raise invalid(
+                f"best_of={short_repr(self.best_of)}: this server chooses among no outputs; leave"
+                " it out, or give as many as n.",
                 "best_of",
-                f"best_of={self.best_of}: this server chooses among no outputs; leave it out, or"
-                " give as many as n.",
             )
         return self
 
-    def params(self, settings: ServerSettings) -> SamplingParams:
-        """The parameters as the engine takes them."""
-        return self.sampling(settings, prompt_logprobs=self.logprobs if self.echo else None)
+    def _own_params(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self.logprobs if self.echo else None}
 
 
 def _are_tokens(value: Any) -> bool:
@@ -381,7 +353,7 @@ def _parse(raw: bytes, model: type[Body]) -> Body:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=True)
+        problems = error.errors(include_url=False)
         # An unknown field explains more than what follows from it.
         first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
         raise _explained(first, model) from error
@@ -389,26 +361,25 @@ def _parse(raw: bytes, model: type[Body]) -> Body:
 
 def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
     """Says what is wrong with a body in one sentence."""
-    field, kind, value = _path(problem["loc"]), problem["type"], problem["input"]
+    place, kind, context = problem["loc"], problem["type"], problem.get("ctx", {})
+    field, code = _path(place), "invalid_value"
     if kind == "json_invalid":
-        reason = problem["ctx"]["error"]
-        message = f"the body is not JSON in UTF-8 ({reason}); send one JSON object."
+        message = f"the body is not JSON in UTF-8 ({context['error']}); send one JSON object."
         return invalid(message, code="invalid_json")
     if kind == "extra_forbidden":
-        message, code = f"{field} is not known; {_hint(problem['loc'], model)}.", "unknown_field"
+        message, code = f"{field} is not known; {_hint(place, model)}.", "unknown_field"
     elif kind == "missing":
         message, code = f"{field} is missing; give it.", "missing_field"
+    elif kind == "too_long":
+        count, most = context["actual_length"], context["max_length"]
+        message = f"{field} has {count} entries; give {most} at most."
     elif kind == "value_error":
-        message, code = str(problem["ctx"]["error"]), "invalid_value"
-        field = getattr(problem["ctx"]["error"], "field", field)
-        if len(problem["loc"]) > 1:
-            message = f"{field}: {message}"
+        message = f"{field}: {context['error']}" if len(place) > 1 else str(context["error"])
     elif not field:
-        message, code = "the body is not a JSON object; send one.", "invalid_value"
+        message = "the body is not a JSON object; send one."
     else:
         should = problem["msg"].removeprefix("Input should be ").rstrip(".")
-        message = f"{field}={_short(value)} does not fit; give {should}."
-        code = "invalid_value"
+        message = f"{field}={short_repr(problem['input'])} does not fit; give {should}."
     return invalid(message, field or None, code)
 
 
@@ -426,8 +397,3 @@ def _hint(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
     if len(location) == 1:
         near = difflib.get_close_matches(str(location[0]), model.model_fields, n=1)
     return f"did you mean {near[0]}" if near else "leave it out"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

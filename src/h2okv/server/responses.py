@@ -1,4 +1,4 @@
-"""Response bodies in OpenAI's types."""
+"""Answers in OpenAI's form, whole or as chunks of a stream, made while outputs come."""
 
 from __future__ import annotations
 
@@ -6,36 +6,24 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from openai import BaseModel
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionTokenLogprob,
-)
-from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_choice import Logprobs
-from openai.types.completion_usage import PromptTokensDetails
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from h2okv.engine.outputs import Completion as Output
-from h2okv.engine.outputs import OutputDelta, PromptRead, TokenLogprob
-from h2okv.server.generation import PreparedRequest
-from h2okv.server.protocol import SampledRequest
+from h2okv.engine.outputs import Completion, OutputDelta, PromptRead, TokenLogprob
 from h2okv.server.tokenization import Prompt
 
 _UNFINISHED = "\ufffd"
 _ANCHOR = "a"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""What byte-level tokenizers write for bytes."""
+_FINGERPRINT = "h2okv"
+"""OpenAI's ``system_fingerprint``: the same seed gives the same text only on the same server."""
 
 
 class TokenText:
@@ -45,11 +33,8 @@ class TokenText:
         self._tokenizer = tokenizer
         self._anchor = list(tokenizer(_ANCHOR, add_special_tokens=False)["input_ids"])
         self._anchor_text = self._decode(self._anchor)
-        self._bytes = lru_cache(maxsize=65536)(self._find_bytes)
-
-    def data(self, token: int) -> bytes:
-        """A token's bytes in UTF-8; a part of a character may be all there is."""
-        return self._bytes(token)
+        # A token's bytes in UTF-8; a part of a character may be all there is.
+        self.data = lru_cache(maxsize=65536)(self._find_bytes)
 
     def text(self, token: int) -> str:
         """A token's text; for a part of a character its bytes in hexadecimal."""
@@ -72,310 +57,202 @@ class TokenText:
         written = _BYTE.fullmatch(piece)
         if written:
             return bytes([int(written.group(1), 16)])
-        letters = _byte_letters()
-        if all(letter in letters for letter in piece):
-            return bytes(letters[letter] for letter in piece)
+        if all(letter in _LETTERS for letter in piece):
+            return bytes(_LETTERS[letter] for letter in piece)
         return text.encode("utf-8")
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
-@lru_cache(maxsize=1)
-def _byte_letters() -> Mapping[str, int]:
-    """The letters that byte-level tokenizers write for bytes, as GPT-2's code lays down."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(shown)]
-    letters = {chr(byte): byte for byte in shown}
-    letters.update({chr(256 + number): byte for number, byte in enumerate(others)})
-    return letters
-
-
-FINGERPRINT = "h2okv"
-"""OpenAI's ``system_fingerprint``: the same seed gives the same text only on the same server."""
-
-
 class ResponseBuilder(ABC):
-    """An answer in OpenAI's types, whole or as chunks of a stream, made while outputs come.
+    """An answer, as objects for JSON: what OpenAI's own servers leave out is left out."""
 
-    Attributes:
-        request: What was asked for.
-        outputs: What has come so far, one for each choice, prompt by prompt.
-    """
+    kinds: ClassVar[tuple[str, str, str]]
+    """What the id begins with, and ``object`` of the whole answer and of a chunk."""
 
-    id_prefix: ClassVar[str]
-
-    def __init__(self, request: PreparedRequest, body: SampledRequest, tokens: TokenText) -> None:
-        self.request, self._tokens = request, tokens
-        self.outputs = [Output(index) for index in range(request.num_choices)]
+    def __init__(
+        self, body: Any, prompts: Sequence[Prompt], tokens: TokenText, *, strips_start: bool = False
+    ) -> None:
+        self.body, self.prompts, self.num_outputs = body, prompts, body.n or 1
+        # One for each choice, prompt by prompt.
+        self.outputs = [Completion(index) for index in range(self.num_outputs * len(prompts))]
+        self._tokens, self._strips_start = tokens, strips_start
         self._read: dict[int, PromptRead] = {}
-        self._has_logprobs = request.params[0].logprobs is not None
-        self._wants_usage = body.wants_usage
-        self._shared: dict[str, Any] = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+        self._shared = {
+            "id": f"{self.kinds[0]}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": body.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": _FINGERPRINT,
         }
 
-    def take(self, piece: OutputDelta) -> None:
+    def take(self, delta: OutputDelta) -> None:
         """Adds what has come to its output."""
-        if piece.prompt is not None:
-            self._read[piece.index // self.request.choices_per_prompt] = piece.prompt
-        self.outputs[piece.index].add(piece)
+        if delta.prompt is not None:
+            self._read[delta.index // self.num_outputs] = delta.prompt
+        self.outputs[delta.index].add(delta)
 
-    @abstractmethod
-    def whole(self) -> BaseModel:
+    def whole(self) -> dict[str, Any]:
         """The answer to a finished request."""
+        # No end is told of an output for which no token was asked.
+        choices = [self._choice(own, own.finish_reason or "length") for own in self.outputs]
+        usage = self._usage()
+        return {"object": self.kinds[1], "choices": choices, "usage": usage, **self._shared}
 
-    def opening(self) -> Iterable[BaseModel]:
+    def opening(self) -> Iterable[dict[str, Any]]:
         """The chunks that come before any text."""
         return ()
 
-    @abstractmethod
-    def chunks(self, piece: OutputDelta) -> Iterable[BaseModel]:
-        """The chunks of a piece that was taken already."""
-
-    def closing(self) -> Iterable[BaseModel]:
+    def closing(self) -> Iterable[dict[str, Any]]:
         """The chunks that come after all text."""
-        if self._wants_usage:
-            yield self._chunk(usage=self._usage())
+        if self.body.wants_usage:
+            chunk = {"object": self.kinds[2], "choices": [], "usage": self._usage()}
+            yield {**chunk, **self._shared}
 
     @abstractmethod
-    def _chunk(self, *choices: BaseModel, **usage: Any) -> BaseModel:
-        """A chunk of a stream, in its type."""
+    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
+        """An output as a choice of the whole answer."""
 
-    def _choice_chunk(self, choice: BaseModel) -> BaseModel:
+    @abstractmethod
+    def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
+        """The chunks of a delta that was taken already."""
+
+    def _chunk(self, index: int, finish_reason: str | None, **choice: Any) -> dict[str, Any]:
+        choice |= {"index": index, "finish_reason": finish_reason}
         # With the counts asked for, all chunks have the field, and only the last one a value.
-        return self._chunk(choice, **({"usage": None} if self._wants_usage else {}))
+        usage = {"usage": None} if self.body.wants_usage else {}
+        return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
-    def _usage(self) -> CompletionUsage:
-        read = sum(len(prompt.token_ids) for prompt in self.request.prompts)
+    def _usage(self) -> dict[str, Any]:
+        read = sum(len(prompt.token_ids) for prompt in self.prompts)
         new = sum(len(output.token_ids) for output in self.outputs)
         reused = sum(prompt.num_reused for prompt in self._read.values())
-        return CompletionUsage(
-            prompt_tokens=read,
-            completion_tokens=new,
-            total_tokens=read + new,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=reused),
-        )
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": new,
+            "total_tokens": read + new,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        }
 
 
 class ChatResponseBuilder(ResponseBuilder):
     """An assistant's messages."""
 
-    id_prefix = "chatcmpl"
+    kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-    def __init__(
-        self,
-        request: PreparedRequest,
-        body: SampledRequest,
-        tokens: TokenText,
-        *,
-        strips_start: bool,
-    ) -> None:
-        super().__init__(request, body, tokens)
-        self._strips_start = strips_start
-        self._begun: set[int] = set()
+    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
+        text = output.text.lstrip() if self._strips_start else output.text
+        return {
+            "index": output.index,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": finish_reason,
+            "logprobs": self._logprobs(output.logprobs),
+        }
 
-    def whole(self) -> ChatCompletion:
-        """See `ResponseBuilder.whole`."""
-        choices = [
-            Choice.construct(
-                index=output.index,
-                message=ChatCompletionMessage(
-                    role="assistant",
-                    content=output.text.lstrip() if self._strips_start else output.text,
-                ),
-                # None is told where nothing was asked for.
-                finish_reason=output.finish_reason or "length",
-                logprobs=ChoiceLogprobs(content=self._table(output.logprobs))
-                if self._has_logprobs
-                else None,
-            )
-            for output in self.outputs
-        ]
-        return ChatCompletion.construct(
-            object="chat.completion", choices=choices, usage=self._usage(), **self._shared
-        )
-
-    def opening(self) -> Iterable[BaseModel]:
+    def opening(self) -> Iterable[dict[str, Any]]:
         """See `ResponseBuilder.opening`: who speaks."""
-        for index in range(self.request.num_choices):
-            yield self._delta(index, ChoiceDelta(role="assistant", content=""))
+        for output in self.outputs:
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk(output.index, None, delta=delta, logprobs=None)
 
-    def chunks(self, piece: OutputDelta) -> Iterable[BaseModel]:
+    def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
         """See `ResponseBuilder.chunks`."""
-        text = piece.text
-        if self._strips_start and piece.index not in self._begun:
+        text = delta.text
+        before = self.outputs[delta.index].text.removesuffix(text)
+        if self._strips_start and not before.strip():
             text = text.lstrip()
-        if text:
-            self._begun.add(piece.index)
-        if text or (self._has_logprobs and piece.logprobs):
-            yield self._delta(piece.index, ChoiceDelta(content=text), piece.logprobs)
-        if piece.finish_reason is not None:
-            yield self._delta(piece.index, ChoiceDelta(), finish_reason=piece.finish_reason)
+        if text or (self.body.has_logprobs and delta.logprobs):
+            logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+            yield self._chunk(delta.index, None, delta={"content": text}, logprobs=logprobs)
+        if delta.finish_reason is not None:
+            yield self._chunk(delta.index, delta.finish_reason, delta={}, logprobs=None)
 
-    def _delta(
-        self,
-        index: int,
-        delta: ChoiceDelta,
-        logprobs: Sequence[TokenLogprob] = (),
-        finish_reason: str | None = None,
-    ) -> BaseModel:
-        told = None
-        if self._has_logprobs and logprobs:
-            told = ChunkLogprobs(content=self._table(logprobs))
-        return self._choice_chunk(
-            ChunkChoice.construct(
-                index=index, delta=delta, finish_reason=finish_reason, logprobs=told
-            )
-        )
-
-    def _chunk(self, *choices: BaseModel, **usage: Any) -> BaseModel:
-        kind = "chat.completion.chunk"
-        return ChatCompletionChunk.construct(
-            object=kind, choices=[*choices], **self._shared, **usage
-        )
-
-    def _table(self, logprobs: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         def told(token: int, logprob: float) -> dict[str, Any]:
             data = list(self._tokens.data(token))
             return {"token": self._tokens.text(token), "bytes": data, "logprob": logprob}
 
-        return [
-            ChatCompletionTokenLogprob(
-                **told(one.token, one.logprob),
-                top_logprobs=[TopLogprob(**told(*other)) for other in one.top],
-            )
+        if not self.body.has_logprobs:
+            return None
+        content = [
+            {**told(one.token, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
             for one in logprobs
         ]
+        return {"content": content}
+
+
+Entry = tuple[int, TokenLogprob | None, int]
+"""A token, how likely it was if that is known, and its characters."""
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """Texts that go on from prompts."""
+    """Texts that go on from prompts, after these where they are to be echoed."""
 
-    id_prefix = "cmpl"
+    kinds = ("cmpl", "text_completion", "text_completion")
 
-    def __init__(
-        self, request: PreparedRequest, body: SampledRequest, tokens: TokenText, *, echo: bool
-    ) -> None:
-        super().__init__(request, body, tokens)
-        self._echo = echo
-        # Where the next token of each choice's text begins, for streams.
-        self._offsets: dict[int, int] = {}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # Where the next token of each choice's text begins.
+        self._offsets: dict[int, int] = defaultdict(int)
+        self._echoes = bool(self.body.echo)
         self._echoed: set[int] = set()
 
-    def whole(self) -> Completion:
-        """See `ResponseBuilder.whole`."""
-        choices = []
-        for output in self.outputs:
-            number = output.index // self.request.choices_per_prompt
-            text, table = output.text, self._new_table()
-            if self._echo:
-                text = self.request.prompts[number].text + text
-                self._add_prompt(table, number)
-            if table is not None:
-                table.add(output.logprobs)
-            # No end is told of an output for which no token was asked.
-            ending = output.finish_reason or "length"
-            choices.append(self._choice(output.index, text, ending, table))
-        return self._chunk(*choices, usage=self._usage())
+    def _choice(self, output: Completion, finish_reason: str | None) -> dict[str, Any]:
+        text, entries = self._echo(output.index // self.num_outputs)
+        entries += self._entries(output.logprobs)
+        return {
+            "index": output.index,
+            "text": text + output.text,
+            "finish_reason": finish_reason,
+            "logprobs": self._logprobs(output.index, entries),
+        }
 
-    def chunks(self, piece: OutputDelta) -> Iterable[BaseModel]:
-        """See `ResponseBuilder.chunks`; an echoed prompt comes with its first piece."""
-        per_prompt = self.request.choices_per_prompt
-        number = piece.index // per_prompt
-        if self._echo and number not in self._echoed:
+    def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
+        """See `ResponseBuilder.chunks`."""
+        number = delta.index // self.num_outputs
+        if self._echoes and number not in self._echoed:
             self._echoed.add(number)
-            for index in range(number * per_prompt, (number + 1) * per_prompt):
-                yield self._echo_chunk(index, number)
-        if not (piece.text or piece.logprobs or piece.finish_reason):
-            return
-        table = self._new_table(self._offsets.get(piece.index, 0))
-        if table is not None:
-            table.add(piece.logprobs)
-            self._offsets[piece.index] = table.offset
-        choice = self._choice(piece.index, piece.text, piece.finish_reason, table)
-        yield self._choice_chunk(choice)
+            text, entries = self._echo(number)
+            for index in range(number * self.num_outputs, (number + 1) * self.num_outputs):
+                yield self._chunk(index, None, text=text, logprobs=self._logprobs(index, entries))
+        if delta.text or delta.logprobs or delta.finish_reason:
+            logprobs = self._logprobs(delta.index, self._entries(delta.logprobs))
+            yield self._chunk(delta.index, delta.finish_reason, text=delta.text, logprobs=logprobs)
 
-    def _echo_chunk(self, index: int, number: int) -> BaseModel:
-        """A prompt as the first text of a choice."""
-        table = self._new_table()
-        self._add_prompt(table, number)
-        if table is not None:
-            self._offsets[index] = table.offset
-        text = self.request.prompts[number].text
-        return self._choice_chunk(self._choice(index, text, None, table))
+    def _entries(self, logprobs: Sequence[TokenLogprob]) -> list[Entry]:
+        return [(one.token, one, self._tokens.length(one.token)) for one in logprobs]
 
-    def _new_table(self, offset: int = 0) -> _LogprobTable | None:
-        return _LogprobTable(self._tokens, offset) if self._has_logprobs else None
-
-    def _add_prompt(self, table: _LogprobTable | None, number: int) -> None:
-        if table is not None:
-            read = self._read.get(number)
-            table.add_prompt(self.request.prompts[number], (read and read.logprobs) or ())
-
-    def _choice(
-        self, index: int, text: str, finish_reason: str | None, table: _LogprobTable | None
-    ) -> CompletionChoice:
-        # Without validation: in a stream, OpenAI's own servers send choices without an end.
-        return CompletionChoice.construct(
-            index=index,
-            text=text,
-            finish_reason=finish_reason,
-            logprobs=None if table is None else table.logprobs(),
-        )
-
-    def _chunk(self, *choices: BaseModel, **usage: Any) -> Completion:
-        return Completion.construct(
-            object="text_completion", choices=[*choices], **self._shared, **usage
-        )
-
-
-class _LogprobTable:
-    """The parallel lists of OpenAI's older form, as they grow."""
-
-    def __init__(self, tokens: TokenText, offset: int) -> None:
-        self._tokens, self.offset = tokens, offset
-        self._texts: list[str] = []
-        self._logprobs: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
-
-    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Adds tokens of an output."""
-        for one in logprobs:
-            self._add(one.token, one, self._tokens.length(one.token))
-
-    def add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob | None]) -> None:
-        """Adds a prompt's tokens, the first of which has no probability."""
-        for number, token in enumerate(prompt.token_ids):
-            known = logprobs[number] if number < len(logprobs) else None
+    def _echo(self, number: int) -> tuple[str, list[Entry]]:
+        """A prompt's text and tokens, the first of which has no probability."""
+        if not self._echoes:
+            return "", []
+        prompt, read = self.prompts[number], self._read.get(number)
+        known = (read and read.logprobs) or ()
+        entries: list[Entry] = []
+        for place, token in enumerate(prompt.token_ids):
             length = self._tokens.length(token)
-            if number == 0 and prompt.is_text:
+            if place == 0 and prompt.is_text:
                 length = _length_in(prompt.text, self._tokens.text(token))
-            self._add(token, known, length)
+            entries.append((token, known[place] if place < len(known) else None, length))
+        return prompt.text, entries
 
-    def logprobs(self) -> Logprobs:
-        """The lists."""
-        return Logprobs.construct(
-            tokens=self._texts,
-            token_logprobs=self._logprobs,
-            top_logprobs=self._tops,
-            text_offset=self._offsets,
-        )
-
-    def _add(self, token: int, known: TokenLogprob | None, length: int) -> None:
-        self._texts.append(self._tokens.text(token))
-        self._offsets.append(self.offset)
-        self.offset += length
-        self._logprobs.append(None if known is None else known.logprob)
-        tops: dict[str, float] = {}
-        for one, logprob in () if known is None else (*known.top, (token, known.logprob)):
-            # Where two tokens read the same, the likelier one is told.
-            tops.setdefault(self._tokens.text(one), logprob)
-        self._tops.append(None if known is None else tops)
+    def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, list[Any]] | None:
+        """The parallel lists of OpenAI's older form, for the next tokens of a choice."""
+        if not self.body.has_logprobs:
+            return None
+        columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        table: dict[str, list[Any]] = {name: [] for name in columns}
+        for token, known, length in entries:
+            tops: dict[str, float] = {}
+            for one, logprob in (*known.top, (token, known.logprob)) if known else ():
+                # Where two tokens read the same, the likelier one is told.
+                tops.setdefault(self._tokens.text(one), logprob)
+            table["tokens"].append(self._tokens.text(token))
+            table["token_logprobs"].append(known and known.logprob)
+            table["top_logprobs"].append(tops if known else None)
+            table["text_offset"].append(self._offsets[index])
+            self._offsets[index] += length
+        return table
 
 
 def _length_in(prompt: str, first: str) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,15 +18,8 @@ _MUCH = 4096
 """Characters, bytes or tokens from which on work would hold up the event loop."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt that was tokenised.
-
-    Attributes:
-        token_ids: Its tokens.
-        text: What it says.
-        is_text: Whether it came as text, so that special tokens are not part of ``text``.
-    """
+class Prompt(NamedTuple):
+    """A prompt's tokens and text; special tokens are not part of a text that came as text."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -39,23 +31,19 @@ class PromptReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        # Texts at which a chat's answer ends beside those that a request names.
+        self.chat_stops = () if tokenizer.chat_template else PLAIN_STOPS
         self._vocabulary = len(tokenizer)
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         # What has more characters than this has too many tokens, whatever it says.
         self._max_characters = longest * max_tokens
-        self.encode("a")  # the first use may set the tokenizer up, which is best done alone
-
-    @property
-    def chat_stops(self) -> tuple[str, ...]:
-        """Texts at which an answer ends beside those that a request names."""
-        return () if self.tokenizer.chat_template else PLAIN_STOPS
+        tokenizer("a")  # the first use may set the tokenizer up, which is best done alone
 
     def read(self, prompt: str | Sequence[int]) -> Prompt:
         """Reads a text, or tokens."""
         if isinstance(prompt, str):
-            self._check_characters(prompt)
-            return Prompt(self._checked(self.encode(prompt)), prompt, True)
-        token_ids = self._checked(tuple(prompt))
+            return Prompt(self._encode(prompt, "prompt"), prompt, True)
+        token_ids = self._checked(tuple(prompt), "prompt")
         least, most = min(token_ids), max(token_ids)
         if least < 0 or most >= self._vocabulary:
             raise invalid(
@@ -72,21 +60,17 @@ class PromptReader:
             text = chat_text(self.tokenizer, messages)
         except ChatTemplateError as error:
             raise invalid(str(error), "messages") from error
-        self._check_characters(text, "messages")
-        has_special = bool(self.tokenizer.chat_template)
-        ids = self._checked(self.encode(text, special=not has_special), "messages")
-        return Prompt(ids, text, not has_special)
+        # A template's text has its special tokens in it.
+        is_plain = not self.tokenizer.chat_template
+        return Prompt(self._encode(text, "messages", special=is_plain), text, is_plain)
 
-    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """The tokens of a text."""
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return tuple(encoded["input_ids"])
-
-    def _check_characters(self, text: str, field: str = "prompt") -> None:
+    def _encode(self, text: str, field: str, *, special: bool = True) -> tuple[int, ...]:
         if len(text) > self._max_characters:
             raise self._too_long(f"{len(text)} characters", field)
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        return self._checked(tuple(encoded["input_ids"]), field)
 
-    def _checked(self, token_ids: tuple[int, ...], field: str = "prompt") -> tuple[int, ...]:
+    def _checked(self, token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
         if not token_ids:
             raise invalid(f"{field} has no tokens; give at least one.", field)
         if len(token_ids) > self.max_tokens:
