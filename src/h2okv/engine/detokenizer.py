@@ -56,21 +56,13 @@ class Detokenizer:
 
 
 class StopText:
-    """Hands text on up to the first stop string, and never a part of one.
-
-    Attributes:
-        stopped: The stop string that ended the text; ``None`` until one did.
-        text: What was handed on.
-    """
+    """Hands text on up to the first stop string, and never a part of one."""
 
     def __init__(
-        self,
-        stop_strings: Sequence[str],
-        write: Callable[[str], None],
-        strips_start: bool = True,
+        self, stop_strings: Sequence[str], write: Callable[[str], None], strips_start: bool = True
     ) -> None:
-        self.stopped: str | None = None
-        self.text = ""
+        self.stopped: str | None = None  # the stop string that ended the text
+        self.text = ""  # what was handed on
         self._stop_strings = stop_strings
         self._write = write
         self._strips_start = strips_start

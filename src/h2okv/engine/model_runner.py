@@ -64,12 +64,7 @@ class TensorParallelGroup:
 
 
 class ModelRunner:
-    """Runs steps on one process's model, or its part of a model.
-
-    Attributes:
-        pool: The slots of all running sequences.
-        group: The ranks that hold the other parts; ``None`` if the model is whole.
-    """
+    """Runs steps on one process's model, or its part of a model, and holds the slots."""
 
     def __init__(
         self,

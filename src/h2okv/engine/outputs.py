@@ -9,31 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and how likely it was.
-
-    Attributes:
-        token: The token that was chosen, or that the prompt has.
-        logprob: Its log-probability after all tokens before it, without temperature or penalties.
-        top: The likeliest tokens with theirs, as many as were asked for, the likeliest first.
-    """
+    """A token that was chosen, or that the prompt has, and how likely it was."""
 
     token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: float  # after all tokens before it, without temperature or penalties
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs, if asked for
 
 
 @dataclass(frozen=True)
 class PromptRead:
-    """What is known when a prompt has been read.
-
-    Attributes:
-        token_ids: The prompt.
-        num_reused: How many of its tokens came from a saved prefix.
-        logprobs: If asked for: one for each token, ``None`` for the first one.
-    """
+    """What is known when a prompt has been read."""
 
     token_ids: tuple[int, ...]
-    num_reused: int = 0
+    num_reused: int = 0  # tokens that came from a saved prefix
+    # If asked for: one for each token, None for the first one.
     logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 

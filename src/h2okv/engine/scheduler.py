@@ -17,18 +17,13 @@ class Scheduler:
     """First come, first served, with chunked prefill between the decode steps of others.
 
     Knows slots by the number of their sequence only: ``running[i]`` has the i-th ones.
-
-    Attributes:
-        running: Outputs that decode.
-        waiting: Requests that have not begun.
-        prefilling: The request whose prompt is prefilled, or is about to be admitted; several
-            whose prompts together are not longer than a chunk.
     """
 
     def __init__(self, config: EngineConfig, max_num_seqs: int, chunk_tokens: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
+        # Whose prompt is prefilled, or about to be admitted; several that fit into one chunk.
         self.prefilling: list[Request] = []
         self._chunk_tokens = chunk_tokens
         self._max_waiting = config.max_waiting

@@ -21,33 +21,19 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Everything about the server that is decided when it starts.
+    """Everything about the server that is decided when it starts."""
 
-    Attributes:
-        model_name: What clients call the model.
-        budget: Of requests that name none; ``{"h2o": {...}}`` changes parts of it.
-        host: The address to listen at.
-        port: The port; 0 for any that is free.
-        api_key: Asked of every request but ``/health`` and the pages; ``None`` for none.
-        timeout: Seconds that a request may take, waiting included.
-        drain: Seconds that running requests have when the server ends.
-        max_body: Bytes of a request's body.
-        max_new_tokens: The most new tokens that a request may ask for.
-        max_choices: The most outputs of a request: prompts times ``n``.
-        view_page: The HTML of a recorded viewer page, served at ``/view``.
-    """
-
-    model_name: str
-    budget: Budget = field(default_factory=Budget)
+    model_name: str  # what clients call the model
+    budget: Budget = field(default_factory=Budget)  # a request's own changes parts of it
     host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    timeout: float = 600.0
-    drain: float = 30.0
-    max_body: int = 8 << 20
+    port: int = 8000  # 0 for any that is free
+    api_key: str | None = None  # asked of every request but /health and the pages
+    timeout: float = 600.0  # seconds that a request may take, waiting included
+    drain: float = 30.0  # seconds that running requests have when the server ends
+    max_body: int = 8 << 20  # bytes of a request's body
     max_new_tokens: int = 4096
-    max_choices: int = 128
-    view_page: str | None = None
+    max_choices: int = 128  # outputs of a request: prompts times n
+    view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
 
     def __post_init__(self) -> None:
         """Checks all limits."""
@@ -75,23 +61,14 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """What the user asked for; see `h2okv serve --help`.
-
-    Attributes:
-        model: What `AsyncLLM` takes first.
-        server: Address, key and limits.
-        engine: Cache, sequences and memory; the prefixes are put in by `engine_config`.
-        prefixes: Files with texts that many prompts begin with; their caches are kept.
-        systems: Files with system messages of many chats, likewise.
-        loading: What `AsyncLLM` takes else: ``dtype``, ``device``.
-    """
+    """What the user asked for; see `h2okv serve --help`."""
 
     model: str = BUNDLED
     server: ServerSettings
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    prefixes: tuple[Path, ...] = ()
-    systems: tuple[Path, ...] = ()
-    loading: dict[str, Any] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)  # without prefixes
+    prefixes: tuple[Path, ...] = ()  # files with texts that many prompts begin with
+    systems: tuple[Path, ...] = ()  # files with system messages of many chats
+    loading: dict[str, Any] = field(default_factory=dict)  # what else `AsyncLLM` takes
 
     def engine_config(self) -> EngineConfig:
         """The engine's config with the tokens of all beginnings that are read once and kept."""

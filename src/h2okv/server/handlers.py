@@ -39,11 +39,7 @@ _LAST_WORD = 5.0
 
 
 class Handlers:
-    """Handles requests for chats and completions.
-
-    Attributes:
-        metrics: Counted here.
-    """
+    """Handles requests for chats and completions."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
