@@ -58,6 +58,19 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     assert {row["samples"] for row in table(tmp_path / "s.csv")} == {"6"}
 
 
+def test_summaries_are_sampled_as_asked(h2okv_command, model_folder, articles, tmp_path):
+    sampling = ("--temperature", "0.8", "--top-k", "5", "--min-p", "0.01", "--stop", "\x00")
+    sampling += ("--repetition-penalty", "1.5", "--limit", "2")
+    for out in (tmp_path / "a.csv", tmp_path / "b.csv"):
+        done = summarize(h2okv_command, model_folder, articles, out, *sampling)
+        assert done.code == 0, done.err
+    asked, again = (tmp_path / f"{name}.samples.jsonl" for name in "ab")
+    assert asked.read_text() == again.read_text()
+    assert '"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.5' in asked.read_text()
+    greedy = summarize(h2okv_command, model_folder, articles, tmp_path / "g.csv", "--limit", 2)
+    assert greedy.code == 0 and "top_k" not in (tmp_path / "g.samples.jsonl").read_text()
+
+
 def test_ctrl_c_keeps_what_there_is(h2okv_command, model_folder, articles, tmp_path, monkeypatch):
     run = Evaluation.run
     monkeypatch.setattr(Evaluation, "run", lambda self, tell: run(self, stopping(tell)))
@@ -244,6 +257,7 @@ def test_a_sweep_fills_its_folder(h2okv_command, model_folder, articles, tmp_pat
         (("--batch-size", "0"), "--batch-size 0 is too few"),
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
         (("--temperature", "-1"), "--temperature -1.0 is out of range"),
+        (("--top-k", "5"), "--top-k 5 has no effect on greedy decoding; add --temperature"),
         (("--csv", "none/x.csv"), "is in no folder that exists"),
         (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
         (("--max-new-tokens", "250"), "more than the model's context window of 256"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -26,7 +28,7 @@ def asked(ids, most=12, temperature=0.0, **options):
     return Prompt(ids, SamplingParams(max_tokens=most, temperature=temperature, **options))
 
 
-def by_transformers(subject, ids, most):
+def by_transformers(subject, ids, most, **options):
     inputs = torch.tensor([ids])
     written = subject.model.generate(
         inputs,
@@ -34,6 +36,7 @@ def by_transformers(subject, ids, most):
         past_key_values=DynamicCache(config=subject.config),
         max_new_tokens=most,
         do_sample=False,
+        **options,
     )
     return subject.decode(written[0, len(ids) :])
 
@@ -52,6 +55,20 @@ def test_a_prompt_gets_in_a_batch_what_it_gets_alone(subject, ids, temperature, 
     together = answer_batch(subject, config, batch)
     alone = [answer_batch(subject, config, [p])[0] for p in batch]
     assert together == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_repetition_penalty_takes_no_padding_for_text(subject, ids, temperature):
+    config = CacheConfig.from_budget(400)
+    batch = prompts(ids, temperature=temperature)
+    options = {"repetition_penalty": 1.5}
+    batch = [replace(one, params=replace(one.params, **options)) for one in batch]
+    together = answer_batch(subject, config, batch)
+    assert together == [answer_batch(subject, config, [p])[0] for p in batch]
+    if temperature == 0:
+        wanted = [by_transformers(subject, p.ids, 12, **options) for p in batch]
+        assert [answer.text for answer in together] == wanted
+        assert together != answer_batch(subject, config, prompts(ids))
 
 
 def test_a_stop_string_and_all_after_it_go_and_nothing_else_does(subject, ids):

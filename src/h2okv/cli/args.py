@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -396,16 +396,21 @@ def _as_option(message: str) -> str:
 
 
 def sampling_options(
-    max_new_tokens: int = 128, only: Sequence[str] = tuple(_SAMPLING)
+    max_new_tokens: int = 128, without: Sequence[str] = (), models_own: bool = True
 ) -> Callable[[Command], Command]:
     """Gives a command the options of sampling, and hands it ``sampling``, `SamplingOptions`."""
     most = _Option(int, max_new_tokens, _SAMPLING["max_new_tokens"].help)
+    options = _SAMPLING | {"max_new_tokens": most}
+    if not models_own:  # the command does not ask how the model's authors want it to be sampled
+        for name, option in options.items():
+            if isinstance(option.show_default, str):
+                shown = option.show_default.rpartition(" ")[2]
+                options[name] = replace(option, show_default=shown)
 
     def build(max_new_tokens: int | None = None, **given: Any) -> SamplingOptions:
         return SamplingOptions({"max_tokens": max_new_tokens, **given})
 
-    without = [name for name in _SAMPLING if name not in only]
-    return _bundle("sampling", _SAMPLING | {"max_new_tokens": most}, build, "Sampling", without)
+    return _bundle("sampling", options, build, "Sampling", without)
 
 
 def parse_amount(name: str, text: str) -> int | float:

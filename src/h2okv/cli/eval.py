@@ -411,7 +411,7 @@ def recall(
 @eval_app.command("summarize")
 @cache_lists(budget="64,128,256,512,1024,full")
 @model_options()
-@sampling_options(only=("temperature", "top_p"))
+@sampling_options(without=("max_new_tokens", "seed"), models_own=False)
 def summarize(
     caches: list[CacheConfig],
     model: ModelOptions,

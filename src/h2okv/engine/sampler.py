@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -216,6 +217,26 @@ class SeededSampling(LogitsProcessor):
             for own in self._generators
         ]
         return warped + torch.stack(noise).to(warped.device)
+
+
+class PenaltyOfText(RepetitionPenaltyLogitsProcessor):
+    """The repetition penalty; transformers' own takes the padding of a batch for text.
+
+    Args:
+        penalty: Above 1 makes tokens of the prompt and the text less likely.
+        mask: ``[B, T]``, 0 where the prompts are padded on their left.
+    """
+
+    def __init__(self, penalty: float, mask: torch.Tensor) -> None:
+        super().__init__(penalty)
+        self._real = mask.bool()
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Lowers the logits ``[B, V]`` of what ``input_ids`` ``[B, N]`` hold."""
+        length = self._real.shape[1]
+        last = input_ids[:, length - 1 : length]
+        prompt = torch.where(self._real.to(input_ids.device), input_ids[:, :length], last)
+        return super().__call__(torch.cat([prompt, input_ids[:, length:]], dim=1), scores)
 
 
 class RefuseNaN(LogitsProcessor):

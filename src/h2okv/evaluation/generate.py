@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 import h2okv
 from h2okv.config import CacheConfig
-from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
+from h2okv.engine.sampler import PenaltyOfText, RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 
@@ -24,7 +24,7 @@ class Prompt:
     Attributes:
         ids: Its tokens.
         params: With ``max_tokens``, and a seed where tokens are drawn; in a batch, all have the
-            same temperature, top-p and stop strings.
+            same sampling options and stop strings.
     """
 
     ids: Sequence[int]
@@ -115,6 +115,8 @@ def _generate(
     """Generates from ``ids [B, T]``, of which the cache may hold the beginning."""
     model, params = subject.model, prompts[0].params
     processors: list[LogitsProcessor] = [RefuseNaN()]
+    if params.repetition_penalty != 1:
+        processors.append(PenaltyOfText(params.repetition_penalty, mask))
     if not params.is_greedy:
         processors.append(SeededSampling([prompt.params for prompt in prompts]))
     if params.stop:
@@ -127,6 +129,7 @@ def _generate(
         max_new_tokens=max(prompt.max_new_tokens for prompt in prompts),
         do_sample=False,
         num_beams=1,
+        repetition_penalty=1.0,  # of the model's own config
         logits_processor=processors,
         pad_token_id=subject.pad_token_id,
         **options,

@@ -228,11 +228,17 @@ class GenerationTask(Task):
 
     def identity(self) -> Mapping[str, Any]:
         """How prompts are answered; tasks add what they are."""
-        return {
+        params = self.params
+        settings = {
             "max_new_tokens": self.options.max_new_tokens,
-            "temperature": self.params.temperature,
-            "top_p": self.params.top_p,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
         }
+        # Only where they were asked for, so that results without them stay known.
+        for name in ("top_k", "min_p", "repetition_penalty", "stop"):
+            if getattr(params, name) != getattr(SamplingParams, name):
+                settings[name] = getattr(params, name)
+        return settings
 
     def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Tokenizes the prompts, and chooses those that are run."""
@@ -262,7 +268,8 @@ class GenerationTask(Task):
 
     def _params_of(self, prompt: TextPrompt) -> SamplingParams:
         most = self.options.max_new_tokens or prompt.max_new_tokens
-        return replace(self.params, max_tokens=most, stop=prompt.stops)
+        stop = tuple(dict.fromkeys((*prompt.stops, *self.params.stop)))
+        return replace(self.params, max_tokens=most, stop=stop)
 
     def _seeded(self, sample: int, seed: int) -> Prompt:
         prompt = self._prompts[sample]
