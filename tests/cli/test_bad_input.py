@@ -209,3 +209,31 @@ def test_numbers_that_overflow_while_generating(h2okv_command, save_model, names
     save_file(weights, path, metadata={"format": "pt"})
     args = ("generate", "--model", folder, "--json", "a prompt")
     assert_one_sentence(h2okv_command(*args, "--dtype", "float16"), "NaN", "dtype")
+
+
+BEFORE_THE_WEIGHTS = {
+    "chat --budget 64 --load nowhere.chat": "'nowhere.chat' is not a file",
+    "chat --budget 64 --policy topk": "policy='topk' chooses anew for every query",
+    "generate --policy topk prompt": "policy='topk' chooses anew for every query",
+    "serve --max-num-seqs 0": "max_num_seqs=0 is out of range",
+    "serve --policy topk": "policy='topk' chooses anew for every query",
+    "serve --port 99999": "--port 99999 is out of range",
+    "view --export k.html --head 9": "head 9 is out of range",
+    "view --export k.html --layer 9": "layer 9 is not a full-attention layer",
+    "view --export k.html --new-tokens -1": "-1 new tokens is out of range",
+    "view --export k.html --policy topk": "policy='topk' chooses anew for every query",
+    "view --export k.html --tokens 3": "--tokens 3 is too few; give 8 or more",
+    "view --port 99999": "--port 99999 cannot be opened",
+}
+
+
+@pytest.mark.parametrize("line", BEFORE_THE_WEIGHTS)
+def test_refusals_come_before_the_weights(h2okv_command, model_folder, monkeypatch, tmp_path, line):
+    def load(*_):
+        raise AssertionError("the weights were loaded first")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("h2okv.integration.loading.load_weights", load)
+    monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
+    outcome = h2okv_command(*line.split(), "--model", model_folder)
+    assert_one_sentence(outcome, BEFORE_THE_WEIGHTS[line])

@@ -135,3 +135,28 @@ def test_a_streamer(bundled):
     with h2okv.enable(bundled.model):
         bundled.model.generate(**inputs, past_key_values=cache, streamer=streamer, **OPTIONS)
     assert "".join(streamer) == bundled.tokenizer.decode(expected)
+
+
+def test_the_evaluation_harness_s_own_model(bundled):
+    """Log-likelihoods come of a forward without a cache, texts of `generate` with ours."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(pretrained=bundled.model, tokenizer=bundled.tokenizer, batch_size=1)
+    start = "The old house stood at"
+
+    def asked(**options):
+        endings = [(start, end) for end in (" the end of the street.", " war with the sea.")]
+        options |= {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
+        scored = [Instance("loglikelihood", {}, pair, 0) for pair in endings]
+        written = [Instance("generate_until", {}, (start, options), 0)]
+        return harness.loglikelihood(scored), harness.generate_until(written)
+
+    expected, text = asked()
+    with h2okv.enable(bundled.model):
+        for budget in (64, 2):  # the harness copies the cache that it is given
+            scores, made = asked(past_key_values=h2okv.H2OCache(bundled.model, budget, budget))
+            for own, other in zip(scores, expected, strict=True):
+                assert own == (pytest.approx(other[0], abs=1e-3), other[1])
+            assert (made == text) == (budget == 64)

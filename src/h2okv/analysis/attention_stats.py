@@ -10,7 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
@@ -104,28 +109,28 @@ AttentionInterface.register(ATTENTION_NAME, _observed_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)
 
 
-def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
+def full_attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     """Returns the indices of the layers whose entries H2O evicts."""
-    layers = H2OCache(model.config).layers
+    layers = H2OCache(config).layers
     return tuple(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
 
 
-def check_layer(model: PreTrainedModel, layer_idx: int, head: int | None = None) -> None:
+def check_layer(config: PreTrainedConfig, layer_idx: int, head: int | None = None) -> None:
     """Refuses a layer or KV head that the model does not have."""
-    layers = full_attention_layers(model)
+    layers = full_attention_layers(config)
     if layer_idx not in layers:
         raise ValueError(
             f"layer {layer_idx} is not a full-attention layer of this model; choose one of "
             f"{', '.join(map(str, layers))}."
         )
-    heads = num_kv_heads(model)
+    heads = num_kv_heads(config)
     if head is not None and not 0 <= head < heads:
         raise ValueError(f"head {head} is out of range; the KV heads are 0 to {heads - 1}.")
 
 
-def num_kv_heads(model: PreTrainedModel) -> int:
+def num_kv_heads(config: PreTrainedConfig) -> int:
     """Returns the number of KV heads of a layer."""
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 1 if getattr(config, "multi_query", False) else int(heads)
 
@@ -137,8 +142,8 @@ def observed(
     """Shows every full-attention layer to a handler inside a ``with`` block."""
     check_model(model)
     for layer_idx in layers or ():
-        check_layer(model, layer_idx)
-    shown = frozenset(full_attention_layers(model) if layers is None else layers)
+        check_layer(model.config, layer_idx)
+    shown = frozenset(full_attention_layers(model.config) if layers is None else layers)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     token = _handler.set((handler, shown))

@@ -114,7 +114,7 @@ def follow(
     cache = H2OCache(model.config, budget.heavy, budget.recent, budget.sink, policy=policy)
     start = max(1, min(budget.total if first is None else first, length))
     marks = np.linspace(start - 1, length - 1, recorded).round()
-    layers = full_attention_layers(model)
+    layers = full_attention_layers(model.config)
     recorder = _Recorder(layers, length, start, {int(mark) for mark in marks})
     losses = torch.full((length,), torch.nan)
     following = torch.full((length,), -1, dtype=torch.int32)

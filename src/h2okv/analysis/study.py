@@ -84,7 +84,7 @@ class Study:
 
     def __init__(self, model: PreTrainedModel, sample: Sample, folder: Path | None = None) -> None:
         self.model, self.sample, self.folder = model, sample, folder
-        self.layers = full_attention_layers(model)
+        self.layers = full_attention_layers(model.config)
         self._known: dict[str, dict[str, np.ndarray]] = {}
 
     @property

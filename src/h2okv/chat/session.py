@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
@@ -220,7 +220,7 @@ def write_chat(path: Path, cache: H2OCache, chat: SavedChat) -> None:
     cache.save(path, notes={_NOTE: note})
 
 
-def read_chat(path: Path, model: PreTrainedModel) -> tuple[H2OCache, SavedChat]:
+def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2OCache, SavedChat]:
     """Reads a saved chat."""
     path = path.expanduser()
     if not path.is_file():

@@ -168,13 +168,14 @@ def view(
         h2okv view --export kept.html --text chapter.txt --budget 10%,20%
     """
     from h2okv.analysis.attention_stats import check_layer
-    from h2okv.analysis.viewer.reading import Reader
+    from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
+    from h2okv.analysis.viewer.server import check_port
     from h2okv.assets import sample_prompt
-    from h2okv.policy import get_policy
+    from h2okv.cache import H2OCache
 
+    if tokens < LEAST_TOKENS:
+        raise ValueError(f"--tokens {tokens} is too few; give {LEAST_TOKENS} or more")
     asked = list(dict.fromkeys((policy, *filter(None, [compare]))))
-    for name in asked:
-        get_policy(name)
     is_page = export is None
     choice = {
         # An export holds what was asked for and nothing else.
@@ -189,11 +190,16 @@ def view(
     }
     if export is not None:
         _check_export(export)
+    else:
+        check_port(port)
     choice["text"] = sample_prompt()[:_SHORT_PROMPT] if text is None else read_text("text", text)
     described = model.describe()
+    check_new_tokens(new_tokens, within_context(described, tokens))
+    check_layer(described.config, layer, head)
+    for name in asked:
+        H2OCache(described.config, policy=name)
     loaded = model.load(described)
     reader = Reader(loaded, described.tokenizer, described.name, described.context, tokens)
-    check_layer(loaded, layer, head)
     if export is not None:
         return _export(reader, choice, export)
     return _serve(reader, choice, port, open_browser)

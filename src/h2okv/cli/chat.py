@@ -67,7 +67,7 @@ def chat(
         h2okv chat --load evening.chat
     """
     from h2okv.cache import H2OCache
-    from h2okv.chat.session import Chat, Partner
+    from h2okv.chat.session import Chat, Partner, read_chat
     from h2okv.integration import enable
 
     if load is not None and system:
@@ -76,6 +76,8 @@ def chat(
     described = model.describe()
     params = sampling.params(own_generation_config(described))
     cache, remark = plan_cache(described.config, cache, positions)
+    if load is not None:
+        read_chat(load, described.config)  # mistakes show before the weights load
     loaded = model.load(described)
     with enable(loaded, compile=compile):
         cache, doubt = probe_positions(loaded, cache, positions)

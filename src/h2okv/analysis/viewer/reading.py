@@ -88,6 +88,14 @@ _READ_AT_ONCE = 64
 _KEPT_READINGS, _KEPT_TRACES = 4, 24
 
 
+def check_new_tokens(new_tokens: int, most: int) -> None:
+    """Refuses more than a text leaves room for."""
+    if not 0 <= new_tokens <= most - LEAST_TOKENS:
+        raise ValueError(
+            f"{new_tokens} new tokens is out of range; choose 0 to {most - LEAST_TOKENS}."
+        )
+
+
 class Reader:
     """Reads texts with a model."""
 
@@ -101,16 +109,12 @@ class Reader:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_tokens = min(max_tokens, context or MOST_TOKENS, MOST_TOKENS)
-        self.layers = full_attention_layers(model)
-        self.heads = num_kv_heads(model)
+        self.layers = full_attention_layers(model.config)
+        self.heads = num_kv_heads(model.config)
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
         """Turns a text into tokens and lets the model go on from it, with the full cache."""
-        if not 0 <= new_tokens <= self.max_tokens - LEAST_TOKENS:
-            raise ValueError(
-                f"{new_tokens} new tokens is out of range; choose 0 to "
-                f"{self.max_tokens - LEAST_TOKENS}."
-            )
+        check_new_tokens(new_tokens, self.max_tokens)
         room = self.max_tokens - new_tokens
         sample = make_sample(self.tokenizer, text, room, LEAST_TOKENS)
         ids = sample.input_ids

@@ -108,8 +108,17 @@ def make_server(desk: Desk, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             """Says nothing; the terminal is the user's."""
 
+    return _open(port, Handler)
+
+
+def check_port(port: int) -> None:
+    """Refuses a port that cannot be opened."""
+    _open(port, BaseHTTPRequestHandler).server_close()
+
+
+def _open(port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
     try:
-        return _Server((HOST, port), Handler)
+        return _Server((HOST, port), handler)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(

@@ -100,6 +100,9 @@ def _check_early(words: list[str], tasks: list[str]) -> None:
         return
     if values_of(words, "--model", "-M") == [MODEL]:
         given = [part.partition("=")[0] for part in values_of(words, "--model_args", "-a")]
+        elsewhere = ("--help", "-h", "--config", "-C")
+        if "pretrained" not in given and not any(w.split("=")[0] in elsewhere for w in words):
+            raise ValueError("--model_args names no model; add pretrained=bundled, or another one.")
         check_arguments(given, ("protocol", *(field.name for field in fields(CacheConfig))))
     for task, files in _FILES.items():
         if f"{MODEL}_{task}" in tasks or f"{MODEL}_tasks" in tasks:
