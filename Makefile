@@ -16,12 +16,13 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all bench lint format wheel check-wheel clean
+.PHONY: help demo test test-all test-upstream bench lint format wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
 	@echo "make test         the quick tests: unit and model tier (about 5 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
+	@echo "make test-upstream  transformers' own model tests against the cache (10 minutes; from its sdist)"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
@@ -43,6 +44,11 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	H2OKV_TESTS=all $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# setuptools: pip asks it for the sdist's metadata; nothing is built.
+test-upstream: $(VENV)/.test
+	$(INSTALL) parameterized setuptools
+	$(BIN)/python tests/upstream/upstream_suite.py $(FAMILIES)
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/cpu_generate.py
