@@ -35,13 +35,12 @@ def drop_pages(folder: str) -> None:
 
 def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     """The engine of `h2okv batch`, with a time for every pass."""
-    import h2okv
     from h2okv.config import CacheConfig
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.loading import describe
     from h2okv.offload.batch_runner import BatchSequence
-    from h2okv.offload.offload_engine import BatchRequest, OffloadEngine
+    from h2okv.offload.offload_engine import BatchRequest, open_runner
 
     described = describe(setting["folder"])
     request = BatchRequest(
@@ -58,47 +57,36 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
         memory=setting["limit"] or None,
     )
 
-    class Lengths:
-        """What the planner asks a job."""
-
-        prompts = range(setting["batch"])
-        num_finished = 0
-
-        def lengths(self) -> list[int]:
-            return [setting["prompt"]] * setting["batch"]
-
-    engine = OffloadEngine.open(request, described, Lengths())  # type: ignore[arg-type]
+    lengths = [setting["prompt"]] * setting["batch"]
+    runner, plan = open_runner(request, described, lengths)
     tokens = prompts_of(setting, setting["vocabulary"]).tolist()
     if setting.get("one_batch"):
-        tokens = tokens[: engine.limits.batch_size]
+        tokens = tokens[: runner.limits.batch_size]
     sequences = [BatchSequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
-    runner = engine.make_runner()
     passes: list[tuple[float, int]] = []
     done: list[BatchSequence] = []
-    stream = engine.offloaded.stream if engine.offloaded else None
+    scheduler = runner.scheduler
     start = last = time.perf_counter()
     read = 0
-    with h2okv.enable(engine.model):
-        for finished in runner.run(sequences):
-            now = time.perf_counter()
-            total = stream.bytes_read if stream else 0
-            passes.append((now - last, total - read))
-            last, read = now, total
-            done.extend(finished)
+    for finished in runner.run(sequences):
+        now = time.perf_counter()
+        total = scheduler.bytes_read
+        passes.append((now - last, total - read))
+        last, read = now, total
+        done.extend(finished)
     seconds = time.perf_counter() - start
-    engine.close()
-    units = engine.offloaded.meta.units if engine.offloaded else ()
-    places = engine.plan.placement.units if engine.plan else ()
-    streamed = sum(u.nbytes for u, p in zip(units, places, strict=True) if p == "disk")
+    scheduler.close()
+    stream = scheduler.stream
+    streamed = sum(unit.nbytes for unit in stream.units) if stream else 0
     done.sort(key=lambda own: int(own.id))
     return {
         "seconds": seconds,
         "passes": passes,
         "streamed_bytes": streamed,
-        "bytes_read": stream.bytes_read if stream else 0,
+        "bytes_read": scheduler.bytes_read,
         "wait_seconds": stream.wait_seconds if stream else 0.0,
-        "rows": engine.limits.batch_size,
-        "predicted": engine.plan.estimate.tokens_per_second if engine.plan else None,
+        "rows": runner.limits.batch_size,
+        "predicted": plan.estimate.tokens_per_second if plan else None,
         "tokens": [own.new_tokens for own in done],
         "data_bytes": data_bytes(),
         "peak_bytes": peak_resident_bytes(),
@@ -141,27 +129,26 @@ def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
     """The weights' stream alone: what a pass takes if nothing is computed."""
     from transformers import AutoConfig
 
-    from h2okv.offload.assembly import materialise
     from h2okv.offload.checkpoint import CheckpointFiles
     from h2okv.offload.conversion import map_weights
     from h2okv.offload.meta_model import make_meta_model
-    from h2okv.offload.planner import place_by_fractions
+    from h2okv.offload.weight_stream import WeightReader, materialise
 
     folder = setting["folder"]
     meta = make_meta_model(AutoConfig.from_pretrained(folder), torch.bfloat16, folder)
     files = CheckpointFiles.in_folder(Path(folder))
-    placement = place_by_fractions({"disk": 1.0}, len(meta.units))
     found = map_weights(meta, files)
-    offloaded = materialise(meta, files, found, placement, torch.device("cpu"))
-    assert offloaded.stream is not None
+    places = ["disk"] * len(meta.units)
+    stream, _ = materialise(meta, WeightReader(files, found), places, "disk", torch.device("cpu"))
+    assert stream is not None
     passes = []
     for _ in range(setting["new"]):
         before = time.perf_counter()
         for unit in meta.units:
-            offloaded.stream.load(unit)
-        offloaded.stream.release()
+            stream.load(unit)
+        stream.release()
         passes.append((time.perf_counter() - before, 0))
-    offloaded.close()
+    stream.close()
     return {"passes": passes, "seconds": sum(own for own, _ in passes)}
 
 

@@ -22,7 +22,6 @@ STEPS = 40
 def ray_here():
     """A cluster of this machine alone, with more processors than it has: the models are tiny."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
-    pytest.importorskip("ray.data")
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR",
         log_to_driver=False, object_store_memory=100 << 20,
@@ -107,7 +106,7 @@ def workers():
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if any("MapWorker(MapBatches(Worker))" in part for part in process.cmdline()):
+            if any(part.startswith("ray::Worker") for part in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue

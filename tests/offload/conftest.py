@@ -5,8 +5,9 @@ import torch
 from transformers import PreTrainedModel
 
 import h2okv
+from h2okv.config import CacheConfig
 from h2okv.offload.batch_runner import BatchSequence as Sequence
-from h2okv.offload.batch_runner import Limits, Runner, SequentialScheduler
+from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 
 VOCABULARY = 89
 
@@ -37,9 +38,9 @@ def run_engine():
         options = {"heavy": 0.2, "recent": 0.2} | cache_options
         runner = Runner(
             model,
-            scheduler or SequentialScheduler(),
+            scheduler or ForwardScheduler(),
             params or h2okv.SamplingParams(temperature=0),
-            lambda: h2okv.H2OCache(model.config, **options),
+            CacheConfig(**options),
             limits or Limits(batch_size=8, micro_batch_tokens=1000, decode_batch=8),
             torch.device("cpu"),
         )

@@ -27,13 +27,13 @@ def test_prompts_come_back(tmp_path):
     path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n{"id": "1", "prompt": ["?"]}')
     file = PromptFile(path)
     assert [line.id for line in file.lines] == [1, "1"]
-    assert [file.read(line) for line in reversed(file.lines)] == [["?"], "ä"]
+    assert [file.read(line)[1] for line in reversed(file.lines)] == [["?"], "ä"]
 
 
 def test_messages_come_back(tmp_path):
     line = json.dumps({"id": 1, "messages": MESSAGES})
     file = PromptFile(write(tmp_path, line))
-    assert file.read(file.lines[0]) == MESSAGES
+    assert file.read(file.lines[0])[1] == MESSAGES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import h2okv
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.planner import CostModel, MemoryBudget, Planner, Traffic, Workload
+from h2okv.offload.planner import MemoryBudget, Planner, Workload
 from h2okv.offload.profile import HardwareProfile, measure_overhead
 
 CPU = torch.device("cpu")
@@ -96,15 +96,24 @@ def test_smaller_entries_make_room_for_more(planner):
     assert full.batch_size < own.batch_size < packed.batch_size
 
 
-def test_each_forward_through_a_layer_takes_a_while_however_small_it_is():
+def test_prompts_cost_what_they_compute(planner, meta):
+    # Many short prompts are one product with many rows, and only their last tokens pass the head.
+    plan = planner(4000 * MIB, Workload(8, 8, 4, 32), 32).plan()
+    *layers, head = (2 * sum(slot.num_weights for slot in unit.slots) for unit in meta.units)
+    expected = (32 * 8 * sum(layers) + 32 * head) / PROFILE.gemm_rate(32 * 8)
+    assert plan.estimate.prefill_seconds == pytest.approx(expected)
+
+
+def test_each_forward_through_a_layer_takes_a_while_however_small_it_is(planner):
+    work = Workload(mean_prompt=1000, longest_prompt=1000, max_new_tokens=4, num_prompts=8)
+    free = planner(4000 * MIB, work, 8)
     profile = replace(PROFILE, layer_seconds=0.25, forward_seconds=1.0)
-    traffic = Traffic(0, 0, 1000, 500, 10, num_layers=8)
-    free, own = (
-        CostModel(hardware).estimate(traffic, 6, 10, 4, 6, 2) for hardware in (PROFILE, profile)
-    )
-    assert own.step.compute == pytest.approx(free.step.compute + 8 * 0.25 + 1.0)
-    assert own.prefill_seconds == pytest.approx(free.prefill_seconds + 3 * (8 * 0.25 + 1.0))
-    assert own.decode_tokens_per_second == pytest.approx(6 / 3.0, rel=1e-3)
+    quick, slow = (own.plan().estimate for own in (free, replace(free, hardware=profile)))
+    forward = 6 * 0.25 + 1.0
+    assert slow.step.compute == pytest.approx(quick.step.compute + forward)
+    # 8 prompts of 1,000 tokens are read in two micro-batches of up to 4,096.
+    assert slow.prefill_seconds == pytest.approx(quick.prefill_seconds + 2 * forward)
+    assert slow.decode_tokens_per_second == pytest.approx(8 / slow.step.compute)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.offload.assembly import LayerwiseScheduler
-from h2okv.offload.batch_runner import Limits, MicroBatch, SequentialScheduler
-from h2okv.offload.kv_tiers import SpillFile, TieredCacheStore
+from h2okv.offload.batch_runner import ForwardScheduler, Limits, MicroBatch
+from h2okv.offload.kv_tiers import CacheStore
 from h2okv.offload.meta_model import split_model
 
 pytestmark = pytest.mark.slow
@@ -31,8 +30,8 @@ def model(make_llama):
 
 
 def tiered(model, places, folder):
-    store = TieredCacheStore(places, Path(folder), CPU)
-    return LayerwiseScheduler(split_model(model).units, [], None, store)
+    store = CacheStore(places, Path(folder), CPU)
+    return ForwardScheduler(split_model(model).units, store=store)
 
 
 OPTIONS = {
@@ -109,7 +108,7 @@ def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, place
     # what is another's. Generation goes on for longer than the prompts are.
     steps = 45
     own, other = (micro_batches(model, make_sequences(LENGTHS, 99), bits) for _ in range(2))
-    expected = states(SequentialScheduler(), model, other, steps)
+    expected = states(ForwardScheduler(), model, other, steps)
     scheduler = tiered(model, places, tmp_path)
     made = states(scheduler, model, own, steps)
     scheduler.close()
@@ -127,8 +126,8 @@ def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, place
 @pytest.mark.parametrize(("bits", "entry"), [(None, 2 * 16 * 4), (8, 2 * 20), (4, 2 * 12)])
 def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits, entry):
     # An entry is a key and a value of 16 numbers: fp32, or codes and a grid of two bf16 numbers.
-    store = TieredCacheStore(["file"] * LAYERS, tmp_path, CPU)
-    scheduler = LayerwiseScheduler(split_model(model).units, [], None, store)
+    store = CacheStore(["file"] * LAYERS, tmp_path, CPU)
+    scheduler = ForwardScheduler(split_model(model).units, store=store)
     cache = h2okv.H2OCache(model.config, heavy=4, recent=4, kv_bits=bits)
     batch = MicroBatch(make_sequences((30, 30), 9), cache, CPU)
     written = []
@@ -144,31 +143,44 @@ def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits,
     assert written[1:] == [heads * entry] * 3
 
 
-def test_regions_are_used_again(tmp_path):
-    file = SpillFile(tmp_path)
-    starts = [file.allocate(size) for size in (10, 20, 30)]
-    assert starts == [0, 10, 30]
-    file.free(10, 20)
-    file.free(0, 10)
-    assert file.allocate(25) == 0
-    assert file.allocate(5) == 25
-    assert file.allocate(1) == 60
-    assert not list(tmp_path.iterdir())  # it has no name that could be left behind
-    file.close()
+@pytest.fixture
+def used(model, make_sequences, tmp_path):
+    """A store with a file for each layer, and a cache in them."""
+    store = CacheStore(["file"] * LAYERS, tmp_path, CPU)
+    scheduler = ForwardScheduler(split_model(model).units, store=store)
+    batch = MicroBatch(make_sequences((9,), 9), h2okv.H2OCache(model.config), CPU)
+
+    def run():
+        with h2okv.enable(model), torch.inference_mode():
+            return list(scheduler.run(model, [batch]))
+
+    yield store, batch, run
+    scheduler.close()
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
-    file = SpillFile(tmp_path)
+def test_files_have_no_name_and_end_with_their_cache(used, tmp_path):
+    store, batch, run = used
+    run()
+    assert not list(tmp_path.iterdir())  # nothing that a kill could leave behind
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    store.drop(batch.cache)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in maps
+
+
+def test_a_full_disk(used, monkeypatch):
+    _, _, run = used
 
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(ValueError, match="cannot grow .No space left.*--cache-folder"):
-        file.write(0, memoryview(b"12"))
-    file.close()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ValueError, match="cannot be made or grow .No space left.*--cache-folder"):
+        run()
 
 
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="no file for the cache can be made"):
-        SpillFile(tmp_path / "nowhere")
+def test_a_folder_that_is_not_there(used, tmp_path):
+    _, _, run = used
+    tmp_path.rmdir()
+    with pytest.raises(ValueError, match="the cache's file in .* cannot be made .*No such file"):
+        run()

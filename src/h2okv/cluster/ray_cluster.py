@@ -70,30 +70,19 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def share_cpus(ray: Any, workers: int) -> float:
-    """CPUs for each of some workers that are spread over the cluster."""
-    sizes = [
-        int(node["Resources"].get("CPU", 0))
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
-    ]
-    if not sizes:
-        return 1
-    share = min(sizes) / -(-workers // len(sizes))
-    return int(share) if share >= 1 else share
+def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[str, float]]:
+    """How many copies of a model a cluster runs, and what each takes of its machine.
 
-
-def count_workers(ray: Any, needs_gpu: bool) -> int:
-    """How many models a cluster has room for by its devices."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if needs_gpu:
-        return max(1, sum(int(node["Resources"].get("GPU", 0)) for node in nodes))
-    return max(1, len(nodes))
-
-
-def has_gpus(ray: Any) -> bool:
-    """Whether a machine of the cluster has a GPU."""
-    return ray.cluster_resources().get("GPU", 0) >= 1
+    ``auto`` takes GPUs where there are any; ``None`` is a copy for each GPU, or for each machine.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = sum(int(machine.get("GPU", 0)) for machine in machines)
+    if device == "cuda" or (device == "auto" and gpus):
+        return copies or max(1, gpus), {"num_cpus": 1, "num_gpus": 1}
+    copies = copies or max(1, len(machines))
+    cpus = [int(machine["CPU"]) for machine in machines if machine.get("CPU", 0) >= 1]
+    share = min(cpus) / -(-copies // len(cpus)) if cpus else 1.0
+    return copies, {"num_cpus": int(share) if share >= 1 else share, "num_gpus": 0}
 
 
 def reason(error: BaseException) -> str:

@@ -35,15 +35,12 @@ class Router:
 
     A replica that dies takes with it only streams that had begun: those end with an error event.
     Whatever was not begun is asked of another one, and the client sees nothing of it.
-
-    Attributes:
-        retried: Requests that were given to another replica; only grows.
-        broken: Streams that ended with an error, because they had begun; only grows.
     """
 
     def __init__(self, ask: Ask, timeout: float) -> None:
         self._ask, self._timeout = ask, timeout
-        self.retried = self.broken = 0
+        self.retried = 0  # requests that were given to another replica
+        self.broken = 0  # streams that ended with an error, because they had begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -159,22 +156,17 @@ async def messages_of(
             await running
 
 
+_TRAVELS = (
+    "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server",
+)  # fmt: skip
+
+
 def plain_scope(scope: Scope) -> dict[str, Any]:
     """The parts of a scope that travel to another process."""
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": scope.get("http_version", "1.1"),
-        "method": scope["method"],
-        "scheme": scope.get("scheme", "http"),
-        "path": scope["path"],
-        "raw_path": scope.get("raw_path") or scope["path"].encode(),
-        "query_string": scope.get("query_string", b""),
-        "root_path": "",
-        "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],
-        "client": scope.get("client"),
-        "server": scope.get("server"),
-    }
+    plain = {name: scope[name] for name in _TRAVELS if name in scope}
+    plain["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+    asgi = {"version": "3.0", "spec_version": "2.3"}
+    return {"type": "http", "asgi": asgi, "query_string": b"", "root_path": "", **plain}
 
 
 def _lost(when: str) -> ApiError:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import ray
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve import Application
@@ -28,10 +30,9 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from h2okv.cluster.metrics import Board, ReplicaNumbers, merge_metrics, merge_stats
-from h2okv.cluster.ray_cluster import cluster, count_workers, has_gpus, reason, share_cpus
+from h2okv.cluster.ray_cluster import cluster, place_copies, reason
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
 from h2okv.engine import AsyncLLM, EngineConfig
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
@@ -42,35 +43,101 @@ from h2okv.server.launch import announce, open_port
 APP, REPLICA, FRONT = "h2okv", "model", "front"
 _PATIENCE = 2.0
 """Seconds that the board has to tell what is on it."""
+_STALE = 6.0
+"""Seconds after which a replica that tells nothing is counted as gone."""
+_SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens")
+"""What is the same of all replicas, and is not added up."""
 _INERTIA = 0.9
 """How much of the mean time of a request stays with each further one."""
 _HEALTH_PERIOD = 1.0
 _SLACK = 1024
 """Requests that the front looks at beyond those that wait, to refuse them in our own words."""
-_ROWS = 64
-"""Rows that a replica is thought to have until it has told."""
+_SEQUENCES = 64
+"""What a replica is thought to run at once until it has told."""
 _LOGGING = {"enable_access_log": False, "log_level": "ERROR"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deployed:
-    """What is served, and on what.
+class ReplicaNumbers(NamedTuple):
+    """A replica's name, its ``/stats``, and the text of its ``/metrics``."""
 
-    Attributes:
-        request: What the user asked for; the model must be on every machine.
-        engine: The engine's settings of each copy.
-        replicas: Copies of the model.
-        rows: Requests that a copy takes at once.
-        cpus: Processors of a copy.
-        gpus: GPUs of a copy.
+    replica: str
+    stats: dict[str, Any]
+    metrics: str
+
+
+class Board:
+    """A Ray actor with the newest numbers of each replica.
+
+    Replicas tell theirs while Serve checks their health: whoever asked them would have to wait.
     """
 
-    request: ServeRequest
-    engine: EngineConfig
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[float, ReplicaNumbers]] = {}
+
+    def put(self, numbers: ReplicaNumbers) -> None:
+        """Takes a replica's numbers."""
+        self._newest[numbers.replica] = time.monotonic(), numbers
+
+    def get(self) -> list[ReplicaNumbers]:
+        """The numbers of the replicas that live."""
+        since = time.monotonic() - _STALE
+        self._newest = {name: entry for name, entry in self._newest.items() if entry[0] > since}
+        return [numbers for _, numbers in self._newest.values()]
+
+
+def merge_stats(numbers: Sequence[ReplicaNumbers], router: Router) -> dict[str, Any]:
+    """Adds up the numbers of ``/stats``."""
+    merged: dict[str, Any] = {"replicas": len(numbers)}
+    merged |= {"retried": router.retried, "broken": router.broken}
+    for one in numbers:
+        for name, value in one.stats.items():
+            if name in _SHARED or not isinstance(value, int | float):
+                merged.setdefault(name, value)
+            else:
+                merged[name] = merged.get(name, 0) + value
+    return merged
+
+
+class MergedMetrics(Collector):
+    """The page of ``/metrics``, on which each sample has the name of its replica."""
+
+    def __init__(self, numbers: Sequence[ReplicaNumbers], router: Router) -> None:
+        self._numbers, self._router = numbers, router
+
+    def page(self) -> bytes:
+        """The page's text."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of all replicas, and the front's own."""
+        families: dict[str, Metric] = {}
+        for one in self._numbers:
+            for family in text_string_to_metric_families(one.metrics):
+                empty = Metric(family.name, family.documentation, family.type)
+                merged = families.setdefault(family.name, empty)
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": one.replica}
+                    merged.add_sample(sample.name, labels, sample.value)
+        yield from families.values()
+        count, router = len(self._numbers), self._router
+        yield GaugeMetricFamily("h2okv_replicas", "Copies that answered.", value=count)
+        text = "Requests given to another copy."
+        yield CounterMetricFamily("h2okv_retried", text, value=router.retried)
+        text = "Streams that ended with an error, because their copy was lost."
+        yield CounterMetricFamily("h2okv_broken_streams", text, value=router.broken)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What is served, and on what."""
+
+    request: ServeRequest  # the model must be on every machine
+    engine: EngineConfig  # of each replica
     replicas: int
-    rows: int
-    cpus: float
-    gpus: float
+    max_num_seqs: int  # requests that a replica runs at once
+    resources: dict[str, float]  # of a replica
 
 
 class Replica:
@@ -88,7 +155,7 @@ class Replica:
             yield messages
 
     async def describe(self) -> tuple[str, int]:
-        """What is served with which memory, and the number of rows."""
+        """What is served with which memory, and the number of sequences."""
         return self._engine.describe(), self._engine.stats().max_num_seqs
 
     async def check_health(self) -> None:
@@ -113,20 +180,20 @@ class Front:
     """Hands each request to the replica that Serve's router chooses.
 
     The router asks two replicas how much they have to do, and takes the one with less; what finds
-    no room waits here, so that the next row that is free anywhere serves it.
+    no room waits here, so that the next slot that is free anywhere serves it.
     """
 
     def __init__(self, replicas: DeploymentHandle, deployed: Deployed, board: Any) -> None:
         self._replicas, self._board = replicas, board
-        self._rows = deployed.replicas * deployed.rows
+        self._max_num_seqs = deployed.replicas * deployed.max_num_seqs
         self._mean_seconds = 1.0
         settings = deployed.request.server
         self._router = Router(self._ask, settings.timeout)
         self._app = RequestGuard(self._route, settings)
 
     async def __call__(self, request: Request) -> Response:
-        """Answers a request that Serve's proxy brings."""
-        return _Running(self._app)
+        """Answers a request that Serve's proxy brings, which wants a response."""
+        return _AppResponse(self._app)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers what is about all replicas; what is about one text goes to one of them."""
@@ -149,13 +216,15 @@ class Front:
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
         except BackPressureError as error:
             waiting = int(error.args[0])
-            raise QueueFullError(waiting, waiting * self._mean_seconds / self._rows) from None
+            raise QueueFullError(
+                waiting, waiting * self._mean_seconds / self._max_num_seqs
+            ) from None
         except DeploymentUnavailableError:
             raise EngineStoppedError("no copy of the model could be started.") from None
         except (RayActorError, ReplicaUnavailableError):
             raise ReplicaLostError from None
         except (asyncio.CancelledError, GeneratorExit):
-            # The client has gone: its row shall be free at once.
+            # The client has gone: its slot shall be free at once.
             stream.cancel()
             raise
 
@@ -177,14 +246,14 @@ class Front:
 
     async def _metrics(self) -> Response:
         # Parsing several pages takes longer than streams should wait for.
-        page = await asyncio.to_thread(merge_metrics, await self._numbers(), self._router)
+        page = await asyncio.to_thread(MergedMetrics(await self._numbers(), self._router).page)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-class _Running(Response):
-    """Lets an ASGI application answer, where Serve wants a response."""
+class _AppResponse(Response):
+    """Lets an ASGI application answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: RequestGuard) -> None:
         super().__init__()
         self._app = app
 
@@ -203,79 +272,55 @@ def application(deployed: Deployed, board: Any) -> Application:
     replica = serve.deployment(
         name=REPLICA,
         num_replicas=deployed.replicas,
-        max_ongoing_requests=deployed.rows,
-        # The queue is the front's: whichever replica has a free row takes its first request.
+        max_ongoing_requests=deployed.max_num_seqs,
+        # The queue is the front's: whichever replica has a free slot takes its first request.
         max_queued_requests=max(1, waiting),
-        ray_actor_options={"num_cpus": deployed.cpus, "num_gpus": deployed.gpus},
+        ray_actor_options=deployed.resources,
         **common,
     )(Replica).bind(deployed.request, deployed.engine, board)
     return serve.deployment(
         name=FRONT,
         num_replicas=1,
-        max_ongoing_requests=deployed.replicas * deployed.rows + waiting + _SLACK,
+        max_ongoing_requests=deployed.replicas * deployed.max_num_seqs + waiting + _SLACK,
         ray_actor_options={"num_cpus": 0},
         **common,
     )(Front).bind(replica, deployed, board)
 
 
 def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
-    """Serves on a Ray cluster until a signal.
+    """Serves on a Ray cluster until a signal; returns the exit code, 0.
 
-    Args:
-        request: What the user asked for.
-        device: ``auto``, ``cpu`` or ``cuda``, on the machines of the replicas.
-        replicas: Copies of the model; None for one on each GPU, or on each machine without any.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: If an option, the model, the port or the cluster is at fault.
+    ``device`` is ``auto``, ``cpu`` or ``cuda`` on the machines of the replicas, which are copies of
+    the model; ``None`` is one on each GPU, or on each machine without any.
     """
     settings, engine = request.server, request.engine_config()
     # Serve's proxy, a process of its own, opens it again.
     with open_port(settings.host, settings.port) as opened:
         port = opened.getsockname()[1]
     ended, stdout = threading.Event(), sys.stdout
+
+    def told(number: int, frame: object) -> None:
+        ended.set()
+        signal.signal(number, signal.SIG_DFL)
+
     with ExitStack() as stack:
         # Ray tells stdout at length of every actor that ends.
         silence = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(redirect_stdout(silence))
         joined = stack.enter_context(cluster())
-        # After Ray, which takes SIGTERM for itself.
-        stack.enter_context(_set_by_signals(ended))
-        on_gpu = has_gpus(joined) if device == "auto" else device == "cuda"
-        copies = replicas or count_workers(joined, on_gpu)
-        deployed = Deployed(
-            request=request,
-            engine=engine,
-            replicas=copies,
-            rows=engine.max_num_seqs or _ROWS,
-            cpus=1 if on_gpu else share_cpus(joined, copies),
-            gpus=1 if on_gpu else 0,
-        )
+        # After Ray, which takes SIGTERM for itself. A second signal ends the process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, told))
+        copies, resources = place_copies(joined, device, replicas)
+        deployed = Deployed(request, engine, copies, engine.max_num_seqs or _SEQUENCES, resources)
         board = stack.enter_context(_serving(settings.host, port, settings.is_local))
-        description, rows = _deploy(deployed, board)
+        description, sequences = _deploy(deployed, board)
         with redirect_stdout(stdout):
-            announce(settings, port, f"{copies} replicas with {rows} sequences each. {description}")
+            announce(
+                settings, port, f"{copies} replicas with {sequences} sequences each. {description}"
+            )
         ended.wait()
     return 0
-
-
-@contextmanager
-def _set_by_signals(event: threading.Event) -> Iterator[None]:
-    """Sets an event at the first SIGINT or SIGTERM; the second one ends the process."""
-
-    def told(number: int, frame: object) -> None:
-        event.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, told) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -310,13 +355,13 @@ def _deploy(deployed: Deployed, board: Any) -> tuple[str, int]:
         serve.run(application(deployed, board), name=APP, logging_config=_LOGGING)
         handle = serve.get_deployment_handle(REPLICA, APP)
         told: Any = handle.broadcast("describe").results(timeout_s=60)
-        description, rows = min(told, key=lambda one: one[1])
-        if rows != deployed.rows:
-            fitted = dataclasses.replace(deployed, rows=rows)
+        description, sequences = min(told, key=lambda one: one[1])
+        if sequences != deployed.max_num_seqs:
+            fitted = replace(deployed, max_num_seqs=sequences)
             serve.run(application(fitted, board), name=APP, logging_config=_LOGGING)
     except RuntimeError as error:
         raise ValueError(f"the model cannot be served ({_why(error)})") from error
-    return description, rows
+    return description, sequences
 
 
 def _why(error: BaseException) -> str:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import str_to_torch_dtype
 
 from h2okv.records import file_error
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _AGAIN = "get the model again"
-_MAX_HEADER = 100 << 20
-"""The format's own limit."""
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,11 @@ class StoredTensor:
 
 
 class CheckpointFiles:
-    """The files of a checkpoint, open for reading at any offset by any thread."""
+    """The files of a checkpoint, open for reading at any offset by any thread.
+
+    Nothing stays mapped: mapped weights count as data of the process, and thrash where they do not
+    fit.
+    """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.paths = list(paths)
@@ -48,8 +49,8 @@ class CheckpointFiles:
         self._descriptors: list[int] = []
         self._states: list[tuple[int, int]] = []
         try:
-            for index, path in enumerate(self.paths):
-                self._open(index, path)
+            for path in self.paths:
+                self._open(path)
         except ValueError:
             self.close()
             raise
@@ -79,12 +80,10 @@ class CheckpointFiles:
     def read_into(self, file: int, start: int, target: memoryview) -> None:
         """Reads bytes; safe in any thread."""
         path, descriptor = self.paths[file], self._descriptors[file]
-        done = 0
+        done, count = 0, -1
         try:
-            while done < len(target):
+            while done < len(target) and count:
                 count = os.preadv(descriptor, [target[done:]], start + done)
-                if count == 0:
-                    break
                 done += count
             state = _state(descriptor)
         except OSError as error:
@@ -106,41 +105,32 @@ class CheckpointFiles:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptors[file], start, size, os.POSIX_FADV_DONTNEED)
 
-    def _open(self, index: int, path: Path) -> None:
+    def _open(self, path: Path) -> None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._descriptors.append(descriptor)
-            size, _ = state = _state(descriptor)
-            self._states.append(state)
-            length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-            is_header = 0 < length <= min(_MAX_HEADER, size - 8)
-            header = json.loads(os.pread(descriptor, length, 8)) if is_header else None
+            self._states.append(_state(descriptor))
+            start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            # Tensors fill a safetensors file without gaps: their sizes tell where they begin.
+            with safe_open(path, framework="np") as header:
+                for name in header.offset_keys():
+                    entry = header.get_slice(name)
+                    dtype = str_to_torch_dtype[entry.get_dtype()]
+                    shape = tuple(entry.get_shape())
+                    size = math.prod(shape) * dtype.itemsize
+                    number = len(self._states) - 1
+                    self.tensors[name] = StoredTensor(number, start, size, dtype, shape)
+                    start += size
         except OSError as error:
             raise file_error(path, "read", error, _AGAIN) from error
-        except ValueError:
-            header = None
-        if not isinstance(header, dict):
-            raise ValueError(
-                f"'{path}' is no safetensors file, or cut off at its beginning; {_AGAIN}"
-            )
-        header.pop("__metadata__", None)
-        try:
-            found = {name: _stored(index, 8 + length, own) for name, own in header.items()}
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"'{path}' has a damaged header; {_AGAIN}") from error
-        end = max((stored.start + stored.nbytes for stored in found.values()), default=0)
-        if end > size:
-            raise ValueError(f"'{path}' is cut off: it has {size} bytes of {end}; {_AGAIN}")
-        self.tensors |= found
+        except (SafetensorError, LookupError) as error:
+            raise ValueError(f"'{path}' is damaged or cut off ({error}); {_AGAIN}") from error
 
 
 def checkpoint_bytes(folder: Path) -> int:
     """Size of a folder's weights, in whatever format."""
-    try:
-        paths = [folder / name for name in _shards(folder / _INDEX)]
-    except ValueError:
-        paths = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return sum(path.stat().st_size for path in paths if path.exists())
+    paths = [*folder.glob("model*.safetensors")] or [*folder.glob("*.bin")]
+    return sum(path.stat().st_size for path in paths)
 
 
 def _shards(index: Path) -> list[str]:
@@ -150,22 +140,10 @@ def _shards(index: Path) -> list[str]:
         raise ValueError(f"'{index}' is damaged ({error}); {_AGAIN}") from error
 
 
-def _stored(file: int, base: int, entry: dict[str, Any]) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    return StoredTensor(file, base + start, end - start, DTYPES[entry["dtype"]], shape)
-
-
 def _state(descriptor: int) -> tuple[int, int]:
     """Size and modification time of an open file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory, writable."""
-    numbers: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
 
 
 _SAMPLES = 64
@@ -191,3 +169,38 @@ def weights_digest(config: PreTrainedConfig) -> str | None:
         except OSError as error:
             raise file_error(path, "read", error, _AGAIN) from error
     return digest.hexdigest()[:16]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory, writable."""
+    numbers: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """Imports what an extra of the package brings."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{what} needs {module}; install it with pip install 'h2okv[{extra}]'"
+        ) from error
+
+
+Part = tuple[torch.Size, torch.dtype]
+"""A tensor's shape and dtype, for its place among others in one block of bytes."""
+
+
+def block_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of a block with all parts, each where numbers of any dtype may begin."""
+    sizes = (shape.numel() * dtype.itemsize for shape, dtype in parts)
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def parts_of(block: torch.Tensor, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+    """Views of a uint8 block, one for each part."""
+    start = 0
+    for shape, dtype in parts:
+        size = shape.numel() * dtype.itemsize
+        yield block[start : start + size].view(dtype).view(shape)
+        start += block_bytes([(shape, dtype)])

@@ -8,10 +8,9 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -23,43 +22,15 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
-from h2okv.offload.checkpoint import DTYPES, CheckpointFiles, StoredTensor, bytes_of
-from h2okv.offload.meta_model import MetaModel, ParameterSlot, Unit, split_model
+from h2okv.console import Progress
+from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of
+from h2okv.offload.meta_model import MetaModel, ParameterSlot, split_model
 from h2okv.provenance import digest
 
-_ALIGNMENT = 64
-_SMALL_EXTENT = 1 << 20
-"""Disks read extents of this size as fast as whole layers, and smaller ones slower."""
-_FEW_EXTENTS = 4
 _COMPARED = 1 << 20
 """Bytes of an embedding that are compared with the head's at once."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Consecutive bytes of a file, read to an offset of the unit's buffer."""
-
-    file: int
-    start: int
-    nbytes: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class UnitLayout:
-    """How a unit lies in the files and in a buffer; ``offsets`` are those of its slots."""
-
-    unit: Unit
-    extents: tuple[Extent, ...]
-    offsets: tuple[int, ...]
-    buffer_bytes: int
-
-    def fill(self, buffer: torch.Tensor) -> None:
-        """Installs views of a uint8 buffer as the unit's parameters."""
-        for slot, offset in zip(self.unit.slots, self.offsets, strict=True):
-            slot.fill_from(buffer, offset)
 
 
 class NeedsConversion(Exception):
@@ -81,10 +52,15 @@ def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, 
     if meta.is_tied and all(name != table for name, _ in named.values()):
         # Some checkpoints store tied weights as the head's.
         named = {
-            key: (table if name == meta.head_name else name, pattern)
+            key: (table if name == _head_name(meta) else name, pattern)
             for key, (name, pattern) in named.items()
         }
     return named
+
+
+def _head_name(meta: MetaModel) -> str:
+    """Name of the head's own weight, where it is not tied."""
+    return f"{meta.units[-1].name}.weight"
 
 
 def untie_if_stored_apart(meta: MetaModel, files: CheckpointFiles) -> MetaModel:
@@ -95,7 +71,7 @@ def untie_if_stored_apart(meta: MetaModel, files: CheckpointFiles) -> MetaModel:
     if not meta.is_tied:
         return meta
     stored = {name: files.tensors[key] for key, (name, _) in named_keys(meta, files).items()}
-    table, own = stored.get(meta.embedding.name), stored.get(meta.head_name)
+    table, own = stored.get(meta.embedding.name), stored.get(_head_name(meta))
     if table is None or own is None or _are_equal(files, table, own):
         return meta
     head: Any = meta.units[-1].module
@@ -124,61 +100,31 @@ def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTens
         if pattern is not None:
             raise NeedsConversion(f"transformers changes {key} when it loads it")
         found[name] = files.tensors[key]
-    slots = meta.slots
-    missing = sorted(slot.name for slot in slots if slot.name not in found)
+    missing = sorted(slot.name for slot in meta.slots if slot.name not in found)
     if missing:
         raise ValueError(
             f"'{files.paths[0].parent}' is incomplete: {len(missing)} parameters are not in its"
             f" weights (the first is {missing[0]}); get the model again"
         )
-    for slot in slots:
-        _check(slot, found[slot.name])
+    for slot in meta.slots:
+        stored = found[slot.name]
+        if stored.dtype != slot.dtype:
+            raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
+        if stored.shape != tuple(slot.shape):
+            raise ValueError(
+                f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
+                f" {list(slot.shape)}; get the model again"
+            )
     return found
 
 
-def _check(slot: ParameterSlot, stored: StoredTensor) -> None:
-    if stored.dtype != slot.dtype:
-        raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
-    if stored.shape != tuple(slot.shape):
-        raise ValueError(
-            f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
-            f" {list(slot.shape)}; get the model again"
-        )
-
-
-def lay_out(unit: Unit, found: dict[str, StoredTensor]) -> UnitLayout:
-    """Finds the fewest reads that bring a unit into a buffer."""
-    order = sorted(unit.slots, key=lambda slot: (found[slot.name].file, found[slot.name].start))
-    extents: list[Extent] = []
-    places: dict[int, int] = {}
-    end = 0
-    for slot in order:
-        stored = found[slot.name]
-        last = extents[-1] if extents else None
-        if last and (last.file, last.start + last.nbytes) == (stored.file, stored.start):
-            extents[-1] = Extent(last.file, last.start, last.nbytes + stored.nbytes, last.offset)
-        else:
-            end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            extents.append(Extent(stored.file, stored.start, stored.nbytes, end))
-        places[id(slot)] = end
-        if end % slot.dtype.itemsize:
-            raise NeedsConversion(f"{slot.name} is not aligned in its file")
-        end += stored.nbytes
-    if len(extents) > _FEW_EXTENTS and end / len(extents) < _SMALL_EXTENT:
-        raise NeedsConversion(f"{unit.name} is scattered over {len(extents)} places")
-    offsets = tuple(places[id(slot)] for slot in unit.slots)
-    return UnitLayout(unit, tuple(extents), offsets, end)
-
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PADDING = 64
+_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 def open_converted(
     meta: MetaModel,
     files: CheckpointFiles,
     folder: Path,
-    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[CheckpointFiles, dict[str, StoredTensor]]:
     """Opens a checkpoint's converted copy in a folder, and writes it first if it is not there.
 
@@ -191,8 +137,8 @@ def open_converted(
     stem = f"{source.parent.name}-{place}"
     path = folder / f"{stem}-{content}-{form}.safetensors"
     if not path.exists():
-        convert(meta, files, path, report)
-        for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors"):
+        convert(meta, files, path)
+        for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors*"):
             if not other.name.startswith(f"{stem}-{content}-"):
                 with contextlib.suppress(OSError):
                     other.unlink()
@@ -210,69 +156,47 @@ def convert(
     meta: MetaModel,
     files: CheckpointFiles,
     path: Path,
-    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Writes each layer contiguously, changed as transformers changes it when it loads it.
 
-    At most one layer is in memory. The file appears when it is complete.
+    At most one layer is in memory. The file appears when it is complete; a process that wants it
+    too waits, and what a killed one has left is written over.
     """
-    groups = _new_slots(meta, files)
-    header, total = _header([slot for group in groups for slot in group])
+    import fcntl
+
+    groups = _groups(meta, files)
+    header, total = _header([slot for slots, _ in groups for slot in slots])
+    draft = path.with_name(f"{path.name}.tmp")
     try:
-        with _draft(path, len(header) + total) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("ab") as file, Progress("rewriting the weights", unit="bytes") as progress:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists():
+                return
+            file.truncate(0)
+            if shutil.disk_usage(path.parent).free < total:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             file.write(header)
-            done = 0
-            for group, part in zip(groups, _parts(meta, files, groups), strict=True):
-                for tensor in _load(meta.model, group, part):
+            for slots, part in groups:
+                for tensor in _load(meta.model, slots, part):
                     file.write(bytes_of(tensor))
-                    done += tensor.nbytes
-                written = {slot.name for slot in group}
+                written = {slot.name for slot in slots}
                 for slot in meta.slots:
                     if slot.name in written:
                         slot.empty()
-                report(done, total)
+                progress.update(file.tell(), total)
+            file.flush()
+            os.fsync(file.fileno())
+            draft.replace(path)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(
             f"the weights must be written anew to be streamed, {total} bytes to '{path}', and that"
             f" failed ({reason}); give another --converted folder with room, or --weights device"
         ) from error
-
-
-@contextlib.contextmanager
-def _draft(path: Path, size: int) -> Iterator[BinaryIO]:
-    """A file beside the path that takes its place when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    if shutil.disk_usage(path.parent).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("wb") as file:
-            _lock(file)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            draft.replace(path)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Deletes what killed processes had written of a file; it may be as large as the model."""
-    for draft in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError), draft.open("rb") as file:
-            _lock(file)
-            draft.unlink()
-
-
-def _lock(file: Any) -> None:
-    """Locks a file until it is closed or this process is killed."""
-    with contextlib.suppress(ImportError):  # a system without it
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class _LazyTensor:
@@ -290,37 +214,30 @@ class _LazyTensor:
         return list(self._stored.shape)
 
 
-class _Buffer(ParameterSlot):
-    """A buffer that the files hold, such as an expert's bias; the model keeps it."""
+def _groups(
+    meta: MetaModel, files: CheckpointFiles
+) -> list[tuple[list[ParameterSlot], dict[str, _LazyTensor]]]:
+    """What is written, in groups that are loaded together, and the tensors that fill each.
 
-
-def _new_slots(meta: MetaModel, files: CheckpointFiles) -> list[list[ParameterSlot]]:
-    """What is written, in groups that are loaded together; tied weights once."""
-    modules = dict(meta.model.named_modules())
-    sizes = dict(meta.model.named_buffers())
+    Tied weights are written once. The last group are buffers that the files hold, such as an
+    expert's bias; the model keeps them.
+    """
+    named = named_keys(meta, files)
+    owners, held = dict(meta.model.named_modules()), dict(meta.model.named_buffers())
     buffers = []
-    for full in sorted({name for name, _ in named_keys(meta, files).values()} & set(sizes)):
-        owner, _, attribute = full.rpartition(".")
-        own = sizes[full]
-        buffers.append(_Buffer(full, modules[owner], attribute, own.shape, own.dtype))
+    for name in sorted({name for name, _ in named.values()} & set(held)):
+        owner, _, attribute = name.rpartition(".")
+        slot = ParameterSlot(name, owners[owner], attribute, held[name].shape, held[name].dtype)
+        buffers.append(slot)
     seen: set[str] = set()
-    groups: list[list[ParameterSlot]] = []
-    for group in (*(u.slots for u in meta.units), (meta.embedding,), meta.others, buffers):
-        groups.append([slot for slot in group if slot.name not in seen])
-        seen |= {slot.name for slot in group}
+    groups = []
+    for slots in (*(unit.slots for unit in meta.units), (meta.embedding,), meta.others, buffers):
+        fresh = {slot.name: slot for slot in slots if slot.name not in seen}
+        seen |= fresh.keys()
+        keys = [key for key, (name, _) in named.items() if name in fresh]
+        part = {key: _LazyTensor(files, files.tensors[key]) for key in keys}
+        groups.append((list(fresh.values()), part))
     return groups
-
-
-def _parts(
-    meta: MetaModel, files: CheckpointFiles, groups: list[list[ParameterSlot]]
-) -> list[dict[str, _LazyTensor]]:
-    """For each group the tensors in the files that fill it."""
-    group_of = {slot.name: index for index, group in enumerate(groups) for slot in group}
-    parts: list[dict[str, _LazyTensor]] = [{} for _ in groups]
-    for key, (name, _) in named_keys(meta, files).items():
-        if name in group_of:
-            parts[group_of[name]][key] = _LazyTensor(files, files.tensors[key])
-    return parts
 
 
 def _load(model: Any, group: list[ParameterSlot], part: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -355,7 +272,7 @@ def _why_missing(slot: ParameterSlot, info: Any) -> str:
 
 
 def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
-    """The beginning of a safetensors file, and the bytes of the tensors after it."""
+    """The beginning of a safetensors file, and the bytes of the file."""
     entries: dict[str, Any] = {}
     end = 0
     for slot in slots:
@@ -366,5 +283,6 @@ def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
         }
         end += slot.nbytes
     text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % _PADDING)
-    return len(text).to_bytes(8, "little") + text, end
+    text += b" " * (-len(text) % 8)  # the format's alignment
+    header = len(text).to_bytes(8, "little") + text
+    return header, len(header) + end

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from h2okv.provenance import digest
 from h2okv.records import Record, ResultFile, file_error
 
 _LINE = '{"id": 1, "prompt": "..."}'
+ParsedLine = tuple[PromptId, Any, str]
+"""A prompt's id, its text or messages, and their digest."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,22 @@ class PromptFile:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def read(self, line: PromptLine) -> Any:
-        """Reads a prompt: a text, or a list of messages."""
+    def read(self, line: PromptLine) -> ParsedLine:
+        """Reads a line again."""
         try:
             with self.path.open("rb") as file:
                 file.seek(line.start)
-                _, prompt, found = parse_line(file.read(line.size))
+                parsed = parse_line(file.read(line.size))
         except OSError as error:
             raise self._unreadable(error) from error
         except ValueError:
-            found = ""
-        if found != line.digest:
+            parsed = (line.id, None, "")
+        if parsed[2] != line.digest:
             raise ValueError(
                 f"'{self.path}' has changed while it was read (id {json.dumps(line.id)}); leave it"
                 " as it is during a job, and run the command again"
             )
-        return prompt
+        return parsed
 
     def _scan(self) -> Iterator[PromptLine]:
         known: dict[str, int] = {}
@@ -78,21 +80,20 @@ class PromptFile:
         try:
             prompt_id, _, found = parse_line(data)
             name = json.dumps(prompt_id)
-            if name in known:
+            if known.setdefault(name, number) != number:
                 raise ValueError(
                     f"id {name} is that of line {known[name]} too; give every prompt an id of its"
                     " own"
                 )
         except ValueError as error:
             raise ValueError(f"'{self.path}', line {number}: {error}") from error
-        known[name] = number
         return PromptLine(prompt_id, start, len(data), found)
 
     def _unreadable(self, error: OSError) -> ValueError:
         return file_error(self.path, "read", error, "give a JSONL file with prompts")
 
 
-def parse_line(data: bytes) -> tuple[PromptId, Any, str]:
+def parse_line(data: bytes) -> ParsedLine:
     """Parses a line to the prompt's id, its text or messages, and their digest."""
     try:
         fields = json.loads(data.decode("utf-8-sig"))
@@ -114,16 +115,11 @@ def parse_line(data: bytes) -> tuple[PromptId, Any, str]:
 
 
 class JobResultFile(ResultFile):
-    """A job's results; its settings are in a file beside it.
-
-    Attributes:
-        finished: The digest of each prompt that has a result, by its id as JSON.
-        num_errors: Results that say why a prompt could not be served.
-    """
+    """A job's results; its settings are in a file beside it."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.finished: dict[str, str] = {}
-        self.num_errors = 0
+        self.finished: dict[str, str] = {}  # the digest of each prompt, by its id as JSON
+        self.num_errors = 0  # results that say why a prompt could not be served
         super().__init__(path, "h2okv batch", settings=settings)
 
     def take(self, record: Record) -> None:
@@ -137,46 +133,14 @@ class JobResultFile(ResultFile):
         """Refuses results of other prompts."""
         digests = {json.dumps(line.id): line.digest for line in lines}
         for name, found in self.finished.items():
+            what = f"a result for another prompt with id {name}"
+            if name not in digests:
+                what = f"a result for id {name}, which is not in the input"
             if digests.get(name) != found:
-                what = f"a result for another prompt with id {name}"
-                if name not in digests:
-                    what = f"a result for id {name}, which is not in the input"
                 raise ValueError(
                     f"'{self.path}' has {what}; choose another file, or give the input that it was"
                     " begun with"
                 )
-
-
-class PromptList:
-    """Prompts given as lines of a file."""
-
-    def __init__(self, data: Sequence[bytes]) -> None:
-        parsed = [parse_line(line) for line in data]
-        self._prompts = [prompt for _, prompt, _ in parsed]
-        self.lines: Sequence[PromptLine] = [
-            PromptLine(prompt_id, index, len(data[index]), found)
-            for index, (prompt_id, _, found) in enumerate(parsed)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def read(self, line: PromptLine) -> Any:
-        """Returns a prompt."""
-        return self._prompts[line.start]
-
-
-class ResultList:
-    """Results that somebody else writes."""
-
-    def __init__(self) -> None:
-        self.records: list[Mapping[str, Any]] = []
-        self.finished: dict[str, str] = {}
-        self.num_errors = 0
-
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds results."""
-        self.records.extend(records)
 
 
 class PromptError(ValueError):
@@ -185,21 +149,14 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Encodes prompts and decodes results.
-
-    Attributes:
-        tokenizer: The model's.
-        vocabulary: Tokens that the model knows.
-        context: The context window; ``None`` for no limit.
-        max_prompt: The longest prompt that the memory allows, in tokens; ``None`` for no limit.
-        is_raw: Whether texts are continued as they are, not answered through the chat template.
-    """
+    """Encodes prompts and decodes results; of its limits ``None`` is none."""
 
     tokenizer: PreTrainedTokenizerBase
-    vocabulary: int
-    context: int | None
-    max_prompt: int | None = None
-    is_raw: bool = False
+    vocabulary: int  # tokens that the model knows
+    context: int | None  # the context window
+    max_prompt: int | None = None  # tokens of the longest prompt that the memory allows
+    max_new_tokens: int = 1
+    is_raw: bool = False  # whether texts are continued, not answered through the chat template
 
     @property
     def uses_template(self) -> bool:
@@ -207,11 +164,7 @@ class TextCodec:
         return not self.is_raw and bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Any) -> list[int]:
-        """Encodes a text or messages.
-
-        Raises:
-            PromptError: If it is neither, is empty, or does not fit.
-        """
+        """Encodes a text or messages; raises `PromptError` for what cannot be served."""
         tokens = self._tokens(prompt)
         if not tokens:
             raise PromptError("the prompt has no tokens for this model; give some text")
@@ -232,28 +185,43 @@ class TextCodec:
             )
         return tokens
 
-    def decode(self, sequence: BatchSequence) -> str:
-        """Decodes a sequence's new tokens, with the space that follows its prompt."""
+    def sequence(self, line: ParsedLine) -> BatchSequence:
+        """Encodes a prompt, with as many new tokens as the context window has room for."""
+        prompt_id, prompt, found = line
+        tokens = self.encode(prompt)
+        left = self.max_new_tokens
+        if self.context is not None:
+            left = min(left, self.context - len(tokens))
+        return BatchSequence(prompt_id, tokens, left, found, left < self.max_new_tokens)
+
+    def record(self, sequence: BatchSequence) -> dict[str, Any]:
+        """A finished sequence's result; its text has the space that follows the prompt."""
         text = Detokenizer(self.tokenizer, sequence.prompt)
-        return text.add(sequence.new_tokens) + text.end()
+        return {
+            "id": sequence.id,
+            "text": text.add(sequence.new_tokens) + text.end(),
+            "finish_reason": sequence.finish_reason,
+            "prompt_tokens": len(sequence.prompt),
+            "new_tokens": len(sequence.new_tokens),
+            "prompt_digest": sequence.digest,
+        }
 
     def _tokens(self, prompt: Any) -> list[int]:
+        is_templated = True
         if isinstance(prompt, str):
             _check_text(prompt)
-            if not self.uses_template:
-                return self._encode(prompt, special=True)
+            text, is_templated = prompt, self.uses_template
             prompt = [{"role": "user", "content": prompt}]
         elif not isinstance(prompt, list):
             raise PromptError(f"the prompt is no text; write {_LINE}")
         elif self.is_raw:
             raise PromptError("messages need the chat template; leave out --raw, or give a prompt")
-        try:
-            text = chat_text(self.tokenizer, [_message(own) for own in prompt])
-        except ChatTemplateError as error:
-            raise PromptError(str(error).rstrip(".")) from error
-        return self._encode(text, special=not self.tokenizer.chat_template)
-
-    def _encode(self, text: str, special: bool) -> list[int]:
+        if is_templated:
+            try:
+                text = chat_text(self.tokenizer, [_message(own) for own in prompt])
+            except ChatTemplateError as error:
+                raise PromptError(str(error).rstrip(".")) from error
+        special = not (is_templated and self.tokenizer.chat_template)
         encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return list(encoded["input_ids"])
 
@@ -279,42 +247,39 @@ def _check_text(text: str) -> None:
         raise PromptError("the prompt is not UTF-8 text; convert it to UTF-8") from None
 
 
-class Job:
-    """The prompts that have no result yet, on their way through a `Runner`."""
+def generate_records(
+    lines: Iterable[ParsedLine], codec: TextCodec, runner: Runner
+) -> Iterator[list[dict[str, Any]]]:
+    """Generates for prompts; yields the results of each weight pass, refusals among them."""
+    codec = replace(codec, max_prompt=runner.limits.longest_prompt)
+    refused: list[dict[str, Any]] = []
 
-    def __init__(
-        self,
-        prompts: PromptFile | PromptList,
-        results: JobResultFile | ResultList,
-        codec: TextCodec,
-        max_new_tokens: int,
-    ) -> None:
-        self.prompts = prompts
-        self.results = results
-        self.codec = codec
-        self.max_new_tokens = max_new_tokens
-        self.num_skipped = len(results.finished)
-        self._refused: list[dict[str, Any]] = []
+    def sequences() -> Iterator[BatchSequence]:
+        for line in lines:
+            try:
+                yield codec.sequence(line)
+            except PromptError as error:
+                refused.append({"id": line[0], "error": str(error), "prompt_digest": line[2]})
+
+    for done in runner.run(sequences()):
+        records = [*refused, *map(codec.record, done)]
+        refused.clear()
+        yield records
+    yield refused
+
+
+@dataclass
+class Job:
+    """The prompts that have no result yet, and where their results go."""
+
+    prompts: PromptFile
+    results: JobResultFile
+    codec: TextCodec
 
     @property
     def num_finished(self) -> int:
         """Prompts that have a result, those of earlier runs included."""
         return len(self.results.finished)
-
-    def run(self, runner: Runner) -> Iterator[int]:
-        """Runs what is left; yields the number of finished prompts after each weight pass."""
-        for done in runner.run(self._sequences()):
-            self._append([self._record(sequence) for sequence in done])
-            yield self.num_finished
-        self._append([])
-
-    def lengths(self) -> Iterator[int]:
-        """Counts the tokens of each unfinished prompt that can be served."""
-        for line in self.unfinished():
-            try:
-                yield len(self.codec.encode(self.prompts.read(line)))
-            except PromptError:
-                continue
 
     def unfinished(self) -> Iterator[PromptLine]:
         """The prompts that have no result."""
@@ -322,72 +287,33 @@ class Job:
             if json.dumps(line.id) not in self.results.finished:
                 yield line
 
-    def _append(self, records: list[dict[str, Any]]) -> None:
-        records, self._refused = [*self._refused, *records], []
-        if records:
-            self.results.append(records)
+    def read(self) -> Iterator[ParsedLine]:
+        """Reads the prompts that have no result."""
+        return map(self.prompts.read, self.unfinished())
 
-    def _sequences(self) -> Iterator[BatchSequence]:
-        for line in self.unfinished():
-            prompt = self.prompts.read(line)
-            try:
-                tokens = self.codec.encode(prompt)
-            except PromptError as error:
-                refused = {"id": line.id, "error": str(error), "prompt_digest": line.digest}
-                self._refused.append(refused)
-                continue
-            left = self.max_new_tokens
-            if self.codec.context is not None:
-                left = min(left, self.codec.context - len(tokens))
-            is_limited = left < self.max_new_tokens
-            yield BatchSequence(line.id, tokens, left, line.digest, is_limited)
-
-    def _record(self, sequence: BatchSequence) -> dict[str, Any]:
-        return {
-            "id": sequence.id,
-            "text": self.codec.decode(sequence),
-            "finish_reason": sequence.finish_reason,
-            "prompt_tokens": len(sequence.prompt),
-            "new_tokens": len(sequence.new_tokens),
-            "prompt_digest": sequence.digest,
-        }
+    def summary(self) -> Summary:
+        """What earlier runs have left to say."""
+        return Summary(len(self.prompts), self.num_finished, self.results.num_errors)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished job.
+    """A finished job."""
 
-    Attributes:
-        prompts: Of the whole job.
-        skipped: Finished by an earlier run.
-        errors: Results that are an error, those of earlier runs included.
-        prompt_tokens: Of the prompts of this run.
-        new_tokens: Generated in this run.
-        passes: Weight passes.
-        seconds: From the first weight pass to the last.
-        predicted: New tokens per second that the plan expected; ``None`` without a plan.
-        bytes_read: Weights read from the disk meanwhile.
-        cache_bytes_read: Keys and values read from the file.
-        wait_seconds: Time that computing waited for weights.
-        plan: The plan by its fields; ``None`` without a plan.
-        peak_bytes: Peak resident memory; ``None`` where it is unknown.
-        data_bytes: The process's data at the end; ``None`` where it is unknown.
-    """
-
-    prompts: int
-    skipped: int
-    errors: int
-    prompt_tokens: int = 0
+    prompts: int  # of the whole job
+    skipped: int  # finished by an earlier run
+    errors: int  # results that are an error, those of earlier runs included
+    prompt_tokens: int = 0  # of this run, as all that follows
     new_tokens: int = 0
     passes: int = 0
     seconds: float = 0.0
-    predicted: float | None = None
-    bytes_read: int = 0
-    cache_bytes_read: int = 0
-    wait_seconds: float = 0.0
+    predicted: float | None = None  # new tokens per second, by the plan
+    bytes_read: int = 0  # weights, from the disk
+    cache_bytes_read: int = 0  # keys and values, from the file
+    wait_seconds: float = 0.0  # that computing waited for weights
     plan: dict[str, Any] | None = None
-    peak_bytes: int | None = None
-    data_bytes: int | None = None
+    peak_bytes: int | None = None  # peak resident memory
+    data_bytes: int | None = None  # the process's data at the end
 
     @property
     def tokens_per_second(self) -> float:
@@ -400,18 +326,14 @@ class Summary:
 
     def to_text(self) -> str:
         """One line."""
-        parts = [f"{self.prompts} prompts"]
-        if self.skipped:
-            parts.append(f"{self.skipped} of them finished before")
-        if self.errors:
-            parts.append(f"{self.errors} with an error record")
-        parts.append(f"{self.new_tokens} new tokens in {self.seconds:.1f} s")
-        speed = f"{self.tokens_per_second:,.1f} tokens/s"
-        if self.predicted is not None:
-            speed += f" ({self.predicted:,.1f} predicted)"
-        parts.append(speed)
-        if self.bytes_read:
-            parts.append(f"{format_bytes(self.bytes_read)} of weights read")
-        if self.peak_bytes is not None:
-            parts.append(f"peak memory {format_bytes(self.peak_bytes)}")
-        return ", ".join(parts)
+        predicted = "" if self.predicted is None else f" ({self.predicted:,.1f} predicted)"
+        parts = [
+            f"{self.prompts} prompts",
+            f"{self.skipped} of them finished before" if self.skipped else "",
+            f"{self.errors} with an error record" if self.errors else "",
+            f"{self.new_tokens} new tokens in {self.seconds:.1f} s",
+            f"{self.tokens_per_second:,.1f} tokens/s{predicted}",
+            f"{format_bytes(self.bytes_read)} of weights read" if self.bytes_read else "",
+            f"peak memory {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else "",
+        ]
+        return ", ".join(filter(None, parts))

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from h2okv.offload.checkpoint import Part, import_extra, parts_of
+
 
 @dataclass(frozen=True)
 class ParameterSlot:
@@ -45,10 +47,6 @@ class ParameterSlot:
         """Installs a tensor; mutates the module."""
         self.owner._parameters[self.attribute] = nn.Parameter(tensor, requires_grad=False)
 
-    def fill_from(self, buffer: torch.Tensor, offset: int) -> None:
-        """Installs a view of the stored bytes in a uint8 buffer; mutates the module."""
-        self.fill(buffer[offset : offset + self.nbytes].view(self.dtype).view(self.shape))
-
     def empty(self) -> None:
         """Installs a meta tensor, so that using the parameter is an error."""
         self.fill(torch.empty(self.shape, dtype=self.dtype, device="meta"))
@@ -68,22 +66,25 @@ class Unit:
         """Size of its weights."""
         return sum(slot.nbytes for slot in self.slots)
 
+    @property
+    def parts(self) -> list[Part]:
+        """Its weights' places in a block of bytes."""
+        return [(slot.shape, slot.dtype) for slot in self.slots]
+
+    def fill(self, block: torch.Tensor) -> None:
+        """Installs views of a uint8 block; mutates the module."""
+        for slot, part in zip(self.slots, parts_of(block, self.parts), strict=True):
+            slot.fill(part)
+
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without parameter memory, and its parts in the order of a forward.
-
-    Attributes:
-        model: Parameters are on the meta device, buffers are real.
-        units: The decoder layers, then the output head.
-        embedding: The input embedding.
-        others: All other parameters, such as the last norm and learned positions.
-    """
+    """A model whose parameters take no memory, and its parts in the order of a forward."""
 
     model: PreTrainedModel
-    units: tuple[Unit, ...]
+    units: tuple[Unit, ...]  # the decoder layers, then the output head
     embedding: ParameterSlot
-    others: tuple[ParameterSlot, ...]
+    others: tuple[ParameterSlot, ...]  # such as the last norm and learned positions
 
     @property
     def slots(self) -> list[ParameterSlot]:
@@ -92,30 +93,15 @@ class MetaModel:
         return [self.embedding, *self.others, *in_units]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype."""
-        return self.embedding.dtype
-
-    @property
     def is_tied(self) -> bool:
         """Whether head and embedding share their weights."""
         return any(slot.name == self.embedding.name for slot in self.units[-1].slots)
 
-    @property
-    def head_name(self) -> str:
-        """Name of the head's own weight, where it is not tied."""
-        return f"{self.units[-1].name}.weight"
-
 
 def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -> MetaModel:
     """Builds a model whose parameters take no memory."""
-    try:
-        from accelerate import init_empty_weights
-    except ImportError as error:
-        raise ValueError(
-            "streaming weights needs accelerate; install it with pip install 'h2okv[offload]'"
-        ) from error
-    with init_empty_weights(include_buffers=False):
+    accelerate = import_extra("accelerate", "streaming weights", "offload")
+    with accelerate.init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # parameters were made anew on the way out of memory
     # Without such a file what from_config made of the model's config holds, as in from_pretrained.

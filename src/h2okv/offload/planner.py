@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,35 +13,9 @@ from h2okv.offload.meta_model import MetaModel
 from h2okv.offload.profile import HardwareProfile
 from h2okv.offload.weight_stream import arena_bytes
 
-Place = Literal["device", "cpu", "disk"]
-PLACES: tuple[Place, ...] = get_args(Place)
+PLACES = ("device", "cpu", "disk")
 Fractions = dict[str, float]
 """Fractions by place that add up to 1."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a weight pass moves and computes.
-
-    Attributes:
-        disk_bytes: Weights read from the disk.
-        host_bytes: Weights copied from the CPU's memory to the device.
-        memory_bytes: Weights read from the device's memory: all of them.
-        num_weights: Weights that each token is multiplied with.
-        cache_bytes: Of one sequence, read from the device's memory by each step.
-        host_cache_bytes: Of one sequence, copied from the CPU's memory by each step.
-        file_cache_bytes: Of one sequence, read from the file by each step.
-        num_layers: Forwards through a layer that each micro-batch takes.
-    """
-
-    disk_bytes: int
-    host_bytes: int
-    memory_bytes: int
-    num_weights: int
-    cache_bytes: int
-    host_cache_bytes: int = 0
-    file_cache_bytes: int = 0
-    num_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,105 +29,31 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return max(self.weights, self.cache, self.compute)
+        return max(vars(self).values())
 
     @property
     def limit(self) -> str:
         """The longest part."""
-        parts = {"weights": self.weights, "cache": self.cache, "compute": self.compute}
-        return max(parts, key=lambda name: parts[name])
+        return max(vars(self), key=vars(self).__getitem__)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A job's expected speed.
-
-    Attributes:
-        step: A decode step.
-        prefill_seconds: Of one batch's prompts.
-        first_result_seconds: Until the first sequences are finished.
-        decode_tokens_per_second: Of decode steps alone.
-        tokens_per_second: New tokens over the whole time, prefill included.
-    """
+    """A job's expected speed."""
 
     step: StepTime
-    prefill_seconds: float
-    first_result_seconds: float
-    decode_tokens_per_second: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Seconds from bytes, operations and what the machine can do."""
-
-    hardware: HardwareProfile
-
-    def step(self, traffic: Traffic, batch_size: int) -> StepTime:
-        """A decode step of a batch in one micro-batch."""
-        own = self.hardware
-        weights = self._weights(traffic)
-        cache = batch_size * traffic.cache_bytes / own.memory
-        # A disk, like a link, does one thing at a time: the caches come after the weights.
-        if size := traffic.file_cache_bytes:
-            cache = max(cache, (traffic.disk_bytes + batch_size * size) / own.disk)
-        if size := traffic.host_cache_bytes:
-            cache = max(cache, (traffic.host_bytes + batch_size * size) / own.host_device)
-        gemm = batch_size * 2 * traffic.num_weights / own.gemm_rate(batch_size)
-        compute = max(gemm, traffic.memory_bytes / own.memory) + self._overhead(traffic)
-        return StepTime(weights, cache, compute)
-
-    def estimate(
-        self,
-        traffic: Traffic,
-        batch_size: int,
-        prompt: int,
-        max_new_tokens: int,
-        prompts_per_pass: int,
-        prompts_per_micro_batch: int,
-    ) -> Estimate:
-        """A batch of prompts from their prefill to their last tokens."""
-        step = self.step(traffic, batch_size)
-        passes = -(-batch_size // max(1, prompts_per_pass))
-        micro_batches = -(-batch_size // max(1, prompts_per_micro_batch))
-        rate = self.hardware.gemm_rate(prompt)
-        compute = batch_size * prompt * 2 * traffic.num_weights / rate
-        compute += micro_batches * self._overhead(traffic)
-        prefill = max(passes * self._weights(traffic), compute)
-        total = prefill + max(0, max_new_tokens - 1) * step.seconds
-        # Each pass gives every running sequence a token, also while other prompts are prefilled.
-        first = prefill * min(1.0, max_new_tokens / passes)
-        first += max(0, max_new_tokens - passes) * step.seconds
-        return Estimate(
-            step=step,
-            prefill_seconds=prefill,
-            first_result_seconds=first,
-            decode_tokens_per_second=batch_size / step.seconds if step.seconds else 0.0,
-            tokens_per_second=batch_size * max_new_tokens / total if total else 0.0,
-        )
-
-    def _weights(self, traffic: Traffic) -> float:
-        own = self.hardware
-        return max(traffic.disk_bytes / own.disk, traffic.host_bytes / own.host_device)
-
-    def _overhead(self, traffic: Traffic) -> float:
-        """Fixed cost of a micro-batch's forward."""
-        own = self.hardware
-        return traffic.num_layers * own.layer_seconds + own.forward_seconds
+    prefill_seconds: float  # of one batch's prompts
+    first_result_seconds: float  # until the first sequences are finished
+    decode_tokens_per_second: float  # of decode steps alone
+    tokens_per_second: float  # new tokens over the whole time, prefill included
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights are: ``units`` in the order of a forward; of an embedding on the ``"disk"``
-    only the rows in use are read.
-    """  # noqa: D205
+    """Where the units are; of an embedding on the disk only the rows in use are read."""
 
-    units: tuple[Place, ...]
-    embedding: Place
-
-    def indices(self, place: Place) -> list[int]:
-        """The units at a place."""
-        return [index for index, own in enumerate(self.units) if own == place]
+    units: tuple[str, ...]  # in the order of a forward
+    embedding: str
 
     def counts(self) -> dict[str, int]:
         """Units by place."""
@@ -198,8 +99,7 @@ def interleave(fractions: Fractions, count: int) -> list[str]:
 
 def place_by_fractions(fractions: Fractions, count: int) -> Placement:
     """Places units by percentages."""
-    names = interleave(fractions, count)
-    units = tuple(next(place for place in PLACES if place == name) for name in names)
+    units = tuple(interleave(fractions, count))
     return Placement(units, units[-1] if units[-1] != "cpu" else "device")
 
 
@@ -236,45 +136,26 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes that may be allocated.
+    """Bytes that may be allocated."""
 
-    Attributes:
-        device: For weights, caches and temporaries where the model computes.
-        host: In the CPU's memory beside that; 0 if the model computes there.
-        used: What the process has already, for messages about ``--memory``.
-    """
-
-    device: int
-    host: int = 0
-    used: int = 0
+    device: int  # for weights, caches and temporaries where the model computes
+    host: int = 0  # in the CPU's memory beside that; 0 if the model computes there
+    used: int = 0  # what the process has already, for messages about --memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision, the device memory that it takes, and its expected speed.
-
-    Attributes:
-        placement: Where weights are.
-        cache_placement: Where keys and values are, in fractions of the layers.
-        batch_size: Running sequences.
-        micro_batch_tokens: Prompt tokens of a micro-batch's prefill.
-        pass_tokens: Prompt tokens that one weight pass prefills.
-        cache_bytes: All caches.
-        weight_bytes: Resident weights.
-        buffer_bytes: The two stream buffers.
-        temporary_bytes: Temporaries of a step or a prefill.
-        estimate: Its speed.
-    """
+    """A decision, the device memory that it takes, and its expected speed."""
 
     placement: Placement
-    cache_placement: Fractions
+    cache_placement: Fractions  # of the layers whose keys and values are in each place
     batch_size: int
-    micro_batch_tokens: int
-    pass_tokens: int
+    micro_batch_tokens: int  # prompt tokens of a micro-batch's prefill
+    pass_tokens: int  # prompt tokens that one weight pass prefills
     cache_bytes: int
-    weight_bytes: int
-    buffer_bytes: int
-    temporary_bytes: int
+    weight_bytes: int  # resident
+    buffer_bytes: int  # of the weight stream
+    temporary_bytes: int  # of a step or a prefill
     estimate: Estimate
 
     @property
@@ -282,22 +163,14 @@ class Plan:
         """All device memory that it takes."""
         return self.cache_bytes + self.weight_bytes + self.buffer_bytes + self.temporary_bytes
 
+    def to_dict(self) -> dict[str, Any]:
+        """By field, ready for JSON."""
+        return {**asdict(self), "placement": self.placement.counts()}
+
 
 @dataclass(frozen=True)
 class Planner:
-    """Trades batch size against resident weights.
-
-    Attributes:
-        meta: The model.
-        memory: Bytes of its entries and temporaries.
-        hardware: What the machine can do.
-        budget: Memory that may be allocated.
-        workload: The job.
-        device: Where the model computes.
-        batch_size: Given by the user; ``None`` for the best.
-        weights: Placement of weights given by the user; ``None`` for the best.
-        caches: Placement of keys and values given by the user; ``None`` for the best.
-    """
+    """Trades batch size against resident weights; what the user leaves open is ``None``."""
 
     meta: MetaModel
     memory: MemoryModel
@@ -310,11 +183,7 @@ class Planner:
     caches: Fractions | None = None
 
     def plan(self) -> Plan:
-        """Finds the fastest plan that fits.
-
-        Raises:
-            ValueError: If none fits; it says how much memory would do.
-        """
+        """Finds the fastest plan that fits; if none does, says how much memory would do."""
         sizes = [self.batch_size] if self.batch_size is not None else self._batch_sizes()
         best = self._best(sizes, self.caches or _IN_MEMORY)
         if self.caches is None:
@@ -342,15 +211,12 @@ class Planner:
 
     def longest_that_fits(self) -> int:
         """Finds the longest prompt that the memory allows, alone."""
-        low, high = 0, self.workload.longest_prompt
-        while low < high:
-            tokens = (low + high + 1) // 2
+
+        def is_too_long(tokens: int) -> bool:
             alone = Workload(tokens, tokens, self.workload.max_new_tokens, 1)
-            if replace(self, workload=alone)._fit(1, self.caches or _IN_FILE) is None:
-                high = tokens - 1
-            else:
-                low = tokens
-        return low
+            return replace(self, workload=alone)._fit(1, self.caches or _IN_FILE) is None
+
+        return bisect_left(range(1, self.workload.longest_prompt + 1), True, key=is_too_long)
 
     def _best(self, sizes: list[int], caches: Fractions) -> Plan | None:
         best = None
@@ -372,51 +238,41 @@ class Planner:
     def _fit(self, batch_size: int, caches: Fractions) -> Plan | None:
         """The plan with the most resident weights that fits; ``None`` if none does."""
         count = len(self.meta.units)
-        whole = self._plan(
-            batch_size, place_by_fractions(self.weights or _IN_MEMORY, count), caches
-        )
-        if whole.total_bytes <= self.budget.device:
+
+        def plan_with(placement: Placement) -> Plan | None:
+            plan = self._plan(batch_size, placement, caches)
+            return plan if plan.total_bytes <= self.budget.device else None
+
+        whole = plan_with(place_by_fractions(self.weights or _IN_MEMORY, count))
+        if whole is not None or self.weights is not None:
             return whole
-        if self.weights is not None:
-            return None
-        # From as many resident layers as fit beside the two buffers, down.
-        low, high, best = 0, count, None
-        while low <= high:
-            resident = (low + high) // 2
-            plan = self._plan(batch_size, self._keep(resident), caches)
-            if plan.total_bytes <= self.budget.device:
-                best, low = plan, resident + 1
-            else:
-                high = resident - 1
-        return best
+        too_many = bisect_left(
+            range(count + 1), True, key=lambda resident: plan_with(self._keep(resident)) is None
+        )
+        return plan_with(self._keep(too_many - 1)) if too_many else None
 
     def _keep(self, resident: int) -> Placement:
         """Keeps some units on the device, evenly spread, and the others as near as possible."""
         count = len(self.meta.units)
-        order = ["away"] * count
-        if resident:
-            order = interleave({"device": resident / count, "away": 1 - resident / count}, count)
+        places = interleave({"device": resident / count, "disk": 1 - resident / count}, count)
         left = self.budget.host if self.device.type != "cpu" else 0
-        units: list[Place] = []
-        for own, unit in zip(order, self.meta.units, strict=True):
-            if own == "device":
-                units.append("device")
-            elif unit.nbytes <= left:
-                units.append("cpu")
+        for index, unit in enumerate(self.meta.units):
+            if places[index] == "disk" and unit.nbytes <= left:
+                places[index] = "cpu"
                 left -= unit.nbytes
-            else:
-                units.append("disk")
-        return Placement(tuple(units), "disk")
+        return Placement(tuple(places), "disk")
 
     def _plan(self, batch_size: int, placement: Placement, caches: Fractions) -> Plan:
-        memory, work = self.memory, self.workload
-        weights = self._resident_bytes(placement)
-        streamed = [
-            unit.nbytes
-            for unit, place in zip(self.meta.units, placement.units, strict=True)
-            if place == "disk" or place == "cpu" and self.device.type != "cpu"
-        ]
-        buffers = arena_bytes(streamed)
+        memory, work, meta = self.memory, self.workload, self.meta
+        # On a CPU, units in its memory are on the device.
+        near = ("device", "cpu") if self.device.type == "cpu" else ("device",)
+        placed = list(zip(meta.units, placement.units, strict=True))
+        weights = sum(unit.nbytes for unit, place in placed if place in near)
+        weights += sum(slot.nbytes for slot in meta.others)
+        is_shared = meta.is_tied and placement.units[-1] == "device"
+        if placement.embedding != "disk" and not is_shared:
+            weights += meta.embedding.nbytes
+        buffers = arena_bytes([unit for unit, place in placed if place not in near])
         away = 1 - caches.get("device", 0.0)
         slots = memory.slots_for(work.mean_prompt, work.max_new_tokens)
         most = memory.slots_for(work.longest_prompt, work.max_new_tokens)
@@ -447,16 +303,6 @@ class Planner:
             estimate=self._estimate(batch_size, placement, caches, tokens, micro_batch),
         )
 
-    def _resident_bytes(self, placement: Placement) -> int:
-        meta = self.meta
-        units = placement.indices("device")
-        if self.device.type == "cpu":
-            units += placement.indices("cpu")
-        size = sum(meta.units[index].nbytes for index in units)
-        size += sum(slot.nbytes for slot in meta.others)
-        is_shared = meta.is_tied and placement.units[-1] == "device"
-        return size + (0 if placement.embedding == "disk" or is_shared else meta.embedding.nbytes)
-
     def _prefill_tokens(self, free: int, wanted: int) -> tuple[int, int]:
         """Prompt tokens of a micro-batch, and of a weight pass."""
         memory, longest = self.memory, self.workload.longest_prompt
@@ -474,27 +320,44 @@ class Planner:
         pass_tokens: int,
         micro_batch_tokens: int,
     ) -> Estimate:
-        units, work = self.meta.units, self.workload
+        """A batch of prompts from their prefill to their last tokens."""
+        machine, work, units = self.hardware, self.workload, self.meta.units
+        sizes = dict.fromkeys(PLACES, 0)
+        for unit, place in zip(units, placement.units, strict=True):
+            sizes[place] += unit.nbytes
+        on_host = 0 if self.device.type == "cpu" else sizes["cpu"]
+        # A disk, like a link, does one thing at a time: the caches come after the weights.
+        weights = max(sizes["disk"] / machine.disk, on_host / machine.host_device)
         slots = self.memory.slots_for(work.mean_prompt, work.max_new_tokens)
-        moved = self.memory.kv_bytes(slots)
-        on_host = placement.indices("cpu") if self.device.type != "cpu" else []
-        traffic = Traffic(
-            disk_bytes=sum(units[index].nbytes for index in placement.indices("disk")),
-            host_bytes=sum(units[index].nbytes for index in on_host),
-            memory_bytes=sum(unit.nbytes for unit in units),
-            num_weights=sum(slot.num_weights for unit in units for slot in unit.slots),
-            cache_bytes=self.memory.sequence_bytes(slots, work.mean_prompt + work.max_new_tokens),
-            host_cache_bytes=int(caches.get("cpu", 0.0) * moved),
-            file_cache_bytes=int(caches.get("file", 0.0) * moved),
-            num_layers=len(units) - 1,
-        )
-        return CostModel(self.hardware).estimate(
-            traffic,
-            batch_size,
-            work.mean_prompt,
-            work.max_new_tokens,
-            max(1, pass_tokens // work.mean_prompt),
-            max(1, micro_batch_tokens // work.mean_prompt),
+        moved = batch_size * self.memory.kv_bytes(slots)
+        length = work.mean_prompt + work.max_new_tokens
+        cache = batch_size * self.memory.sequence_bytes(slots, length) / machine.memory
+        if part := caches.get("file"):
+            cache = max(cache, (sizes["disk"] + part * moved) / machine.disk)
+        if part := caches.get("cpu"):
+            cache = max(cache, (on_host + part * moved) / machine.host_device)
+        # Multiplications and additions of a token, and the fixed cost of a micro-batch's forward.
+        *layers, head = (2 * sum(slot.num_weights for slot in unit.slots) for unit in units)
+        overhead = (len(units) - 1) * machine.layer_seconds + machine.forward_seconds
+        gemm = batch_size * (sum(layers) + head) / machine.gemm_rate(batch_size)
+        compute = max(gemm, sum(sizes.values()) / machine.memory) + overhead
+        step = StepTime(weights, cache, compute)
+        passes = -(-batch_size // max(1, pass_tokens // work.mean_prompt))
+        micro_batches = -(-batch_size // max(1, micro_batch_tokens // work.mean_prompt))
+        tokens, new = batch_size * work.mean_prompt, work.max_new_tokens
+        # Of a prompt only the last token passes the head.
+        operations = tokens * sum(layers) + batch_size * head
+        compute = operations / machine.gemm_rate(min(tokens, micro_batch_tokens))
+        prefill = max(passes * weights, compute + micro_batches * overhead)
+        total = prefill + (new - 1) * step.seconds
+        # Each pass gives every running sequence a token, also while other prompts are prefilled.
+        first = prefill * min(1.0, new / passes) + max(0, new - passes) * step.seconds
+        return Estimate(
+            step=step,
+            prefill_seconds=prefill,
+            first_result_seconds=first,
+            decode_tokens_per_second=batch_size / step.seconds,
+            tokens_per_second=batch_size * new / total,
         )
 
     def _too_little(self, batch_size: int) -> ValueError:
@@ -515,8 +378,7 @@ class Planner:
 
 
 def _gain(plan: Plan, other: Plan) -> float:
-    slower = other.estimate.tokens_per_second
-    return plan.estimate.tokens_per_second / slower if slower else float("inf")
+    return plan.estimate.tokens_per_second / other.estimate.tokens_per_second
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
 from h2okv.cache import H2OCache
 from h2okv.config import CacheConfig
-from h2okv.engine.memory import available_bytes
+from h2okv.engine.memory import MemoryModel, available_bytes
 from h2okv.integration.enable import enable
 from h2okv.offload.checkpoint import CheckpointFiles
 
 _DISK_BYTES = 256 << 20
 _READ_BYTES = 16 << 20
 _MIN_READ_BYTES = 1 << 16
+_SAMPLE_BYTES = 64 << 20
+_MIN_SAMPLE_BYTES = 1 << 20
 _GEMM_ROWS = (1, 8, 32, 256)
 _MIN_SECONDS = 0.05
 _MIN_RUNS = 5
@@ -41,6 +43,14 @@ class Clock:
         self._synchronise()
         return time.perf_counter() - start
 
+    def samples(self, call: Callable[[], object]) -> list[float]:
+        """Seconds of some runs, after one that does not count."""
+        found: list[float] = []
+        call()
+        while sum(found) < _MIN_SECONDS or len(found) < _MIN_RUNS:
+            found.append(self.seconds(call))
+        return found
+
     def _synchronise(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -48,50 +58,62 @@ class Clock:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """Measured bandwidths in bytes per second, GEMM throughput, and fixed costs.
+    """Measured bandwidths in bytes per second, GEMM throughput, and fixed costs."""
 
-    Attributes:
-        disk: Reading the checkpoint, past the page cache.
-        host_device: From the CPU's memory to the device; on a CPU the memory's own bandwidth.
-        memory: Reading the device's memory.
-        gemm: Floating-point operations per second of a product with a weight matrix, for
-            ascending numbers of rows.
-        layer_seconds: Of a forward through one layer of next to no size: dispatch of its
-            operations and the cache's bookkeeping.
-        forward_seconds: The same outside the layers.
-    """
-
-    disk: float
-    host_device: float
-    memory: float
+    disk: float  # reading the checkpoint, past the page cache
+    host_device: float  # from the CPU's memory to the device; on a CPU as memory
+    memory: float  # reading the device's memory
+    # Floating-point operations per second of a product with a weight matrix, for ascending numbers
+    # of rows.
     gemm: tuple[tuple[int, float], ...]
+    # Of a forward through one layer of next to no size, dispatch of its operations and the cache's
+    # bookkeeping, and the same outside the layers.
     layer_seconds: float = 0.0
     forward_seconds: float = 0.0
 
     def gemm_rate(self, rows: int) -> float:
         """Interpolates the GEMM throughput for a number of rows."""
-        measured = [own for own, _ in self.gemm]
-        index = bisect_left(measured, rows)
-        if index in (0, len(measured)):
-            return self.gemm[min(index, len(measured) - 1)][1]
-        (low, slow), (high, fast) = self.gemm[index - 1], self.gemm[index]
-        return slow + (fast - slow) * (rows - low) / (high - low)
+        return float(np.interp(rows, *zip(*self.gemm, strict=True)))
+
+
+def measure_hardware(
+    files: CheckpointFiles,
+    cache_config: CacheConfig,
+    memory: MemoryModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_bytes: int,
+) -> HardwareProfile:
+    """Measures the machine, in a second or two; the samples fit into so many bytes."""
+    # A quarter each for the buffer and its copy, and for the matrices of the products.
+    sample = max(_MIN_SAMPLE_BYTES, min(_SAMPLE_BYTES, num_bytes // 4))
+    bandwidth = measure_bandwidth(device, sample if device.type == "cpu" else None)
+    width = max(_MIN_SAMPLE_BYTES, num_bytes // 4) // (memory.hidden * 16)
+    width = max(1, min(memory.width, width))
+    layer_seconds, forward_seconds = measure_overhead(cache_config, dtype, device)
+    return HardwareProfile(
+        disk=measure_disk(files, sample // 4),
+        host_device=bandwidth if device.type == "cpu" else measure_host_device(device),
+        memory=bandwidth,
+        gemm=measure_gemm(memory.hidden, width, dtype, device),
+        layer_seconds=layer_seconds,
+        forward_seconds=forward_seconds,
+    )
 
 
 def measure_disk(files: CheckpointFiles, read_bytes: int = _READ_BYTES) -> float:
     """Reads a part of a checkpoint past the page cache."""
     buffer = memoryview(bytearray(max(_MIN_READ_BYTES, min(_READ_BYTES, read_bytes))))
-    largest = max(range(len(files.paths)), key=lambda index: files.identity[index][1])
-    size = min(files.identity[largest][1], _DISK_BYTES)
+    sizes = [size for _, size, _ in files.identity]
+    largest = sizes.index(max(sizes))
+    size = min(sizes[largest], _DISK_BYTES)
     files.drop_pages(largest, 0, 0)
-    start, done = time.perf_counter(), 0
-    while done < size:
-        part = min(len(buffer), size - done)
-        files.read_into(largest, done, buffer[:part])
-        done += part
+    start = time.perf_counter()
+    for done in range(0, size, len(buffer)):
+        files.read_into(largest, done, buffer[: size - done])
     seconds = time.perf_counter() - start
     files.drop_pages(largest, 0, 0)
-    return done / max(seconds, 1e-9)
+    return size / max(seconds, 1e-9)
 
 
 def measure_gemm(
@@ -108,15 +130,17 @@ def measure_gemm(
             for weight in weights:
                 linear(states, weight)
 
-        found.append((rows, len(weights) * 2 * rows * hidden * width / _seconds(run, device)))
+        operations = len(weights) * 2 * rows * hidden * width
+        found.append((rows, operations / min(Clock(device).samples(run))))
     return tuple(found)
 
 
-def measure_host_device(device: torch.device, num_bytes: int = 64 << 20) -> float:
+def measure_host_device(device: torch.device) -> float:
     """Copies pinned memory to a device."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    source = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    samples = Clock(device).samples(lambda: target.copy_(source, non_blocking=True))
+    return _SAMPLE_BYTES / min(samples)
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
@@ -129,8 +153,9 @@ def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> flo
     # Ones, not empty: memory that was never written to is no memory yet.
     source = torch.ones(max(num_bytes, 1 << 20) // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)
-    reading = source.nbytes / _seconds(source.sum, device)
-    copying = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    clock = Clock(device)
+    reading = source.nbytes / min(clock.samples(source.sum))
+    copying = 2 * source.nbytes / min(clock.samples(lambda: target.copy_(source)))
     return max(reading, copying)
 
 
@@ -163,19 +188,4 @@ def _step_seconds(
     with enable(model):
         model(token.expand(1, 32), past_key_values=cache)
         # Not the best, as for bandwidths: what else runs on the machine delays every operation.
-        return median(_samples(lambda: model(token, past_key_values=cache), device))
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The best of some runs."""
-    return min(_samples(run, device))
-
-
-def _samples(run: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of some runs, after one that does not count."""
-    clock = Clock(device)
-    samples: list[float] = []
-    run()
-    while sum(samples) < _MIN_SECONDS or len(samples) < _MIN_RUNS:
-        samples.append(clock.seconds(run))
-    return samples
+        return median(Clock(device).samples(lambda: model(token, past_key_values=cache)))

@@ -3,46 +3,62 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from h2okv.offload.checkpoint import Part, block_bytes, import_extra, parts_of
 from h2okv.offload.meta_model import MetaModel, ParameterSlot
-
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class PackedSlot(ParameterSlot):
-    """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with.
+    """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with."""
 
-    Attributes:
-        original_shape: Of the weight, ``[outputs, inputs]``.
-        original_dtype: That products with it have.
-    """
-
-    original_shape: torch.Size
-    original_dtype: torch.dtype
+    original_shape: torch.Size  # of the weight, [outputs, inputs]
+    original_dtype: torch.dtype  # that products with it have
 
     @classmethod
-    @abstractmethod
     def of(cls, slot: ParameterSlot) -> ParameterSlot:
         """Makes a linear layer's slot a packed one; one that cannot be packed is given back."""
+        is_linear = type(slot.owner) is nn.Linear and slot.attribute == "weight"
+        parts = cls.parts(slot.shape, slot.dtype) if is_linear else []
+        if not parts:
+            return slot
+        size = block_bytes(parts)
+        return cls(
+            slot.name, slot.owner, slot.attribute, torch.Size([size]), torch.uint8, slot.shape,
+            slot.dtype,
+        )  # fmt: skip
+
+    @staticmethod
+    @abstractmethod
+    def parts(shape: torch.Size, dtype: torch.dtype) -> list[Part]:
+        """The tensors that are stored for a weight; none if it cannot be packed."""
 
     @abstractmethod
-    def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Quantizes a weight; uint8."""
+    def quantize(self, weight: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Makes these tensors of a weight."""
 
     @abstractmethod
-    def as_weight(self, packed: torch.Tensor) -> torch.Tensor:
-        """Makes of stored bytes, shared and not copied, a tensor that multiplies."""
+    def as_weight(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Makes of these tensors, shared and not copied, one that multiplies."""
 
     @property
     def num_weights(self) -> int:
         """See `ParameterSlot.num_weights`."""
         return self.original_shape.numel()
+
+    def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Quantizes a weight; uint8."""
+        packed = torch.zeros(self.shape, dtype=torch.uint8)
+        made = self.quantize(parameter.to(self.original_dtype))
+        for part, tensor in zip(self._parts_of(packed), made, strict=True):
+            part.copy_(tensor.view(part.shape))
+        return packed
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Installs the stored bytes as a tensor that multiplies; mutates the module.
@@ -50,7 +66,7 @@ class PackedSlot(ParameterSlot):
         It hides the parameter, which stays on the meta device: code that walks through a model's
         parameters expects ordinary tensors.
         """
-        vars(self.owner)[self.attribute] = self.as_weight(tensor)
+        vars(self.owner)[self.attribute] = self.as_weight(*self._parts_of(tensor))
 
     def empty(self) -> None:
         """See `ParameterSlot.empty`."""
@@ -58,34 +74,35 @@ class PackedSlot(ParameterSlot):
         meta_tensor = torch.empty(self.original_shape, dtype=self.original_dtype, device="meta")
         super().fill(meta_tensor)
 
-    @classmethod
-    def _sized(cls, slot: ParameterSlot, *sizes: int) -> PackedSlot:
-        """A slot for bytes of these sizes, each aligned."""
-        return cls(
-            slot.name, slot.owner, slot.attribute, torch.Size([sum(map(aligned, sizes))]),
-            torch.uint8, slot.shape, slot.dtype,
-        )  # fmt: skip
+    def _parts_of(self, packed: torch.Tensor) -> Iterable[torch.Tensor]:
+        return parts_of(packed, self.parts(self.original_shape, self.original_dtype))
 
 
-def is_linear(slot: ParameterSlot) -> bool:
-    """Tells whether a parameter is a linear layer's weight."""
-    return type(slot.owner) is nn.Linear and slot.attribute == "weight"
+class Int8Slot(PackedSlot):
+    """A `PackedSlot` of int8 numbers and one fp32 scale for each output."""
 
+    @staticmethod
+    def parts(shape: torch.Size, dtype: torch.dtype) -> list[Part]:
+        """See `PackedSlot.parts`."""
+        return [(shape, torch.int8), (torch.Size([shape[0], 1]), torch.float32)]
 
-def load_torchao() -> Any:
-    """Imports torchao's quantization, which is part of an extra."""
-    try:
-        import torchao.quantization
-    except ImportError as error:
-        raise ValueError(
-            "--weight-bits needs torchao; install it with pip install 'h2okv[quant]'"
-        ) from error
-    return torchao.quantization
+    def quantize(self, weight: torch.Tensor) -> Iterable[torch.Tensor]:
+        """See `PackedSlot.quantize`."""
+        torchao = load_torchao()
+        outputs, inputs = weight.shape
+        linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+        made: Any = linear.weight
+        # A zero-point is not among its parts: the quantization is symmetric.
+        return made.qdata, made.scale
 
-
-def aligned(size: int) -> int:
-    """Rounds up to where numbers of any dtype may begin."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    def as_weight(self, *parts: torch.Tensor) -> torch.Tensor:
+        """See `PackedSlot.as_weight`."""
+        weight: torch.Tensor = load_torchao().Int8Tensor(
+            *parts, [1, self.original_shape[1]], self.original_dtype
+        )
+        return weight
 
 
 _GROUPS = (64, 32)
@@ -100,48 +117,39 @@ class Int4Slot(PackedSlot):
     How the bytes lie depends on the vector instructions of the processor that packed them.
     """
 
-    @classmethod
-    def of(cls, slot: ParameterSlot) -> ParameterSlot:
-        """See `PackedSlot.of`; a weight whose sizes the packing does not take stays as it is."""
-        if not is_linear(slot):
-            return slot
-        outputs, inputs = slot.shape
-        group = _group_of(inputs)
-        if group is None or outputs % _OUTPUTS:
-            return slot
-        return cls._sized(slot, outputs * inputs // 2, 4 * outputs * inputs // group)
+    @staticmethod
+    def parts(shape: torch.Size, dtype: torch.dtype) -> list[Part]:
+        """See `PackedSlot.parts`."""
+        outputs, inputs = shape
+        if outputs % _OUTPUTS or inputs % min(_GROUPS):
+            return []
+        codes = torch.Size([outputs, inputs // 2])
+        return [(codes, torch.uint8), (torch.Size([inputs // _group(inputs), outputs, 2]), dtype)]
 
     @property
     def form(self) -> str:
         """See `ParameterSlot.form`."""
         return f"{super().form} {torch.backends.cpu.get_cpu_capability()}"
 
-    def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See `PackedSlot.to_bytes`."""
-        weight: Any = load_int4().from_hp(parameter.to(self.original_dtype), self._block)
-        packed = torch.zeros(self.shape, dtype=torch.uint8)
-        codes, grid = self._parts(packed)
-        codes.copy_(weight.qdata)
-        grid.copy_(weight.scale_and_zero)
-        return packed
+    def quantize(self, weight: torch.Tensor) -> Iterable[torch.Tensor]:
+        """See `PackedSlot.quantize`."""
+        made: Any = load_int4().from_hp(weight, [1, _group(weight.shape[1])])
+        return made.qdata, made.scale_and_zero
 
-    def as_weight(self, packed: torch.Tensor) -> torch.Tensor:
+    def as_weight(self, *parts: torch.Tensor) -> torch.Tensor:
         """See `PackedSlot.as_weight`."""
-        codes, grid = self._parts(packed)
-        weight: torch.Tensor = load_int4()(codes, grid, self._block, self.original_shape)
+        group = [1, _group(self.original_shape[1])]
+        weight: torch.Tensor = load_int4()(*parts, group, self.original_shape)
         return weight
 
-    @property
-    def _block(self) -> list[int]:
-        return [1, _group_of(self.original_shape[1]) or 0]
 
-    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 ``[outputs, inputs / 2]`` and bf16 ``[groups, outputs, 2]``, views."""
-        outputs, inputs = self.original_shape
-        size, groups = outputs * inputs // 2, inputs // self._block[1]
-        start = aligned(size)
-        grid = packed[start : start + 4 * outputs * groups].view(self.original_dtype)
-        return packed[:size].view(outputs, inputs // 2), grid.view(groups, outputs, 2)
+def _group(inputs: int) -> int:
+    return next(group for group in _GROUPS if inputs % group == 0)
+
+
+def load_torchao() -> Any:
+    """Imports torchao's quantization, which is part of an extra."""
+    return import_extra("torchao.quantization", "--weight-bits", "quant")
 
 
 def load_int4() -> Any:
@@ -157,83 +165,32 @@ def load_int4() -> Any:
     return Int4OpaqueTensor
 
 
-def check_int4(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses where torchao's int4 does not work, or is slower than no int4 at all."""
-    if device.type != "cpu":
-        raise ValueError(
-            f"--weight-bits 4 is for CPUs: torchao packs int4 for {device.type} on the device"
-            " itself, and not layer by layer from a file; give --weight-bits 8"
-        )
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"--weight-bits 4 is fast in bfloat16 only (in {name} a product takes many times as"
-            " long as without it); add --dtype bfloat16, or give --weight-bits 8"
-        )
-
-
-def _group_of(inputs: int) -> int | None:
-    return next((group for group in _GROUPS if inputs % group == 0), None)
-
-
-class Int8Slot(PackedSlot):
-    """A `PackedSlot` of int8 numbers and one fp32 scale for each output."""
-
-    @classmethod
-    def of(cls, slot: ParameterSlot) -> ParameterSlot:
-        """See `PackedSlot.of`."""
-        if not is_linear(slot):
-            return slot
-        return cls._sized(slot, slot.shape.numel(), 4 * slot.shape[0])
-
-    def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See `PackedSlot.to_bytes`."""
-        torchao = load_torchao()
-        # A zero-point is not among its parts: the quantization is symmetric.
-        outputs, inputs = self.original_shape
-        linear = nn.Linear(inputs, outputs, bias=False, device="meta")
-        linear.weight = nn.Parameter(parameter.to(self.original_dtype), requires_grad=False)
-        torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
-        weight: Any = linear.weight
-        packed = torch.zeros(self.shape, dtype=torch.uint8)
-        numbers, scales = self._parts(packed)
-        numbers.copy_(weight.qdata)
-        scales.copy_(weight.scale.view(-1, 1))
-        return packed
-
-    def as_weight(self, packed: torch.Tensor) -> torch.Tensor:
-        """See `PackedSlot.as_weight`."""
-        numbers, scales = self._parts(packed)
-        weight: torch.Tensor = load_torchao().Int8Tensor(
-            numbers, scales, [1, self.original_shape[1]], self.original_dtype
-        )
-        return weight
-
-    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 ``[outputs, inputs]`` and fp32 ``[outputs, 1]``, views."""
-        count = self.original_shape.numel()
-        start = aligned(count)
-        scales = packed[start : start + 4 * self.original_shape[0]]
-        numbers = packed[:count].view(torch.int8).view(self.original_shape)
-        return numbers, scales.view(torch.float32).view(-1, 1)
-
-
-WEIGHT_BITS = (8, 4)
+_KINDS: dict[int, type[PackedSlot]] = {8: Int8Slot, 4: Int4Slot}
+WEIGHT_BITS = tuple(_KINDS)
 
 
 def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
     """Packs the weights of the decoder layers' linear layers."""
     if bits == 4:
-        check_int4(device, meta.dtype)
+        # Where torchao's int4 does not work, or is slower than no int4 at all.
+        if device.type != "cpu":
+            raise ValueError(
+                f"--weight-bits 4 is for CPUs: torchao packs int4 for {device.type} on the device"
+                " itself, and not layer by layer from a file; give --weight-bits 8"
+            )
+        if meta.embedding.dtype != torch.bfloat16:
+            name = str(meta.embedding.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"--weight-bits 4 is fast in bfloat16 only (in {name} a product takes many times"
+                " as long as without it); add --dtype bfloat16, or give --weight-bits 8"
+            )
         load_int4()
     load_torchao()
-    kind: type[PackedSlot] = Int4Slot if bits == 4 else Int8Slot
-    units = [
-        replace(unit, slots=tuple(kind.of(slot) for slot in unit.slots))
-        if unit.layer_idx is not None
-        else unit
-        for unit in meta.units
-    ]
+    kind, units = _KINDS[bits], []
+    for unit in meta.units:
+        if unit.layer_idx is not None:
+            unit = replace(unit, slots=tuple(map(kind.of, unit.slots)))
+        units.append(unit)
     if not any(isinstance(slot, PackedSlot) for unit in units for slot in unit.slots):
         raise ValueError(
             f"{type(meta.model).__name__} has no linear layers whose weights could be"

@@ -1,19 +1,23 @@
-"""Reads the next layer's weights while this one computes."""
+"""Gives a meta model its weights: resident, or the next layer read while this one computes."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
+from torch import nn
 
-from h2okv.offload.checkpoint import CheckpointFiles, bytes_of
-from h2okv.offload.conversion import UnitLayout
-from h2okv.offload.meta_model import Unit
+from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, block_bytes, bytes_of, parts_of
+from h2okv.offload.meta_model import MetaModel, ParameterSlot, Unit
 
 _BUFFERS = 2
-_ALIGNMENT = 64
 _STACK_BYTES = 1 << 20
 """Of the reader thread; the usual 8 MiB count as data of the process."""
 
@@ -21,55 +25,50 @@ _STACK_BYTES = 1 << 20
 class WeightStream:
     """Two buffers and a thread that reads one unit after the other into them, round and round.
 
-    The thread is always one unit ahead, also across weight passes. Nothing is memory-mapped:
-    mapped weights count as data of the process, and thrash where they do not fit.
-
-    Attributes:
-        bytes_read: From the disk so far.
-        wait_seconds: Time that computing waited for reading.
+    The thread is always one unit ahead, also across weight passes. Units whose weights are in the
+    CPU's memory are copied from there.
     """
 
     def __init__(
         self,
-        layouts: list[UnitLayout],
-        files: CheckpointFiles,
+        units: list[Unit],
+        reader: WeightReader,
         device: torch.device,
-        keep_pages: bool = False,
-        in_host_memory: dict[str, torch.Tensor] | None = None,
+        in_host_memory: dict[str, torch.Tensor],
     ) -> None:
-        self._in_host_memory = in_host_memory or {}
-        self._layouts = layouts
-        self._files = files
-        self._keep_pages = keep_pages
+        self.units = units  # in the order of a forward
+        self._reader = reader
+        self._in_host_memory = in_host_memory
+        size, staging, stream = arena_bytes(units), None, None
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+        if device.type != "cpu":
+            staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            stream = torch.cuda.Stream(device)
         # With an odd number of units, each alternates between the buffers.
-        self._buffers = _make_buffers(arena_bytes([own.buffer_bytes for own in layouts]), device)
-        self._free = threading.Semaphore(_BUFFERS)
-        self._ready = threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._is_closing = False
-        self._next = 0
+        self._buffers = [_Buffer(block, is_low, staging, stream) for is_low in (True, False)]
         self._current: Unit | None = None
+        self._num_loaded = 0
         self.bytes_read = 0
-        self.wait_seconds = 0.0
-        self._thread = threading.Thread(target=self._read_all, name="weights", daemon=True)
+        self.wait_seconds = 0.0  # that computing waited for reading
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._reads: deque[Future[None]] = deque()
         usual = threading.stack_size(_STACK_BYTES)
         try:
-            self._thread.start()
+            for number in range(_BUFFERS):
+                self._reads.append(self._thread.submit(self._read, number))
         finally:
             threading.stack_size(usual)
 
     def load(self, unit: Unit) -> None:
         """Installs the next unit's weights, and removes those of the one before."""
         self.release()
-        layout = self._layouts[self._next % len(self._layouts)]
-        assert layout.unit is unit, f"{unit.name} out of order, {layout.unit.name} is next"
+        following = self.units[self._num_loaded % len(self.units)]
+        assert following is unit, f"{unit.name} out of order, {following.name} is next"
         start = time.perf_counter()
-        self._ready.acquire()
+        self._reads.popleft().result()
         self.wait_seconds += time.perf_counter() - start
-        if self._error is not None:
-            raise self._error
-        layout.fill(self._buffers[self._next % _BUFFERS].before_use(layout.buffer_bytes))
-        self._next += 1
+        unit.fill(self._buffers[self._num_loaded % _BUFFERS].before_use(block_bytes(unit.parts)))
+        self._num_loaded += 1
         self._current = unit
 
     def release(self) -> None:
@@ -79,136 +78,185 @@ class WeightStream:
         for slot in self._current.slots:
             slot.empty()
         self._current = None
-        self._buffers[(self._next - 1) % _BUFFERS].after_use()
-        self._free.release()
+        self._buffers[(self._num_loaded - 1) % _BUFFERS].after_use()
+        self._reads.append(self._thread.submit(self._read, self._num_loaded + _BUFFERS - 1))
 
     def close(self) -> None:
         """Ends the thread."""
-        self._is_closing = True
-        self._free.release()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
         self._current = None
 
-    def _read_all(self) -> None:
-        turn = 0
-        while True:
-            self._free.acquire()
-            if self._is_closing:
-                return
-            try:
-                self._read(self._layouts[turn % len(self._layouts)], self._buffers[turn % _BUFFERS])
-            except BaseException as error:  # raised in the thread that waits
-                self._error = error
-                self._ready.release()
-                return
-            self._ready.release()
-            turn += 1
-
-    def _read(self, layout: UnitLayout, buffer: Any) -> None:
-        in_host_memory = self._in_host_memory.get(layout.unit.name)
-        if in_host_memory is not None:
-            buffer.copy(in_host_memory)
-            return
-        target = buffer.before_read(layout.buffer_bytes)
-        for own in layout.extents:
-            part = target[own.offset : own.offset + own.nbytes]
-            self._files.read_into(own.file, own.start, part)
-            self.bytes_read += own.nbytes
-            if not self._keep_pages:
-                self._files.drop_pages(own.file, own.start, own.nbytes)
-        buffer.after_read(layout.buffer_bytes)
+    def _read(self, number: int) -> None:
+        """Reads the unit that is used after so many others; in the reader thread."""
+        unit, buffer = self.units[number % len(self.units)], self._buffers[number % _BUFFERS]
+        host = self._in_host_memory.get(unit.name)
+        if host is None:
+            host = buffer.before_read(block_bytes(unit.parts))
+            self._reader.read(unit, host)
+            self.bytes_read += unit.nbytes
+        buffer.after_read(host)
 
 
-class HostBuffer:
-    """A buffer that the CPU computes from directly."""
+@dataclass(frozen=True)
+class WeightReader:
+    """Reads weights from a checkpoint."""
 
-    def __init__(self, block: torch.Tensor, is_low: bool) -> None:
-        self._block = block
-        self._is_low = is_low
+    files: CheckpointFiles
+    found: dict[str, StoredTensor]  # by parameter
+    keep_pages: bool = False  # whether the system may keep what was read
 
-    def before_read(self, size: int) -> memoryview:
-        """The bytes to read into."""
-        return bytes_of(_part_of(self._block, size, self._is_low))
+    def read(self, unit: Unit, block: torch.Tensor) -> None:
+        """Reads a unit into a uint8 block on the CPU, in the order of the file."""
+        parts = zip(unit.slots, parts_of(block, unit.parts), strict=True)
+        pairs = [(self.found[slot.name], part) for slot, part in parts]
+        for stored, part in sorted(pairs, key=lambda pair: (pair[0].file, pair[0].start)):
+            self.files.read_into(stored.file, stored.start, bytes_of(part))
+            if not self.keep_pages:
+                self.files.drop_pages(stored.file, stored.start, stored.nbytes)
 
-    def after_read(self, size: int) -> None:
-        """Nothing is left to do."""
+    def block(self, unit: Unit, pinned: bool = False) -> torch.Tensor:
+        """Reads a unit into memory of its own."""
+        block = torch.empty(block_bytes(unit.parts), dtype=torch.uint8, pin_memory=pinned)
+        self.read(unit, block)
+        return block
 
-    def before_use(self, size: int) -> torch.Tensor:
-        """The bytes to compute from."""
-        return _part_of(self._block, size, self._is_low)
-
-    def after_use(self) -> None:
-        """Nothing is left to do."""
+    def tensor(self, slot: ParameterSlot) -> torch.Tensor:
+        """Reads one parameter."""
+        return self.files.read(self.found[slot.name])
 
 
-class DeviceBuffer:
-    """A buffer on an accelerator, a pinned one in front of it, and a copy stream between.
+class _Buffer:
+    """One end of a block, to compute from.
 
-    Only the reader thread waits for the device, and only for its own copies.
+    On an accelerator a pinned buffer is in front of it, and a copy stream between. Only the reader
+    thread waits for the device, and only for its own copies.
     """
 
     def __init__(
-        self, block: torch.Tensor, staging: torch.Tensor, is_low: bool, stream: torch.cuda.Stream
+        self, block: torch.Tensor, is_low: bool, staging: torch.Tensor | None, stream: Any
     ) -> None:
         self._block = block
-        self._staging = staging
         self._is_low = is_low
+        self._staging = staging
         self._stream = stream
-        self._copied = torch.cuda.Event()
-        self._used = torch.cuda.Event()
+        if stream is not None:
+            self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
-    def before_read(self, size: int) -> memoryview:
-        """The pinned bytes to read into, once the last copy has left them."""
+    def before_read(self, size: int) -> torch.Tensor:
+        """The bytes to read into, once the last copy has left them."""
+        if self._staging is None:
+            return self._part_of(self._block, size)
         self._copied.synchronize()
-        return bytes_of(_part_of(self._staging, size, self._is_low))
+        return self._part_of(self._staging, size)
 
-    def after_read(self, size: int) -> None:
-        """Starts the copy of what was read."""
-        self.copy(_part_of(self._staging, size, self._is_low))
-
-    def copy(self, source: torch.Tensor) -> None:
-        """Starts a copy, ordered after the last use of the buffer."""
+    def after_read(self, source: torch.Tensor) -> None:
+        """Starts to copy what was read, ordered after the last use of the buffer."""
+        if self._stream is None:
+            return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._used)
-            target = _part_of(self._block, len(source), self._is_low)
-            target.copy_(source, non_blocking=True)
+            self._part_of(self._block, len(source)).copy_(source, non_blocking=True)
             self._copied.record(self._stream)
 
     def before_use(self, size: int) -> torch.Tensor:
         """The bytes to compute from; the compute stream waits for their copy."""
-        torch.cuda.current_stream(self._block.device).wait_event(self._copied)
-        return _part_of(self._block, size, self._is_low)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._block.device).wait_event(self._copied)
+        return self._part_of(self._block, size)
 
     def after_use(self) -> None:
         """Records the point in the compute stream after which the buffer is free."""
-        self._used.record(torch.cuda.current_stream(self._block.device))
+        if self._stream is not None:
+            self._used.record(torch.cuda.current_stream(self._block.device))
+
+    def _part_of(self, block: torch.Tensor, size: int) -> torch.Tensor:
+        start = 0 if self._is_low else len(block) - size
+        return block[start : start + size]
 
 
-def arena_bytes(sizes: list[int]) -> int:
+def arena_bytes(units: list[Unit]) -> int:
     """Memory of two buffers of which one is filled while the other is in use.
 
     They grow from the two ends of one block, so that not both need room for the largest unit.
     """
-    if not sizes:
-        return 0
-    following = [*sizes[1:], sizes[0]]
-    return max(_aligned(a) + _aligned(b) for a, b in zip(sizes, following, strict=True))
+    sizes = [block_bytes(unit.parts) for unit in units]
+    return max(map(add, sizes, [*sizes[1:], *sizes[:1]]), default=0)
 
 
-def _make_buffers(size: int, device: torch.device) -> list[Any]:
-    block = torch.empty(size, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        return [HostBuffer(block, is_low) for is_low in (True, False)]
-    staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(device)
-    return [DeviceBuffer(block, staging, is_low, stream) for is_low in (True, False)]
+class EmbeddingReader:
+    """Reads only the embedding rows of the tokens at hand.
+
+    The module's own forward runs on them, so that families that scale their embeddings still do.
+    """
+
+    def __init__(self, slot: ParameterSlot, reader: WeightReader, device: torch.device) -> None:
+        self._slot = slot
+        self._files, self._stored = reader.files, reader.found[slot.name]
+        self._device = device
+        self.bytes_read = 0
+        module: Any = slot.owner
+        # It only stops gradients, and would be out of range in a table of a few rows.
+        module.padding_idx = None
+        self._clear()
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(lambda *_: self._clear())
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens, indices = torch.unique(args[0], return_inverse=True)
+        rows = torch.empty((len(tokens), *self._slot.shape[1:]), dtype=self._slot.dtype)
+        size = self._stored.nbytes // self._stored.shape[0]
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            self._files.read_into(
+                self._stored.file, self._stored.start + token * size, bytes_of(row)
+            )
+        self.bytes_read += rows.nbytes
+        self._slot.fill(rows.to(self._device))
+        return (indices, *args[1:])
+
+    def _clear(self) -> None:
+        """Leaves no rows; on the device, for some models ask where the embedding is."""
+        shape = (0, *self._slot.shape[1:])
+        self._slot.fill(torch.empty(shape, dtype=self._slot.dtype, device=self._device))
 
 
-def _part_of(block: torch.Tensor, size: int, is_low: bool) -> torch.Tensor:
-    """The first or the last bytes of a block, aligned."""
-    start = 0 if is_low else len(block) - _aligned(size)
-    return block[start : start + size]
+def materialise(
+    meta: MetaModel,
+    reader: WeightReader,
+    places: Sequence[str],
+    embedding_place: str,
+    device: torch.device,
+) -> tuple[WeightStream | None, EmbeddingReader | None]:
+    """Loads the resident weights, and starts the stream of the others."""
+    _load_buffers(meta, reader, device)
+    for slot in meta.others:
+        slot.fill(reader.tensor(slot).to(device))
+    streamed = []
+    in_host_memory: dict[str, torch.Tensor] = {}
+    for unit, place in zip(meta.units, places, strict=True):
+        if place == "disk" or (place == "cpu" and device.type != "cpu"):
+            streamed.append(unit)
+            if place == "cpu":
+                in_host_memory[unit.name] = reader.block(unit, pinned=True)
+        else:
+            unit.fill(reader.block(unit).to(device))
+    embedding = None
+    if meta.is_tied and places[-1] == "device":
+        (own,) = [slot for slot in meta.units[-1].slots if slot.name == meta.embedding.name]
+        meta.embedding.fill(own.owner.get_parameter(own.attribute).data)
+    elif embedding_place == "disk":
+        embedding = EmbeddingReader(meta.embedding, reader, device)
+    else:
+        meta.embedding.fill(reader.tensor(meta.embedding).to(device))
+    stream = WeightStream(streamed, reader, device, in_host_memory) if streamed else None
+    return stream, embedding
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _load_buffers(meta: MetaModel, reader: WeightReader, device: torch.device) -> None:
+    """Reads the buffers that the checkpoint holds; others are as the model made them."""
+    for name, buffer in meta.model.named_buffers():
+        if name in reader.found:
+            buffer.copy_(reader.files.read(reader.found[name]))
+    for module in meta.model.modules():
+        for name, held in module._buffers.items():
+            if held is not None:
+                module._buffers[name] = held.to(device)
