@@ -92,7 +92,7 @@ def test_each_sequence_has_its_own_length(subject, ids):
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_question_on_everything_gives_the_model_s_own_answer(subject, ids, query_aware, chunk):
     config = CacheConfig.from_budget(500, prefill_chunk=chunk)
-    answer = answer_question(subject, config, ids[:90], asked(ids[90:110], 12), query_aware)
+    [answer] = answer_question(subject, [config], ids[:90], asked(ids[90:110], 12), query_aware)
     assert answer.text == by_transformers(subject, ids[:110], 12)
 
 
@@ -109,7 +109,7 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
     monkeypatch.setattr(generating.h2okv, "prefill", noted)
     for query_aware in (True, False):
         config = CacheConfig.from_budget(0.2)
-        answer_question(subject, config, ids[:90], asked(ids[90:100], 4), query_aware)
+        answer_question(subject, [config], ids[:90], asked(ids[90:100], 4), query_aware)
     # The budget is of text and question, whichever is read first: 20 of 100.
     assert read == [(0, 99, 20), (0, 90, 20), (90, 99, 20)]
 
@@ -120,5 +120,5 @@ def test_every_policy_answers_padded_batches_and_questions(subject, ids, policy)
     together = answer_batch(subject, config, prompts(ids, most=4))
     alone = [answer_batch(subject, config, [p])[0] for p in prompts(ids, most=4)]
     assert together == alone
-    answer = answer_question(subject, config, ids[:60], asked(ids[60:70], 4), query_aware=False)
+    [answer] = answer_question(subject, [config], ids[:60], asked(ids[60:70], 4), query_aware=False)
     assert 0 < answer.tokens <= 4

@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+import h2okv
 from h2okv import policy_names
 from h2okv.config import CacheConfig
 from h2okv.evaluation.model import make_cache
-from h2okv.evaluation.shared_prefill import SharedPrefill
+from h2okv.evaluation.shared_prefill import SharedPrefill, read_together
 from h2okv.policy import get_policy
 from h2okv.policy.scoring import SCORINGS
 
@@ -49,6 +50,10 @@ def read(model, cache, ids, mask=None, seen=0):
     return model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits
 
 
+def share(model, configs):
+    return SharedPrefill([make_cache(config, model.config, 0) for config in configs])
+
+
 def read_alone(model, config, prompt, mask=None):
     cache = make_cache(config, model.config, 0)
     cache.expect(None if mask is not None else prompt.shape[1])
@@ -86,9 +91,10 @@ def assert_same(cache, alone):
 def test_every_setting_holds_what_its_own_reading_leaves(make_llama, heads, kv_heads):
     model = make_llama(heads, kv_heads)
     prompt, later = draw(1, LENGTH), draw(1, STEPS, seed=1)
-    shared = SharedPrefill(model.config, settings())
+    shared = share(model, settings())
     first = read(model, shared, prompt)
-    for config, cache in zip(settings(), shared.split(), strict=True):
+    shared.split()
+    for config, cache in zip(settings(), shared.caches, strict=True):
         alone, logits = read_alone(model, config, prompt)
         torch.testing.assert_close(first, logits, atol=1e-5, rtol=0)
         assert_same(cache, alone)
@@ -105,7 +111,7 @@ def test_a_batch_of_settings_decodes_as_each_does_alone(make_llama):
     prompt = draw(2, LENGTH)
     mask = torch.ones_like(prompt)
     mask[1, :20] = 0
-    shared = SharedPrefill(model.config, configs)
+    shared = share(model, configs)
     read(model, shared, prompt, mask)
     shared.split()
     alone = [read_alone(model, config, prompt, mask)[0] for config in configs]
@@ -131,7 +137,7 @@ def test_a_prompt_s_attention_is_computed_once_for_all_that_count_alike(make_lla
     model = make_llama(layers=1)
     configs = [CacheConfig.from_budget(b, policy=p) for b in (0.5, 0.2) for p in ("h2o", "recent")]
     configs += [CacheConfig("h2o", scoring="decay"), CacheConfig("snapkv", 0.1, 0.1)]
-    read(model, SharedPrefill(model.config, configs), draw(1, LENGTH))
+    read(model, share(model, configs), draw(1, LENGTH))
     # Once for all sums, once for decay, and the window of snapkv: a tenth of the prompt.
     assert lengths == [LENGTH, LENGTH, LENGTH // 10]
 
@@ -147,11 +153,11 @@ def test_layers_with_a_sliding_window_go_to_every_setting():
     model.set_attn_implementation("h2o")
     configs = [CacheConfig("full"), CacheConfig("h2o"), CacheConfig("recent")]
     prompt, token = draw(1, 40), draw(1, 1, seed=1)
-    shared = SharedPrefill(config, configs)
+    shared = share(model, configs)
     read(model, shared, prompt)
-    caches = shared.split()
+    shared.split()
     together = read(model, shared, token.repeat(3, 1), seen=40)
-    for own, cache, logits in zip(configs, caches, together, strict=True):
+    for own, cache, logits in zip(configs, shared.caches, together, strict=True):
         alone, _ = read_alone(model, own, prompt)
         wanted = read(model, alone, token, seen=40)
         torch.testing.assert_close(logits[None], wanted, atol=1e-5, rtol=0)
@@ -163,4 +169,26 @@ def test_layers_with_a_sliding_window_go_to_every_setting():
 )
 def test_a_setting_that_reads_the_prompt_in_its_own_way_is_refused(make_llama, config):
     with pytest.raises(ValueError, match="reads the prompt in its own way"):
-        SharedPrefill(make_llama().config, [config])
+        share(make_llama(), [config])
+
+
+def test_reading_together_is_reading_alone_for_those_that_cannot_share(make_llama, monkeypatch):
+    model, prompt, read = make_llama(), draw(1, 40), []
+    prefill = h2okv.prefill
+    monkeypatch.setattr(h2okv, "prefill", lambda *args: read.append(args[2]) or prefill(*args))
+    configs = [
+        CacheConfig("h2o"), CacheConfig("h2o", prefill_chunk=8), CacheConfig("recent"),
+        CacheConfig("h2o", positions="rolling"),
+    ]  # fmt: skip
+    caches = [make_cache(config, model.config, 0) for config in configs]
+    for cache in caches:
+        cache.expect(60)  # a question follows
+    read_together(model, prompt, caches)
+    assert [type(own).__name__ for own in read] == ["SharedPrefill", "H2OCache", "H2OCache"]
+    for config, cache in zip(configs, caches, strict=True):
+        alone = make_cache(config, model.config, 0)
+        alone.expect(60)
+        prefill(model, prompt, alone)
+        assert cache.num_cached_tokens == 12
+        for own, other in zip(cache.layers, alone.layers, strict=True):
+            assert torch.equal(by_position(own, "positions"), by_position(other, "positions"))

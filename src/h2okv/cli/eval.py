@@ -335,22 +335,17 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     from h2okv.records import markdown_table
 
     def cell(row: dict[str, Any], name: str) -> str:
-        if row[f"{name}_low"] is None:
-            return f"{row[name]:.3f}"
-        return f"{row[name]:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})"
+        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        return f"{row[name]:.3f}" + ("" if low is None else f" ({low:.3f} to {high:.3f})")
 
-    measures = {"agreement": "agreement", "kl": "KL", "perplexity_ratio": "perplexity ratio"}
-    header = ["cache", "budget", "bytes", *measures.values(), "texts"]
-    return markdown_table(
-        header,
-        [
-            [
-                row["cache"], row["budget"], f"{100 * row['bytes_fraction']:.1f} %",
-                *(cell(row, name) for name in measures), row["texts"],
-            ]
-            for row in rows
-        ],
-    )  # fmt: skip
+    names = ("agreement", "kl", "perplexity_ratio")
+    shown = ["agreement", "KL", "perplexity ratio"]
+    lines = []
+    for row in rows:
+        share = f"{100 * row['bytes_fraction']:.1f} %"
+        cells = [cell(row, name) for name in names]
+        lines.append([row["cache"], row["budget"], share, *cells, row["texts"]])
+    return markdown_table(["cache", "budget", "bytes", *shown, "texts"], lines)
 
 
 def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> str:

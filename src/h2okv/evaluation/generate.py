@@ -15,6 +15,7 @@ from h2okv.config import CacheConfig
 from h2okv.engine.sampler import PenaltyOfText, RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import ModelUnderTest, make_cache
+from h2okv.evaluation.shared_prefill import read_together
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ def answer_batch(
 
 def answer_question(
     model: ModelUnderTest,
-    config: CacheConfig,
+    configs: Sequence[CacheConfig],
     context: Sequence[int],
     question: Prompt,
     query_aware: bool,
     seed: int = 0,
-) -> Answer:
-    """Answers a question about a context after query-aware or query-agnostic compression.
+) -> list[Answer]:
+    """Answers a question about a context with several caches, each compressing it for itself.
 
     Query-aware: the question is read in one block with the context (but for its last token, so
     that the whole answer comes from the compressed cache). Query-agnostic: the context is read and
@@ -93,15 +94,19 @@ def answer_question(
     """
     ids = torch.tensor([[*context, *question.ids]])
     length = ids.shape[1]
-    cache = make_cache(config, model.config, seed)
-    if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
-        cache.expect(length)
     first = length - 1 if query_aware else len(context)
+    caches = [make_cache(config, model.config, seed) for config in configs]
+    for cache in caches:
+        if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
+            cache.expect(length)
     with h2okv.enable(model.model):
-        for start, end in ((0, first), (first, length - 1)):
-            if end > start:
-                h2okv.prefill(model.model, ids[:, start:end], cache)
-        return _generate(model, cache, ids, torch.ones_like(ids), [question], {})[0]
+        read_together(model.model, ids[:, :first], caches)
+        answers = []
+        for cache in caches:
+            if length - 1 > first:
+                h2okv.prefill(model.model, ids[:, first : length - 1], cache)
+            answers += _generate(model, cache, ids, torch.ones_like(ids), [question], {})
+    return answers
 
 
 def _generate(

@@ -194,30 +194,24 @@ def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
 
 
 def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws the divergence from the full cache against bytes, and the line of the best settings.
-
-    Args:
-        path: The picture.
-        rows: With cache, kl and its interval, and bytes_fraction.
-        title: The picture's.
-    """
+    """Draws the divergence from the full cache against bytes, and the line of the best caches."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
     axes.set_title(title)
-    points = sorted((100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in rows)
+    ordered = sorted(rows, key=lambda row: row["bytes_fraction"])
+    points = [(100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in ordered]
     best = [point for n, point in enumerate(points) if all(point[1] < p[1] for p in points[:n])]
     axes.plot(*zip(*best, strict=True), color=_GREY, linewidth=5, alpha=0.3, label="Pareto")
     for number, name in enumerate(dict.fromkeys(row["cache"] for row in rows)):
-        own = sorted((r for r in rows if r["cache"] == name), key=lambda r: r["bytes_fraction"])
-        kls = [max(row["kl"], _LEAST_KL) for row in own]
+        own = [n for n, row in enumerate(ordered) if row["cache"] == name]
+        ends = [[ordered[n][end] for n in own] for end in ("kl_low", "kl_high")]
+        kls = [points[n][1] for n in own]
         bars = None
-        if all(row["kl_low"] is not None for row in own):
-            pairs = [(row["kl"] - row["kl_low"], row["kl_high"] - row["kl"]) for row in own]
-            bars = [[max(0.0, pair[side]) for pair in pairs] for side in (0, 1)]
-        marker = _MARKERS[number % len(_MARKERS)]
+        if None not in ends[0]:
+            bars = [[abs(kl - e) for kl, e in zip(kls, end, strict=True)] for end in ends]
         axes.errorbar(
-            [100 * row["bytes_fraction"] for row in own],
-            kls, bars, marker=marker, capsize=2, label=name, **line_look(number),
+            [points[n][0] for n in own], kls, bars, marker=_MARKERS[number % len(_MARKERS)],
+            capsize=2, label=name, **line_look(number),
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")

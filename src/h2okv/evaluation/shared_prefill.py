@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
+import h2okv
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import LAYER_ATTRIBUTE, Block, CacheLayer
 from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
-from h2okv.evaluation.model import make_cache
 from h2okv.ops.attention import Visibility
 
 Attended = tuple[Tensor, Tensor]
@@ -127,8 +127,8 @@ class SharedLayer(CacheLayer):
         for part in self.parts:
             if isinstance(part, SlotLayer):
                 part.shared = shared
-            if real is None:  # what comes next is no more of the prompt
-                part.expected_length = query.shape[2]
+            if real is None and part.expected_length is None:
+                part.expected_length = query.shape[2]  # what comes next is no more of the prompt
             own = part.update(key, value)
             outputs.append(part.attend(query, *own, real, block.scale, block.softcap))
             if isinstance(part, SlotLayer):
@@ -142,61 +142,70 @@ class SharedLayer(CacheLayer):
 
 
 class SharedPrefill(H2OCache):
-    """Caches of several settings that read one prompt together.
+    """Empty caches that read one prompt together.
 
-    The model reads the prompt in one forward, as onto any cache; every setting then holds what it
+    The model reads the prompt in one forward, as onto any cache; every cache then holds what it
     would hold had it read the prompt by itself, for under one reading the prompt's attention is the
     same for all. Then `split`, and either go on with each cache alone, or give the model a batch of
-    as many times the prompt's sequences as there are settings: each is decoded on its own cache,
-    so that the model's weights are read once a step for all.
+    as many times the prompt's sequences as there are caches: each is decoded on its own cache, so
+    that the model's weights are read once a step for all.
 
     Example::
 
-        shared = SharedPrefill(model.config, configs)
+        shared = SharedPrefill(caches)
         model(input_ids, past_key_values=shared)
-        caches = shared.split()
+        shared.split()
 
     Args:
-        config: The model's config.
-        configs: The settings.
-        seed: For policies that draw at random.
+        caches: What reads, of one model.
 
     Raises:
-        ValueError: If a setting makes no sense, or changes how the prompt itself is read.
+        ValueError: If a cache changes how the prompt itself is read.
     """
 
-    def __init__(
-        self, config: PreTrainedConfig, configs: Sequence[CacheConfig], seed: int = 0
-    ) -> None:
-        super().__init__(config, policy="full")
-        for own in configs:
+    def __init__(self, caches: Sequence[H2OCache]) -> None:
+        super().__init__(caches[0].config, policy="full")
+        for own in (cache.cache_config for cache in caches):
             if not shares_prompt(own):
                 raise ValueError(
                     f"{own.label!r} reads the prompt in its own way (positions={own.positions!r}, "
                     f"prefill_chunk={own.prefill_chunk}); leave both out, or run it by itself."
                 )
-        self._caches = [make_cache(own, config, seed) for own in configs]
+        self.caches = list(caches)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                parts: list[Any] = [cache.layers[index] for cache in self._caches]
+                parts: list[Any] = [cache.layers[index] for cache in self.caches]
                 self.layers[index] = SharedLayer(parts)
                 self._parts = parts
         self._scored = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
-    def split(self) -> list[H2OCache]:
-        """Ends the prompt.
-
-        Returns:
-            The settings' caches, in their order.
-        """
+    def split(self) -> None:
+        """Ends the prompt; every cache may then go on by itself."""
         part = self._parts[0]
-        # Setting by setting, and of each all sequences of the prompt.
-        order: Any = torch.arange(part.batch_size, device=part.device).repeat(len(self._caches))
+        # Cache by cache, and of each all sequences of the prompt.
+        order: Any = torch.arange(part.batch_size, device=part.device).repeat(len(self.caches))
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
                 continue
             # A sliding window, say, is the same for all.
-            for cache in self._caches:
+            for cache in self.caches:
                 cache.layers[index] = copy.deepcopy(layer)
             layer.reorder_cache(order)
-        return list(self._caches)
+
+
+def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
+    """Reads a prompt ``[B, T]`` without padding onto empty caches, once for those that can share.
+
+    Args:
+        model: A loaded model.
+        input_ids: The prompt.
+        caches: Mutated.
+    """
+    sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
+    if len(sharing) > 1:
+        shared = SharedPrefill(sharing)
+        h2okv.prefill(model, input_ids, shared)
+        shared.split()
+    for cache in caches:
+        if not cache.num_seen_tokens:
+            h2okv.prefill(model, input_ids, cache)

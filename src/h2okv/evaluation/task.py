@@ -81,11 +81,7 @@ class Task(ABC):
         samples: Sequence[int],
         seed: int,
     ) -> Iterator[tuple[int, dict[int, Result]]]:
-        """Evaluates samples with several caches, one after another unless they share a reading.
-
-        Yields:
-            The number of a cache, and results with it.
-        """
+        """Evaluates samples with several caches; gives numbers of caches, and their results."""
         for number, config in enumerate(configs):
             for results in self.run(model, config, samples, seed):
                 yield number, results
@@ -116,6 +112,17 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"--{name.replace('_', '-')} {count} is too few; give 1 or more")
+
+
+class SharingTask(Task):
+    """A task whose caches share what they read: it defines `run_together`."""
+
+    def run(
+        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
+    ) -> Iterator[dict[int, Result]]:
+        """Evaluates samples with one cache."""
+        for _, results in self.run_together(model, [config], samples, seed):
+            yield results
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,33 @@ def test_continuations_share_a_context_as_alone(make_llama, rows, positions, chu
             assert_equal(scores, scoring.after_prompt(context, [continuation])[0])
 
 
+def test_scorers_of_a_group_read_a_context_once_and_answer_as_alone(make_llama):
+    model = make_llama()
+    configs = [
+        CacheConfig("full"), CacheConfig("h2o", 4, 3), CacheConfig("h2o", 3, 2, scoring="decay"),
+        CacheConfig("snapkv", 5, 4), CacheConfig("recent", 0.1, 0.1),
+    ]  # fmt: skip
+    contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(30, 2)]
+    continuations = [[draw(3, 3), draw(5, 4)], [draw(4, 5)], [draw(2, 6)], [draw(4, 5)]]
+    group = [Scorer(model, config) for config in configs]
+    for own in group:
+        own.group = group
+    read = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
+    )
+    found = [own.after_prompts(contexts, continuations) for own in group]
+    hook.remove()
+    # Contexts with padding in one forward; then continuations, long and short contexts apart.
+    assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
+    for config, results in zip(configs, found, strict=True):
+        alone = Scorer(model, config).after_prompts(contexts, continuations)
+        for own, other in zip(results, alone, strict=True):
+            assert len(own) == len(other)
+            for one, two in zip(own, other, strict=True):
+                assert_equal(one, two)
+
+
 def test_a_continuation_follows_on_the_evicted_context(make_llama):
     model, context, continuation = make_llama(), draw(30, 1), draw(5, 2)
     cache = h2okv.H2OCache(model.config, heavy=4, recent=3)

@@ -35,6 +35,27 @@ def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path):
     assert subject.config._attn_implementation == before
 
 
+def test_caches_that_read_prompts_at_once_share_them(shared, subject, tmp_path):
+    data = shared / "data" / "eval"
+    configs = [CacheConfig("full"), CacheConfig.from_budget(0.1), CacheConfig("recent", 8, 8)]
+    task = HarnessTask("openbookqa", 0, data, tmp_path / "a", prefill_chunk=None, limit=6)
+    alone = HarnessTask("openbookqa", 0, data, tmp_path / "b", prefill_chunk=None, limit=6)
+    for own in (tmp_path / "a", tmp_path / "b"):
+        own.mkdir()
+    task.prepare(subject, configs)
+    read = []
+    hook = subject.model.register_forward_pre_hook(
+        lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
+    )
+    found = dict(task.run_together(subject, configs, task.samples(), 0))
+    hook.remove()
+    # Two kinds of forwards: contexts for all caches, and continuations on each.
+    assert read.count("SharedPrefill") * (1 + len(configs)) == len(read)
+    for number, config in enumerate(configs):
+        ((_, wanted),) = alone.run_together(subject, [config], alone.samples(), 0)
+        assert found[number] == wanted
+
+
 def test_unknown_tasks_and_nonsense_are_refused(tmp_path):
     with pytest.raises(ValueError, match="did you mean winogrande"):
         HarnessTask("winogrand", 0, tmp_path, tmp_path)

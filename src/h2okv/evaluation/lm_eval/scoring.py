@@ -19,6 +19,7 @@ from h2okv.cache.validation import check_model
 from h2okv.config import CacheConfig
 from h2okv.evaluation.generate import left_padded
 from h2okv.evaluation.model import make_cache
+from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable
 from h2okv.policy import get_policy
@@ -96,8 +97,17 @@ class TokenScores:
         return bool(self.greedy.all())
 
 
+_Key = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""A context and its continuations."""
+
+
 class Scorer:
-    """Scores tokens on a cache that evicts; every row of a batch as it would be alone."""
+    """Scores tokens on a cache that evicts; every row of a batch as it would be alone.
+
+    Attributes:
+        group: Scorers that read contexts together: what one of them is asked for is scored by all,
+            and kept until they are asked too.
+    """
 
     def __init__(
         self,
@@ -108,6 +118,8 @@ class Scorer:
         self.model = model
         self.config = config
         self.dtype = dtype
+        self.group = [self]
+        self._known: dict[_Key, list[TokenScores]] = {}
         layers = self._cache().layers
         # Recurrent and sliding layers are transformers' own, and not all of them see padding.
         self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
@@ -133,29 +145,42 @@ class Scorer:
         if not self.takes_padding and len(contexts) > 1:
             pairs = zip(contexts, continuations, strict=True)
             return [self.after_prompt(context, own, rows) for context, own in pairs]
-        results: list[list[TokenScores | None]] = [[None] * len(own) for own in continuations]
-        long = [index for index, context in enumerate(contexts) if len(context) > 1]
-        short = [index for index, context in enumerate(contexts) if len(context) == 1]
+        keys = [
+            (tuple(context), tuple(map(tuple, own)))
+            for context, own in zip(contexts, continuations, strict=True)
+        ]
+        new = list({key: n for n, key in enumerate(keys) if key not in self._known}.values())
+        long = [index for index in new if len(contexts[index]) > 1]
+        short = [index for index in new if len(contexts[index]) == 1]
         # A context of one token leaves nothing to evict before its continuation.
         for members in (long, short):
             if not members:
                 continue
-            cache, seen = self._read([contexts[index][:-1] for index in members])
-            jobs = [
-                (row, index, place)
-                for row, index in enumerate(members)
-                for place in range(len(continuations[index]))
-            ]
-            step = rows if self.takes_padding else 1
-            for start in range(0, len(jobs), step):
-                part = jobs[start : start + step]
-                is_last = start + step >= len(jobs)
-                branch, mask = self._branch(cache, seen, [row for row, *_ in part], is_last)
-                texts = [[contexts[i][-1], *continuations[i][place]] for _, i, place in part]
-                scores = self._score(texts, [len(text) - 1 for text in texts], branch, mask)
-                for (_, index, place), score in zip(part, scores, strict=True):
-                    results[index][place] = score
-        return [[score for score in own if score is not None] for own in results]
+            caches, seen = self._read([contexts[index][:-1] for index in members])
+            for scorer, cache in zip(self.group, caches, strict=True):
+                found = scorer._continue(cache, seen, [keys[index] for index in members], rows)
+                scorer._known.update(found)
+        results = [self._known[key] for key in keys]
+        if len(self.group) == 1:
+            self._known.clear()
+        return results
+
+    def _continue(
+        self, cache: H2OCache, seen: torch.Tensor, keys: Sequence[_Key], rows: int
+    ) -> dict[_Key, list[TokenScores]]:
+        """Scores continuations of the contexts that a cache has read, so many at a time."""
+        results: dict[_Key, list[TokenScores]] = {key: [] for key in keys}
+        jobs = [(row, key, own) for row, key in enumerate(keys) for own in key[1]]
+        step = rows if self.takes_padding else 1
+        for start in range(0, len(jobs), step):
+            part = jobs[start : start + step]
+            is_last = start + step >= len(jobs)
+            branch, mask = self._branch(cache, seen, [row for row, *_ in part], is_last)
+            texts = [[key[0][-1], *own] for _, key, own in part]
+            scores = self._score(texts, [len(text) - 1 for text in texts], branch, mask)
+            for (_, key, _), score in zip(part, scores, strict=True):
+                results[key].append(score)
+        return results
 
     def whole(
         self, texts: Sequence[Sequence[int]], counts: Sequence[int] | None = None
@@ -188,20 +213,23 @@ class Scorer:
     def _cache(self) -> H2OCache:
         return make_cache(self.config, self.model.config, self.config.seed)
 
-    def _read(self, contexts: Sequence[Sequence[int]]) -> tuple[H2OCache, torch.Tensor]:
-        """Reads contexts onto an empty cache; with it, the mask ``[B, tokens seen]``."""
-        cache = self._cache()
+    def _read(self, contexts: Sequence[Sequence[int]]) -> tuple[list[H2OCache], torch.Tensor]:
+        """Reads contexts onto empty caches of the group; with them, the mask ``[B, tokens]``."""
+        caches = [scorer._cache() for scorer in self.group]
+        together = caches[0] if len(caches) == 1 else SharedPrefill(caches)
         input_ids, mask = self._padded(contexts)
         if input_ids.shape[1]:
-            with _enabled(self.model, cache), torch.no_grad():
+            with _enabled(self.model, together), torch.no_grad():
                 self.model(
                     input_ids,
                     attention_mask=mask,
                     position_ids=_positions(mask),
-                    past_key_values=cache,
+                    past_key_values=together,
                     logits_to_keep=1,
                 )
-        return cache, mask
+            if isinstance(together, SharedPrefill):
+                together.split()
+        return caches, mask
 
     def _branch(
         self, cache: H2OCache, mask: torch.Tensor, rows: list[int], is_last: bool

@@ -7,17 +7,17 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from h2okv.cache import H2OCache
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import eos_token_ids
-from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.evaluation.stream_data import Conversation, Message, read_conversations
-from h2okv.evaluation.task import Length, Result, Score, Task, check_counts, filter_by_length
+from h2okv.evaluation.task import Length, Result, Score, SharingTask, check_counts, filter_by_length
 from h2okv.integration.chat_template import chat_text
 from h2okv.integration.enable import enable
 from h2okv.provenance import digest
@@ -86,8 +86,7 @@ def _to_answer(conversation: Conversation) -> Conversation:
     return conversation[: end + 1]
 
 
-@dataclass(frozen=True)
-class _Sample:
+class _Sample(NamedTuple):
     """What one sample reads: a prompt, and the tokens after it if they are given."""
 
     source: str
@@ -95,7 +94,7 @@ class _Sample:
     following: list[int]
 
 
-class Fidelity(Task):
+class Fidelity(SharingTask):
     """Compares a setting's predictions with the full cache's, token by token, on the same text.
 
     The prompt is read once for all settings. The first token after it is predicted by that reading
@@ -165,14 +164,14 @@ class Fidelity(Task):
         has_template = bool(model.tokenizer.chat_template)
         found = []
         for number, prompt in enumerate(source.prompts[:wanted], start=1):
+            if self.reading.raw and not isinstance(prompt, str):
+                raise ValueError("--raw takes prompts, not messages; leave it out")
             if isinstance(prompt, str) and (self.reading.raw or not has_template):
                 ids = model.encode(prompt)
-            elif self.reading.raw:
-                raise ValueError("--raw takes prompts, not messages; leave it out")
             else:
                 said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-                messages = [{"role": own.role, "content": own.content} for own in said]
-                ids = model.encode(chat_text(model.tokenizer, messages), special=not has_template)
+                text = chat_text(model.tokenizer, [vars(message) for message in said])
+                ids = model.encode(text, special=not has_template)
             if len(ids) < 2:
                 raise ValueError(f"prompt {number} of {source.name!r} is too short; lengthen it")
             found.append(_Sample(source.name, ids, []))
@@ -181,13 +180,6 @@ class Fidelity(Task):
     def samples(self) -> Sequence[int]:
         """The numbers of the texts."""
         return sorted(self._samples)
-
-    def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
-        """Compares one cache."""
-        for _, results in self.run_together(model, [config], samples, seed):
-            yield results
 
     def run_together(
         self,
@@ -198,8 +190,9 @@ class Fidelity(Task):
     ) -> Iterator[tuple[int, dict[int, Result]]]:
         """Compares several caches on one reading of each prompt."""
         for sample in samples:
+            caches = [make_cache(own, model.config, seed) for own in (_FULL, *configs)]
             with enable(model.model), torch.no_grad():
-                comparison = _Comparison(model, configs, self._samples[sample].prompt, seed)
+                comparison = _Comparison(model, caches, self._samples[sample].prompt)
                 results = comparison.run(self._samples[sample].following, self.reading)
             for number, result in enumerate(results):
                 yield number, {sample: result}
@@ -219,41 +212,34 @@ class Fidelity(Task):
 
     def _row(self, name: str, results: Sequence[Result]) -> dict[str, Any]:
         """Means over texts, each with the interval that holds 95 % of bootstrap means."""
-        row: dict[str, Any] = {
-            "data": name,
-            "texts": len(results),
-            "tokens": sum(result["tokens"] for result in results),
-        }
-        loss = [result["nll"] - result["full_nll"] for result in results]
-        for measure, values, is_log in (
-            ("agreement", [result["agreement"] for result in results], False),
-            ("kl", [result["kl"] for result in results], False),
-            ("perplexity_ratio", loss, True),
-        ):
-            for part, value in zip(("", "_low", "_high"), bootstrap(values), strict=True):
-                row[measure + part] = math.exp(value) if is_log and value is not None else value
-        row["bytes"] = sum(result["bytes"] for result in results) / len(results)
-        row["bytes_fraction"] = row["bytes"] * len(results) / sum(r["full_bytes"] for r in results)
+
+        def of(field: str) -> list[float]:
+            return [result[field] for result in results]
+
+        row: dict[str, Any] = {"data": name, "texts": len(results), "tokens": sum(of("tokens"))}
+        loss = [own - full for own, full in zip(of("nll"), of("full_nll"), strict=True)]
+        found = {"agreement": bootstrap(of("agreement")), "kl": bootstrap(of("kl"))}
+        ratio = [None if value is None else math.exp(value) for value in bootstrap(loss)]
+        for measure, values in (*found.items(), ("perplexity_ratio", ratio)):
+            row |= zip((measure, f"{measure}_low", f"{measure}_high"), values, strict=True)
+        row["bytes"] = sum(of("bytes")) / len(results)
+        row["bytes_fraction"] = sum(of("bytes")) / sum(of("full_bytes"))
         return row
 
 
 class _Comparison:
-    """A prompt that has been read onto the full cache and the caches compared with it."""
+    """A prompt that the full cache, the first one, has read with those compared with it."""
 
     def __init__(
-        self,
-        subject: ModelUnderTest,
-        configs: Sequence[CacheConfig],
-        prompt: Sequence[int],
-        seed: int,
+        self, model: ModelUnderTest, caches: list[H2OCache], prompt: Sequence[int]
     ) -> None:
-        self.model: Any = subject.model
+        self.model: Any = model.model
         self.ends = eos_token_ids(self.model)
-        self.shared = SharedPrefill(self.model.config, [_FULL, *configs], seed)
+        self.caches, self.shared = caches, SharedPrefill(caches)
         self.read = 0
         first = self._forward(torch.tensor([list(prompt)]), self.shared, 1)
         self.first = int(first[0, -1].argmax())
-        self.caches = self.shared.split()
+        self.shared.split()
 
     def run(self, following: Sequence[int], reading: Reading) -> list[Result]:
         """Reads what follows, or the full cache's own answer, on every cache."""

@@ -10,16 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
 from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.launcher import TASKS, data_folder
 from h2okv.evaluation.model import ModelUnderTest, settled
-from h2okv.evaluation.task import Result, Score, Task, check_counts
+from h2okv.evaluation.shared_prefill import shares_prompt
+from h2okv.evaluation.task import Result, Score, SharingTask, check_counts
 from h2okv.provenance import digest
 from h2okv.records import unknown_name
+
+if TYPE_CHECKING:
+    from h2okv.evaluation.lm_eval.scoring import Scorer
 
 PREFIX = "h2okv_"
 """What the names of this package's own tasks begin with."""
@@ -27,7 +31,7 @@ _FEWSHOT_SEED = 1234
 """The harness's own seed for the examples of a prompt; a run's seed is added to it."""
 
 
-class HarnessTask(Task):
+class HarnessTask(SharingTask):
     """A task of lm-evaluation-harness with so many examples in the prompt, as one sample.
 
     The harness makes the prompts and the scores. It is one sample, because the examples that a
@@ -82,10 +86,30 @@ class HarnessTask(Task):
         """Returns the one sample that the whole task is."""
         return (0,)
 
-    def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
-        """Runs the task."""
+    def run_together(
+        self,
+        model: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        samples: Sequence[int],
+        seed: int,
+    ) -> Iterator[tuple[int, dict[int, Result]]]:
+        """Runs the task with each cache; contexts that are read at once are read once for all."""
+        from h2okv.evaluation.lm_eval.scoring import Scorer
+
+        scorers = {
+            number: Scorer(model.model, replace(settled(config, model.config), seed=seed))
+            for number, config in enumerate(configs)
+            if (config.is_full or self.prefill_chunk is None) and shares_prompt(config)
+        }
+        for scorer in scorers.values():
+            scorer.group = list(scorers.values())
+        for number, config in enumerate(configs):
+            yield number, {0: self._run(model, config, seed, scorers.pop(number, None))}
+
+    def _run(
+        self, model: ModelUnderTest, config: CacheConfig, seed: int, scorer: Scorer | None
+    ) -> Result:
+        """Runs the task with one cache."""
         from lm_eval.evaluator import simple_evaluate
 
         from h2okv.evaluation.lm_eval.model import H2OLM
@@ -104,6 +128,7 @@ class HarnessTask(Task):
                 protocol=protocol,
                 **cache.to_dict(),
             )
+            harness_model.scorer = scorer or harness_model.scorer
             try:
                 found: Any = simple_evaluate(
                     harness_model,
@@ -122,7 +147,7 @@ class HarnessTask(Task):
             for name, value in found["results"][self._task_name].items()
             if name.endswith(",none") and isinstance(value, float)
         }
-        yield {0: {**scores, "documents": found["n-samples"][self._task_name]["effective"]}}
+        return {**scores, "documents": found["n-samples"][self._task_name]["effective"]}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """Returns the harness's scores with its standard errors."""

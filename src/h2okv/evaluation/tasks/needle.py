@@ -16,7 +16,7 @@ from h2okv.evaluation.task import (
     Length,
     Result,
     Score,
-    Task,
+    SharingTask,
     check_counts,
     filter_by_length,
     mean,
@@ -99,7 +99,7 @@ class Grid:
         ]
 
 
-class NeedleTask(Task):
+class NeedleTask(SharingTask):
     """Needles in a text."""
 
     metrics = ("string_match", "rouge1_recall")
@@ -162,9 +162,13 @@ class NeedleTask(Task):
         """Returns the needles' numbers."""
         return range(len(self._encoded))
 
-    def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
+    def run_together(
+        self,
+        model: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        samples: Sequence[int],
+        seed: int,
+    ) -> Iterator[tuple[int, dict[int, Result]]]:
         """Asks for needles."""
         places = self.grid.places()
         for sample in samples:
@@ -172,10 +176,10 @@ class NeedleTask(Task):
             params = replace(GREEDY, max_tokens=self.needle.max_new_tokens, stop=("\n",))
             aware = self.compression == "query-aware"
             asked = Prompt(question, params)
-            answer = answer_question(model, config, context, asked, aware, seed)
+            answers = answer_question(model, configs, context, asked, aware, seed)
             length, depth, _ = places[sample]
-            yield {
-                sample: {
+            for number, answer in enumerate(answers):
+                result = {
                     "length": length,
                     "depth": depth,
                     "string_match": self._match([answer.text], [[expected]]),
@@ -183,7 +187,7 @@ class NeedleTask(Task):
                     "text": answer.text,
                     "expected": expected,
                 }
-            }
+                yield number, {sample: result}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """Averages over all needles."""

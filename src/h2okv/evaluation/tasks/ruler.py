@@ -16,7 +16,7 @@ from h2okv.evaluation.task import (
     Length,
     Result,
     Score,
-    Task,
+    SharingTask,
     TooLong,
     check_counts,
     filter_by_length,
@@ -60,7 +60,7 @@ def read_ruler(path: Path) -> list[Question]:
     return questions
 
 
-class Recall(Task):
+class Recall(SharingTask):
     """Questions about long texts, each with a cache of its own."""
 
     metrics = ("string_match",)
@@ -107,19 +107,25 @@ class Recall(Task):
         """Returns the numbers of the questions that are asked."""
         return self._samples
 
-    def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
+    def run_together(
+        self,
+        model: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        samples: Sequence[int],
+        seed: int,
+    ) -> Iterator[tuple[int, dict[int, Result]]]:
         """Asks questions."""
         for sample in samples:
             context, question = self._encoded[sample]
             params = replace(GREEDY, max_tokens=self.max_new_tokens, stop=("\n",))
             aware = self.compression == "query-aware"
             asked = Prompt(question, params)
-            answer = answer_question(model, config, context, asked, aware, seed)
             expected = self.questions[sample].answers
-            score = self._match([answer.text], [list(expected)])
-            yield {sample: {"string_match": score, "text": answer.text, "expected": expected}}
+            answers = answer_question(model, configs, context, asked, aware, seed)
+            for number, answer in enumerate(answers):
+                score = self._match([answer.text], [list(expected)])
+                result = {"string_match": score, "text": answer.text, "expected": expected}
+                yield number, {sample: result}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """Averages RULER's score over the questions."""
