@@ -11,8 +11,14 @@ import torch
 
 from h2okv.assets import bundled_model_path
 from h2okv.integration import models
-from h2okv.integration.gguf import cache_folder
-from h2okv.integration.models import PACKAGED, SMOLLM2, default_dtype, pull, resolve_model
+from h2okv.integration.models import (
+    PACKAGED,
+    SMOLLM2,
+    cache_folder,
+    default_dtype,
+    pull,
+    resolve_model,
+)
 
 CONTENT = b"GGUF, or so it says"
 

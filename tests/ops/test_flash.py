@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from h2okv.ops import attention as flash
-from h2okv.ops import attention as score_sums
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
+
+
+def hidden_keys(num_queries, num_keys, left, right):
+    own, columns = (
+        torch.arange(num_keys - num_queries, num_keys).unsqueeze(1),
+        torch.arange(num_keys),
+    )
+    hidden = columns > own + right
+    return hidden if left < 0 else hidden | (columns < own - left)
 
 
 def varlen_attn(
@@ -21,11 +29,7 @@ def varlen_attn(
         k, v = (part[cu_seq_k[row] : cu_seq_k[row + 1]].transpose(0, 1) for part in (key, value))
         assert (q.shape[1], k.shape[1]) == (max_q, max_k)
         k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
-        own = torch.arange(max_k - max_q, max_k).unsqueeze(1)
-        columns = torch.arange(max_k)
-        hidden = columns > own + window_size[1]
-        if window_size[0] >= 0:
-            hidden |= columns < own - window_size[0]
+        hidden = hidden_keys(max_q, max_k, *window_size)
         logits = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
         outputs.append((logits.softmax(dim=-1) @ v).transpose(0, 1))
         limits.append(logits.logsumexp(dim=-1))
@@ -43,7 +47,10 @@ def test_a_block_by_flash_and_sums(monkeypatch, past, groups, window):
     output, limits = flash.forward(query, key, value, visibility, 0.3)
     expected, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.3)
     torch.testing.assert_close(output, expected)
-    made = score_sums.score_sums(query, key, limits, visibility, 0.3)
+    keys = key.repeat_interleave(groups, dim=1)
+    hidden = hidden_keys(50, past + 50, -1 if window is None else window - 1, 0)
+    shares = (query @ keys.mT * 0.3 - limits.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
+    made = shares.sum(dim=2).unflatten(1, (2, groups)).sum(dim=2)
     torch.testing.assert_close(made, sums, atol=1e-4, rtol=1e-4)
 
 

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from h2okv.ops import attention as plain_sums
-from h2okv.ops import triton_decode as triton_compaction
-from h2okv.ops import triton_prefill
+from h2okv.ops import triton_decode, triton_prefill
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import compact
 from h2okv.ops.reference import attention_with_scores
@@ -117,17 +115,11 @@ def test_nothing_to_see_gives_zeros(device):
 
 
 @pytest.mark.parametrize("softcap", [None, 7.0])
-def test_sums_of_the_two_ways(device, softcap):
-    query, key, value = draw(device, 2, 2, 3, 20, 150, 32)
+def test_all_at_once(device, softcap):
     real = torch.rand(2, 150, device=device) < 0.8
-    visibility = Visibility(20, queries=real, window=90)
     weights = torch.rand(2, 150, device=device)
-    _, limits = triton_prefill.forward(query, key, value, visibility, 0.2, softcap)
-    arguments = query, key, limits, visibility, 0.2, softcap, weights
-    torch.testing.assert_close(
-        triton_prefill.score_sums(*arguments), plain_sums.score_sums(*arguments),
-        atol=1e-4, rtol=1e-4,
-    )  # fmt: skip
+    visibility = Visibility(20, queries=real, window=90)
+    check(*draw(device, 2, 2, 3, 20, 150, 32), visibility, softcap, weights)
 
 
 def test_two_runs_are_equal_to_the_last_bit(device):
@@ -144,5 +136,5 @@ def test_two_runs_are_equal_to_the_last_bit(device):
 def test_compaction(device, dtype, size):
     entries = torch.randn(2, 63, 3, size).mul(9).to(device, dtype).transpose(1, 2)
     indices = torch.rand(2, 3, 63, device=device).argsort(dim=-1)[..., :35]
-    made = triton_compaction.compact(entries, indices, 41)
+    made = triton_decode.compact(entries, indices, 41)
     assert made.is_contiguous() and torch.equal(made, compact(entries, indices, 41))

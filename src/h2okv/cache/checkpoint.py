@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
@@ -19,6 +18,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import check_loaded, config_of, unwrap
 from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import Policy, get_policy
+from h2okv.records import atomic_write
 
 if TYPE_CHECKING:
     from h2okv.cache.h2o_cache import H2OCache
@@ -36,8 +36,10 @@ _VOLATILE = (
     "chunk_size_feed_forward",
 )  # fmt: skip
 """Parts of a config that say nothing about what the keys are."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-           "float64": torch.float64}  # fmt: skip
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 
 
 def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
@@ -67,20 +69,12 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
             f"policy={cache.policy.name!r} or the notes hold something that is no JSON ({error}); "
             "keep plain numbers and texts in them, or this cache in memory."
         ) from error
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+        with atomic_write(Path(path), "wb") as file:
+            save_file(tensors, file.name, metadata=metadata)
+    except SafetensorError as error:
         raise ValueError(
-            f"the cache cannot be written to '{path}' ({reason}); give a file in a folder that "
+            f"the cache cannot be written to '{path}' ({error}); give a file in a folder that "
             "exists and is writable."
         ) from error
 
@@ -100,21 +94,19 @@ def _layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def read_head(path: str | Path) -> dict[str, Any]:
     """Reads what a file says about its cache, without the tensors."""
     head = _json_of(path, _KEY)
-    for name, known, what in (
-        ("format", FORMAT, "file format"),
-        ("contract", CONTRACT, "eviction contract"),
-    ):
+    known = {"format": (FORMAT, "file format"), "contract": (CONTRACT, "eviction contract")}
+    for name, (own, what) in known.items():
         version = head.get(name, 1)
-        if version != known:
+        if version != own:
             raise ValueError(
                 f"'{path}' was saved under version {version} of the {what} and this h2okv has "
-                f"version {known}; read the text again with this version."
+                f"version {own}; read the text again with this version."
             )
     return head
 
 
 def read_notes(path: str | Path) -> dict[str, str]:
-    """Reads the notes that were saved with a cache."""
+    """The notes that were saved with a cache."""
     return _json_of(path, _NOTES)
 
 
@@ -261,27 +253,22 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
     layer.load_state(expected, seen, dtype, (key_size, value_size), weights)
 
 
-def _metadata(path: str | Path) -> dict[str, str]:
+def _json_of(path: str | Path, key: str) -> dict[str, Any]:
+    """An entry of the header, which is an object of JSON."""
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
     except FileNotFoundError as error:
-        raise ValueError(f"'{path}' does not exist; give a file that a cache was saved to.") from (
-            error
-        )
+        reason = f"'{path}' does not exist; give a file that a cache was saved to."
+        raise ValueError(reason) from error
     except (SafetensorError, OSError) as error:
         _refuse(path, error)
     if _KEY not in metadata:
         raise ValueError(
             f"'{path}' holds tensors but no H2OCache; give a file that a cache was saved to."
         )
-    return metadata
-
-
-def _json_of(path: str | Path, key: str) -> dict[str, Any]:
-    """An entry of the header, which is an object of JSON."""
     try:
-        values = json.loads(_metadata(path).get(key, ""))
+        values = json.loads(metadata.get(key, ""))
     except (json.JSONDecodeError, RecursionError) as error:
         _refuse(path, f"its header is no JSON: {error}")
     if not isinstance(values, dict):

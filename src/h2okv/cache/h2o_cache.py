@@ -28,7 +28,7 @@ from h2okv.cache.validation import (
     config_of,
     context_window,
 )
-from h2okv.config import Budget, CacheConfig, Positions
+from h2okv.config import CacheConfig, Positions
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -96,10 +96,8 @@ class H2OCache(Cache):
         kv_bits: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.budget = Budget(heavy=heavy, recent=recent, sink=sink, max_tokens=max_tokens)
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
-        self.config = config = config_of(config)
         check_kv_bits(kv_bits)
         self.cache_config = CacheConfig(
             policy=self.policy.name,
@@ -114,7 +112,9 @@ class H2OCache(Cache):
             max_tokens=max_tokens,
             seed=seed,
         )
-        self.simulate = simulate
+        self.budget = self.cache_config.budget
+        self.simulate, self.prefill_chunk, self.kv_bits = simulate, prefill_chunk, kv_bits
+        self.config = config = config_of(config)
         check_model(config)
         check_positions(config, positions, self.policy)
         self.rule = PositionRule(positions, prefill_chunk, context_window(config))
@@ -131,9 +131,7 @@ class H2OCache(Cache):
         self._last_updated: CacheLayer | None = None
         self._expects_turn = False
         self._scored = [layer for layer in layers if isinstance(layer, CacheLayer)]
-        rotations: list[Rotation] = []
-        for layer in self._scored:
-            layer.known_rotations = rotations
+        self._share_rotations()
         if not self._scored:
             raise ValueError(
                 f"model type {config.model_type!r} has no full-attention layer (its cache layers: "
@@ -152,15 +150,12 @@ class H2OCache(Cache):
     def from_config(
         cls, config: PreTrainedConfig, cache_config: CacheConfig, *, simulate: bool = False
     ) -> H2OCache:
-        """Makes the cache that a `CacheConfig` describes.
+        """Makes the empty cache that a `CacheConfig` describes.
 
         Args:
             config: the model's config.
             cache_config: the arguments of this class by name.
             simulate: keep everything and mask instead of dropping.
-
-        Returns:
-            The cache, empty.
 
         Raises:
             ValueError: as the constructor does.
@@ -184,11 +179,8 @@ class H2OCache(Cache):
             key_states: ``[B, H, T, D]``.
             value_states: ``[B, H, T, Dv]``.
             layer_idx: the layer's index.
-            *args: passed on to the layer.
-            **kwargs: passed on to the layer.
-
-        Returns:
-            What the layer's attention works on.
+            *args: passed on to the layer, as ``kwargs`` are.
+            **kwargs: see above.
 
         Raises:
             ValueError: if the model's attention is not ``"h2o"``, or the batch, dtype or model
@@ -201,30 +193,27 @@ class H2OCache(Cache):
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
             if not torch.compiler.is_compiling():
-                self._check_uninterrupted()
-                self._check_first_block(key_states.shape[2])
+                self._check_goes_on(key_states.shape[2])
             for rotation in layer.known_rotations:
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, CacheLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _check_uninterrupted(self) -> None:
-        """Refuses to go on where the last forward ended before the last layer."""
+    def _check_goes_on(self, length: int) -> None:
+        """Refuses to go on where the last forward ended before the last layer.
+
+        Warns where fractions of the prompt may have been taken of its first part alone.
+        """
         first, last = self._scored[0], self._scored[-1]
         if first.num_forwards != last.num_forwards:
             raise ValueError(
                 "H2OCache: the last forward was interrupted, so that layers have seen different "
                 "numbers of tokens; call cache.reset() and read the prompt again."
             )
-
-    def _check_first_block(self, length: int) -> None:
-        """Warns where fractions of the prompt may have been taken of its first part alone."""
-        first = self._scored[0]
         if length == 1 or first.num_forwards != 1 or first.expected_length is not None:
             return
-        if self._expects_turn:
-            return
-        if self.policy.evicts and self.budget.is_relative and length <= first.cumulative_length:
+        follows_at_once = length <= first.cumulative_length and not self._expects_turn
+        if self.policy.evicts and self.budget.is_relative and follows_at_once:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{int(first.cumulative_length)} tokens, and {length} more follow it at once. If "
@@ -345,60 +334,29 @@ class H2OCache(Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles; layers that are rotated alike share what is learned of a model again."""
         vars(self).update(state)
+        self._share_rotations()
+
+    def _share_rotations(self) -> None:
+        """Lets layers that are rotated alike share what is learned of a model."""
         rotations: list[Rotation] = []
         for layer in self._scored:
             layer.known_rotations = rotations
 
-    @property
-    def prefill_chunk(self) -> int | None:
-        """The most tokens of a block, as given."""
-        return self.rule.prefill_chunk
-
-    @property
-    def kv_bits(self) -> int | None:
-        """Bits of a number of keys and values, as given."""
-        return self.cache_config.kv_bits
-
     def entries_for(self, length: int) -> int:
-        """Says how many entries a prompt is evicted down to, K.
-
-        Args:
-            length: its tokens.
-
-        Returns:
-            K for each layer and KV head, whatever a policy's own rule adds among them.
-
-        Raises:
-            ValueError: if the budget is above ``max_tokens``.
-        """
+        """Entries of each layer and KV head that a prompt of so many tokens is evicted down to."""
         return self.policy.allocate_budget(self.budget.resolve(length)).total
 
     def slots_for(self, prompt: int, new: int) -> int:
-        """Says how many slots a sequence takes in each layer.
+        """Slots of a sequence in each layer, at most: the budget and the free slot.
 
-        Args:
-            prompt: its tokens.
-            new: the most tokens after it.
-
-        Returns:
-            The budget and the free slot, though a shorter text may take fewer; where nothing is
-            evicted, an upper bound.
+        Where nothing is evicted, an upper bound for the prompt and the new tokens after it.
         """
         if self.policy.is_bounded:
             return self.entries_for(prompt) + 1
         return slots_for(prompt + new)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
-        """Says what slots take, before anything is allocated.
-
-        Args:
-            num_heads: KV heads.
-            head_size: D of keys and of values.
-            dtype: the model's.
-
-        Returns:
-            The bytes of a slot and of a sequence.
-        """
+        """What slots of so many KV heads would take, before anything is allocated."""
         return SlotBytes(
             num_heads,
             2 * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
@@ -422,14 +380,7 @@ class H2OCache(Cache):
         return self.rule.rewrites
 
     def place(self, position_ids: Tensor) -> Tensor:
-        """Says where the model shall put the tokens of the next forward; for `h2okv.enable`.
-
-        Args:
-            position_ids: int ``[B, T]`` or ``[1, T]``, places in the text.
-
-        Returns:
-            The same shape.
-        """
+        """Says where the model shall put tokens ``[B or 1, T]`` of the text; for `h2okv.enable`."""
         for layer in self._scored:
             layer.is_placed = True
         return self.rule.place(position_ids)
@@ -454,9 +405,8 @@ class H2OCache(Cache):
     def prepare_step(self) -> bool:
         """Tells whether the next token can go through a compiled step, and prepares for it.
 
-        Returns:
-            True if all layers hold entries in slots, and all that is learned from the model at
-            its first forward is known. Waits for the device only when a layer becomes full.
+        All layers must hold entries in slots, and all that is learned from the model at its first
+        forward must be known. Waits for the device only when a layer becomes full.
         """
         layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
@@ -474,12 +424,8 @@ class H2OCache(Cache):
     @property
     def num_cached_tokens(self) -> int:
         """Entries held for one KV head, of the sequence that holds most. Waits for the device."""
-        counts = [
-            int((layer.state.positions >= 0).sum(dim=-1).max())
-            for layer in self._scored
-            if layer.holds_entries
-        ]
-        return max(counts, default=0)
+        held = [layer.state.positions >= 0 for layer in self._scored if layer.holds_entries]
+        return max((int(taken.sum(dim=-1).max()) for taken in held), default=0)
 
     @property
     def nbytes(self) -> int:

@@ -245,7 +245,7 @@ class CacheLayer(CacheLayerMixin):
     def move(self, device: torch.device) -> None:
         """Brings all entries to another device; mutates the layer."""
         with ordinary_tensors():
-            self.state = self.state.to(device)
+            self.state = self.state.map(lambda tensor: tensor.to(device))
             self.cumulative_length = self.cumulative_length.to(device)
         # Its tables are on the device of before.
         self._forget_rotation()
@@ -514,8 +514,13 @@ class CacheLayer(CacheLayerMixin):
         """Bytes of the keys and values that a full cache would hold for the tokens seen."""
         if not self.is_initialized:
             return 0
-        entry = (self.key_size + self.value_size) * self.dtype.itemsize
-        return self.batch_size * self.num_kv_heads * int(self.cumulative_length) * entry
+        seen = int(self.cumulative_length)
+        return self.batch_size * self.num_kv_heads * seen * self.entry_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry's key and value in the model's dtype, for one head."""
+        return int((self.key_size + self.value_size) * self.dtype.itemsize)
 
     def load_state(
         self,

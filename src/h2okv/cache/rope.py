@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
-from h2okv.config import POSITIONS, Positions
-from h2okv.ops.rope import Layout, inverse, rotate
+from h2okv.config import Positions
+from h2okv.ops.rope import Layout, interleave_pairs, inverse, rotate
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position."""
@@ -45,10 +49,7 @@ class Rotation:
         return self
 
     def of_text(self, position_ids: Tensor) -> Tensor:
-        """Factors that undo the model's rotation in this forward.
-
-        Args:
-            position_ids: int ``[B, T]`` or ``[1, T]``, as the model got them.
+        """Factors that undo the model's rotation at the positions ``[B or 1, T]`` of this forward.
 
         Returns:
             fp32 ``[B or 1, 1, T, R / 2, 2]``, for `rotate`.
@@ -65,11 +66,7 @@ class Rotation:
         self._last = None
 
     def of_ranks(self, length: int) -> Tensor:
-        """Factors of the rotations to the ranks of a cache.
-
-        Returns:
-            fp32 ``[length, R / 2, 2]``.
-        """
+        """Factors of the rotations to the ranks of a cache, fp32 ``[length, R / 2, 2]``."""
         if length not in self._tables:
             if len(self._tables) >= 8:
                 self._tables.clear()
@@ -119,14 +116,7 @@ def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
 
 
 def ranks_of(positions: Tensor) -> Tensor:
-    """Ranks of the entries by age.
-
-    Args:
-        positions: int ``[B, H, S]``; -1 for an empty slot.
-
-    Returns:
-        int32 ``[B, H, S]``; an empty slot has rank S - 1, behind all.
-    """
+    """Ranks of entries ``[B, H, S]`` by age; an empty slot has rank S - 1, behind all."""
     size = positions.shape[-1]
     order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1)
     ranks = torch.empty_like(positions, dtype=torch.int32)
@@ -137,28 +127,15 @@ def ranks_of(positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PositionRule:
-    """What a user decides about positions.
-
-    Attributes:
-        positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
-            entry sits at its rank in the cache and the new tokens after them, so that no position
-            is ever larger than what is held. ``"clamped"``: learned positions stop at the last
-            one that the model has.
-        prefill_chunk: the most tokens of a block; a longer input is read as several blocks.
-            ``None`` for no limit.
-        window: positions that the model was trained on; ``None`` if its config does not say.
-    """
+    """What a user decides about positions and blocks; see `H2OCache`."""
 
     positions: Positions = "original"
     prefill_chunk: int | None = None
     window: int | None = None
+    """Positions that the model was trained on; ``None`` if its config does not say."""
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense."""
-        if self.positions not in POSITIONS:
-            raise ValueError(
-                f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
-            )
         chunk = self.prefill_chunk
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int)):
             raise ValueError(f"prefill_chunk={chunk!r} is not a number of tokens; give an int.")
@@ -176,11 +153,131 @@ class PositionRule:
         return self.positions == "clamped"
 
     def place(self, position_ids: Tensor) -> Tensor:
-        """Says where the model shall put tokens.
-
-        Args:
-            position_ids: int ``[B, T]`` or ``[1, T]``, places in the text.
-        """
+        """Says where the model shall put tokens ``[B or 1, T]`` of the text."""
         if not self.rewrites or self.window is None:
             return position_ids
         return position_ids.clamp(max=self.window - 1)
+
+
+# --- how a model rotates its keys -----------------------------------------------------------------
+
+_PROBED = (5, 11)
+_LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+_CLOSE = 0.03
+"""Largest relative difference that rounding to bf16 leaves; a wrong layout gives about 1."""
+
+
+class _KeysTakenError(Exception):
+    """Leaves the attention module as soon as it has made its keys."""
+
+
+class _KeyTaker(DynamicCache):
+    """Takes the keys that an attention module hands to its cache."""
+
+    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the keys and goes no further."""
+        self.taken = key_states.float()
+        raise _KeysTakenError
+
+
+def find_rotation(
+    module: torch.nn.Module, layer_idx: int, key: Tensor, known: list[Rotation]
+) -> Rotation | None:
+    """Learns how an attention module rotates its keys, and checks it on two tokens.
+
+    The module is run on random numbers at two positions and without a rotation; the one must be the
+    other, rotated. So a family that rotates its keys in a way of its own is noticed.
+    """
+    rotary = _running_rotary(module)
+    config: Any = module.config
+    parameter = next(module.parameters())
+    # Not the parameters' device, which have none while their weights are offloaded.
+    dtype, device = key.dtype, key.device
+    options: dict[str, Any] = {}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        options["layer_type"] = config.layer_types[layer_idx]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
+    hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
+    # Not the running one: its frequencies may depend on what it has met.
+    fresh = like_new(rotary, device)
+
+    def keys_at(positions: tuple[int, int]) -> tuple[Tensor, Any]:
+        ids = torch.tensor([positions], device=device)
+        embeddings = fresh(hidden.to(dtype), ids, **options)
+        return _keys(module, hidden, embeddings), embeddings
+
+    plain, _ = keys_at((0, 0))
+    rotated, embeddings = keys_at(_PROBED)
+    if (rotated - plain).norm() <= 1e-6 * rotated.norm():
+        return None
+    # Some families hold complex numbers, which are never rounded to the model's dtype.
+    held = torch.float32 if torch.is_tensor(embeddings) else dtype
+    ids = torch.tensor([_PROBED], device=device)
+    for layout in _LAYOUTS:
+        layer_type = options.get("layer_type")
+        trial = Rotation(fresh, layer_type, layout, held, device)
+        back = rotate(interleave_pairs(rotated, trial.width, layout), trial.of_text(ids))
+        start = rotate(
+            interleave_pairs(plain, trial.width, layout), trial.of_text(torch.zeros_like(ids))
+        )
+        if (back - start).norm() <= _CLOSE * start.norm():
+            rotation = Rotation(rotary, layer_type, layout, held, device)
+            for other in known:
+                if other.key == rotation.key:
+                    return other
+            known.append(rotation)
+            return rotation
+    raise _unknown(module)
+
+
+def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
+    """The keys ``[1, H, 2, D]`` that the module makes of hidden states and rotary embeddings."""
+    taker = _KeyTaker()
+    names = inspect.signature(module.forward).parameters
+    cache_name = "layer_past" if "layer_past" in names else "past_key_values"
+    arguments = {
+        "hidden_states": hidden,
+        "position_embeddings": embeddings,
+        "attention_mask": None,
+        cache_name: taker,
+    }
+    try:
+        with torch.no_grad():
+            module(**arguments)
+    except _KeysTakenError:
+        return taker.taken
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        raise _unknown(module) from error
+    raise _unknown(module)
+
+
+def _running_rotary(module: torch.nn.Module) -> Any:
+    """The rotary embeddings of the model whose forward is running.
+
+    An attention module does not know the model around it. Its forward, which has called the
+    rotary embeddings, is further up the stack; this is looked at once for each layer.
+    """
+    family = type(module).__module__
+    # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
+    # hold, hidden states and logits among it.
+    frame: FrameType | None = sys._getframe(1)
+    try:
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.nn.Module):
+                for child in caller.children():
+                    name = type(child).__name__
+                    if name.endswith("RotaryEmbedding") and type(child).__module__ == family:
+                        return child
+            frame = frame.f_back
+    finally:
+        del frame
+    raise _unknown(module)
+
+
+def _unknown(module: torch.nn.Module) -> ValueError:
+    return ValueError(
+        f"positions='rolling': cannot find out how {type(module).__name__} rotates its keys; "
+        "use positions='original' for this model."
+    )

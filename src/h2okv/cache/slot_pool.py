@@ -80,10 +80,8 @@ class SlotBookkeeping:
 
     def release(self, place: int) -> None:
         """The last one takes the place."""
-        for numbers in (self.budgets, self._room):
-            own: list[Any] = numbers
-            own[place] = own[-1]
-            own.pop()
+        self.budgets[place], self._room[place] = self.budgets[-1], self._room[-1]
+        del self.budgets[-1], self._room[-1]
 
     def count_step(self) -> int:
         """Notes a step; returns how many sequences were full before."""
@@ -116,49 +114,37 @@ class SlotPool:
     when one is released the last one takes its place. Shapes, dtype and devices are read off a
     cache that the model has written to, so that each rank of a model in parts holds its own heads.
     Layers with a sliding window hold its tokens in slots of their own.
-
-    Attributes:
-        cache: what the model gets for a decode step of the sequences in use; mutated by the model.
-        max_num_seqs: as given.
-        budget: as given, K of the largest sequence.
-        num_heads: KV heads of all layers that evict by H2O.
     """
 
     def __init__(self, like: H2OCache, max_num_seqs: int, budget: int) -> None:
         check_poolable(like)
+        # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
-        self.budget = budget
+        self.budget = budget  # K of the largest sequence
         layers: list[Any] = self.cache.layers
         layers[:] = _as_slots(self.cache, 0)
         self._layers: list[SlotLayer] = layers
         # By the window; None for the layers of H2O.
-        self._books = {own.window: SlotBookkeeping(self._capacity(own)) for own in layers}
+        windows = {own.window for own in self._layers}
+        self._books = {
+            window: SlotBookkeeping(budget if window is None else window - 1) for window in windows
+        }
         self._num_seen: list[int] = []
-        self._states = [own.state.like(max_num_seqs, self._capacity(own) + 1) for own in layers]
-        self._masks = self._make_masks()
-        self.num_heads = sum(own.num_kv_heads for own in layers if own.window is None)
-        for layer in layers:
-            layer.capacity = self._capacity(layer) + 1
+        self._states = []
+        # Slots within each sequence's budget, bool [B, H, S], for all layers alike.
+        self._masks: dict[tuple[torch.device, int], Tensor] = {}
+        self.num_heads = 0  # KV heads of all layers that evict by H2O
+        for layer in self._layers:
+            layer.capacity = self._books[layer.window].capacity + 1
             layer.rotary = None  # of as many ranks as the cache that this one is like
-
-    def _capacity(self, layer: SlotLayer) -> int:
-        return self.budget if layer.window is None else layer.window - 1
-
-    def _make_masks(self) -> dict[tuple[torch.device, int], Tensor]:
-        """Slots within each sequence's budget, bool ``[B, H, S]``, for all layers alike."""
-        with ordinary_tensors():
-            return {
-                (own.device, own.num_kv_heads): torch.zeros(
-                    self.max_num_seqs,
-                    own.num_kv_heads,
-                    self.budget + 1,
-                    dtype=torch.bool,
-                    device=own.device,
-                )
-                for own in self._layers
-                if own.window is None
-            }
+            self._states.append(layer.state.like(max_num_seqs, layer.capacity))
+            if layer.window is None:
+                self.num_heads += layer.num_kv_heads
+                shape = (max_num_seqs, layer.num_kv_heads, budget + 1)
+                with ordinary_tensors():
+                    mask = torch.zeros(shape, dtype=torch.bool, device=layer.device)
+                self._masks[layer.device, layer.num_kv_heads] = mask
 
     @property
     def num_used(self) -> int:
@@ -169,11 +155,6 @@ class SlotPool:
     def num_held(self) -> int:
         """Entries of the sequences in use, of one KV head of a layer that evicts by H2O."""
         return self._books[None].num_held
-
-    @property
-    def num_seen(self) -> int:
-        """Tokens that the sequences in use have seen."""
-        return sum(self._num_seen)
 
     @property
     def held_bytes(self) -> int:
@@ -192,11 +173,11 @@ class SlotPool:
 
     def full_bytes_of(self, length: int) -> int:
         """Bytes that a full cache would hold for a sequence."""
-        numbers = 0
+        total = 0
         for layer in self._layers:
             held = length if layer.window is None else min(length, layer.window - 1)
-            numbers += held * layer.num_kv_heads * (layer.key_size + layer.value_size)
-        return int(numbers * self._layers[0].dtype.itemsize)
+            total += held * layer.num_kv_heads * layer.entry_bytes
+        return total
 
     @property
     def nbytes(self) -> int:
@@ -326,9 +307,9 @@ def can_split_blocks(cache: H2OCache) -> bool:
 def expect_partial_block(cache: H2OCache, is_partial: bool) -> None:
     """Says whether the next forward brings a part of a block that a later one ends.
 
-    Every query of a part attends to what was kept before the block and to the block up to
-    itself, and nothing is evicted, so that outputs, scores and what is kept in the end are those
-    of the block in one forward. Meanwhile the block is held whole.
+    Every query of a part attends to what was kept before the block and to the block up to itself,
+    and nothing is evicted, so that all is in the end as after the block in one forward. Meanwhile
+    the block is held whole.
     """
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):

@@ -17,6 +17,7 @@ from h2okv.ops.quant import Entries, Packed, pack, packed_bytes, rounded, unpack
 
 PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms")
 """Fields ``[B, H, S, ...]``."""
+_COUNTED = {*PER_SLOT} - {"slot_mask"}
 MIN_GROWN_SLOTS = 64
 """A budget of fewer slots is never worth growing into."""
 
@@ -34,13 +35,10 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def slots_for(entries: int, capacity: int | None = None) -> int:
-    """Slots that a layer makes for entries; the last is free, and some are there to grow into.
+    """Slots that a layer makes for the entries of its fullest sequence; the last one is free.
 
-    A sixteenth more each time copies 16 entries a step; a cache that concatenates copies all.
-
-    Args:
-        entries: those of the sequence that holds most.
-        capacity: the largest budget and one; ``None`` where nothing is evicted.
+    Some are there to grow into, up to the largest budget and one, the capacity: a sixteenth more
+    each time copies 16 entries a step; a cache that concatenates copies all.
     """
     slots = entries + 1 + max(4, entries // 16)
     if capacity is None:
@@ -78,7 +76,7 @@ class KVStorage:
         num_slots: int,
         compact: Compact = compact_entries,
     ) -> Entries:
-        """Fills new slots with what stays; what was held keeps its codes.
+        """Fills S new slots with the K entries that stay; what was held keeps its codes.
 
         Args:
             states: ``[B, H, N, D]``, what was held before the block first.
@@ -105,18 +103,10 @@ class KVStorage:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """What one sequence takes in one layer of slots.
-
-    Attributes:
-        num_heads: KV heads.
-        entry: bytes of a slot's key and value, for one head.
-        has_ranks: whether slots have ranks, for positions that roll.
-        has_norms: whether slots have the norm of their value.
-        has_static_mask: whether the policy keeps entries by a rule of its own.
-    """
+    """What one sequence takes in one layer of slots."""
 
     num_heads: int
-    entry: int
+    entry: int  # bytes of a slot's key and value, for one head
     has_ranks: bool = False
     has_norms: bool = False
     has_static_mask: bool = False
@@ -135,20 +125,14 @@ class SlotState(Slots):
     """All that a layer holds of each sequence; the first dimension of every tensor is the sequence.
 
     Before the first block there are no slots, and the budgets are zero.
-
-    Attributes:
-        sink: protected first positions, int64 ``[B, 1, 1]``.
-        recent: protected newest positions, int64 ``[B, 1, 1]``.
-        total: K, int64 ``[B, 1, 1]``.
-        num_static: entries that a policy keeps by a rule of its own, int64 ``[B, 1, 1]``.
-        norms: L1 norms of the values, fp32 ``[B, H, S]``, for scorings that use them.
-        budgets: one for each sequence; none before the first block.
     """
 
-    sink: Tensor = field(kw_only=True)
-    recent: Tensor = field(kw_only=True)
-    total: Tensor = field(kw_only=True)
+    sink: Tensor = field(kw_only=True)  # protected first positions, int64 [B, 1, 1]
+    recent: Tensor = field(kw_only=True)  # protected newest positions, likewise
+    total: Tensor = field(kw_only=True)  # K, likewise
+    # Entries that a policy keeps by a rule of its own, likewise.
     num_static: Tensor | None = field(default=None, kw_only=True)
+    # L1 norms of the values, fp32 [B, H, S], for scorings that use them.
     norms: Tensor | None = field(default=None, kw_only=True)
     budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
 
@@ -158,17 +142,18 @@ class SlotState(Slots):
         batch, heads = key.shape[:2]
         with ordinary_tensors():
             scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
-            zeros = torch.zeros(batch, dtype=torch.int64, device=key.device)
+            seen = torch.zeros(batch, dtype=torch.int64, device=key.device)
+            once = seen.view(-1, 1, 1)
             return cls(
                 storage.store(key.new_zeros(batch, heads, 0, key.shape[-1])),
                 storage.store(value.new_zeros(batch, heads, 0, value.shape[-1])),
                 scores,
                 scores.to(torch.int32),
-                zeros.view(-1, 1, 1).repeat(1, heads, 1),
-                zeros,
-                sink=zeros.view(-1, 1, 1).clone(),
-                recent=zeros.view(-1, 1, 1).clone(),
-                total=zeros.view(-1, 1, 1).clone(),
+                once.repeat(1, heads, 1),
+                seen,
+                sink=once.clone(),
+                recent=once.clone(),
+                total=once.clone(),
             )
 
     def set_budgets(self, budgets: list[TokenBudget], has_static_mask: bool) -> None:
@@ -202,11 +187,7 @@ class SlotState(Slots):
     @property
     def nbytes(self) -> int:
         """Bytes of what there is of each slot: keys, values, scores, positions, ranks and norms."""
-        return sum(
-            tensor.nbytes
-            for name, tensor in self.tensors().items()
-            if _field(name) in PER_SLOT and name != "slot_mask"
-        )
+        return sum(t.nbytes for name, t in self.tensors().items() if _field(name) in _COUNTED)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
@@ -226,11 +207,7 @@ class SlotState(Slots):
 
     def entry_tensors(self) -> dict[str, Tensor]:
         """The large ones: keys and values, whatever they are stored as."""
-        return {
-            name: tensor
-            for name, tensor in self.tensors().items()
-            if _field(name) in ("keys", "values")
-        }
+        return {n: t for n, t in self.tensors().items() if _field(n) in ("keys", "values")}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Puts tensors in the place of others, by the names of `tensors`; mutates the state."""
@@ -244,10 +221,6 @@ class SlotState(Slots):
         made = copy.copy(self)
         made.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
         return made
-
-    def to(self, device: torch.device) -> SlotState:
-        """The state on another device."""
-        return self.map(lambda tensor: tensor.to(device))
 
     def index_select(self, indices: Tensor) -> SlotState:
         """The named sequences, int64 ``[B']``, in this order; may repeat."""

@@ -24,9 +24,8 @@ from h2okv.console import Progress, discard
 from h2okv.engine.detokenizer import StopText, TextStream
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration import enable
+from h2okv.integration import enable, read_blocks
 from h2okv.integration.loading import Described
-from h2okv.integration.prefill import read_blocks
 
 LONG_PROMPT = 512
 """A prompt of so many tokens gets a progress bar while it is read."""

@@ -42,7 +42,7 @@ def list_models() -> int:
     """Lists the models that have a name and the GGUF files that were converted."""
     from h2okv.assets import bundled_model_path
     from h2okv.integration import models
-    from h2okv.integration.gguf import converted_folders
+    from h2okv.integration.models import converted_folders
 
     rows: list[tuple[str, Path | None]] = [(models.BUNDLED, bundled_model_path())]
     rows += [(name, package.find()) for name, package in models.PACKAGED.items()]

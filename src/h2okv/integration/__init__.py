@@ -1,9 +1,8 @@
 """How transformers models reach the H2O cache."""
 
 from h2okv.integration.attention import register
-from h2okv.integration.enable import enable, recipe_path
-from h2okv.integration.prefill import prefill
+from h2okv.integration.enable import enable, prefill, read_blocks, recipe_path
 
-__all__ = ["enable", "prefill", "recipe_path", "register"]
+__all__ = ["enable", "prefill", "read_blocks", "recipe_path", "register"]
 
 register()

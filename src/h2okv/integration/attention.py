@@ -12,8 +12,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from h2okv.cache.layer import LAYER_ATTRIBUTE, CacheLayer
+from h2okv.cache.rope import find_rotation
 from h2okv.cache.validation import check_follows, check_placed
-from h2okv.integration.rope_probe import find_rotation
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores, windowed_attention
 from h2okv.ops.reference import attention_with_scores
 

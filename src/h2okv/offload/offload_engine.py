@@ -19,9 +19,8 @@ from h2okv.console import Progress
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.gguf import cache_folder
 from h2okv.integration.loading import Described, describe, load_weights
-from h2okv.integration.models import default_dtype
+from h2okv.integration.models import cache_folder, default_dtype
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import CheckpointFiles, checkpoint_bytes, weights_digest
 from h2okv.offload.conversion import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +70,7 @@ def blockwise_attention_with_scores(
     """
     batch, num_heads, length, _ = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
-    real = visibility.queries
+    real, past = visibility.queries, visibility.past
     make = query.new_empty if real is None else query.new_zeros
     output = make(batch, length, num_heads, value.shape[-1]).transpose(1, 2)
     grouped_query = query.unflatten(1, (num_kv_heads, -1))
@@ -80,68 +79,34 @@ def blockwise_attention_with_scores(
     bias = None
     if visibility.entries is not None:
         bias = torch.zeros_like(sums).masked_fill_(~visibility.entries, -torch.inf)
-    for row in range(batch):
-        q, k, v, out, total = (t[row] for t in (grouped_query, key, value, grouped_output, sums))
-        row_bias = None if bias is None else bias[row]
-        row_weights = None if weights is None else weights[row]
-        if real is None:
-            _attend_row(out, total, q, k, v, row_bias, row_weights, visibility, scale, softcap)
-            continue
-        # A row runs alone over its real tokens: its padding costs nothing and cannot leak.
-        own = real[row].nonzero().squeeze(1)
-        if len(own) == 0:
-            continue
-        seen = torch.cat([torch.arange(visibility.past, device=own.device), visibility.past + own])
-        own_output, own_sums = out[:, :, own], total[:, seen]
-        row_bias = None if row_bias is None else row_bias[:, seen]
-        row_weights = None if row_weights is None else row_weights[own]
-        _attend_row(
-            own_output, own_sums, q[:, :, own], k[:, seen], v[:, seen],
-            row_bias, row_weights, visibility, scale, softcap,
-        )  # fmt: skip
-        out[:, :, own], total[:, seen] = own_output, own_sums
-    return output, sums
-
-
-def _attend_row(
-    output: Tensor,
-    sums: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    visibility: Visibility,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    """One sequence: some heads at a time, in fp32.
-
-    A copy in fp32 of all heads would be twice as large as a block of bf16.
-
-    Args:
-        output: ``[H, G, T, Dv]``; mutated.
-        sums: ``[H, N]``, zero; mutated.
-        query: ``[H, G, T, D]``.
-        key: ``[H, N, D]``.
-        value: ``[H, N, Dv]``.
-        bias: ``[H, N]``, added to the logits, or ``None``.
-        weights: fp32 ``[T]``, what a query's attention counts for in the sums; ``None`` for one.
-        visibility: ``past`` and ``window`` count here.
-        scale: factor on the logits.
-        softcap: soft cap of the logits or ``None``.
-    """
-    count = key.shape[0]
+    factor = scale / softcap if softcap else scale * _LOG2_E
+    # Some heads at a time: a copy of all in fp32 would be twice as large as a block of bf16.
+    count = num_kv_heads
     if query.device.type == "cpu":
         count = _TILES_PER_THREAD * torch.get_num_threads()
-    for start in range(0, key.shape[0], count):
-        at = slice(start, start + count)
-        _attend_heads(
-            output[at], sums[at],
-            query[at].float() * (scale / softcap if softcap else scale * _LOG2_E),
-            key[at].float(), value[at].float(), None if bias is None else bias[at].unsqueeze(1),
-            weights, visibility.past, visibility.window, softcap,
-        )  # fmt: skip
+    for row in range(batch):
+        own: Any = slice(None)
+        seen: Any = slice(None)
+        if real is not None:
+            # A row runs alone over its real tokens: its padding costs nothing and cannot leak.
+            own = real[row].nonzero().squeeze(1)
+            if len(own) == 0:
+                continue
+            seen = torch.cat([torch.arange(past, device=own.device), past + own])
+        row_weights = None if weights is None else weights[row, own]
+        for start in range(0, num_kv_heads, count):
+            at = slice(start, start + count)
+            whole_output, whole_sums = grouped_output[row, at], sums[row, at]
+            own_output, own_sums = whole_output[:, :, own], whole_sums[:, seen]
+            _attend_heads(
+                own_output, own_sums, grouped_query[row, at][:, :, own].float() * factor,
+                key[row, at][:, seen].float(), value[row, at][:, seen].float(),
+                None if bias is None else bias[row, at][:, seen].unsqueeze(1),
+                row_weights, past, visibility.window, softcap,
+            )  # fmt: skip
+            if real is not None:  # those were copies
+                whole_output[:, :, own], whole_sums[:, seen] = own_output, own_sums
+    return output, sums
 
 
 def _attend_heads(
@@ -156,7 +121,20 @@ def _attend_heads(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """The tiles of some heads; arguments as in `_attend_row`, scaled, bias ``[h, 1, N]``."""
+    """One sequence's tiles of some heads, in fp32; mutates the output and the sums, which are zero.
+
+    Args:
+        output: ``[h, G, T, Dv]``.
+        sums: ``[h, N]``.
+        query: ``[h, G, T, D]``, scaled.
+        key: ``[h, N, D]``.
+        value: ``[h, N, Dv]``.
+        bias: ``[h, 1, N]``, added to the logits, or ``None``.
+        weights: ``[T]``, what a query's attention counts for in the sums; ``None`` for one.
+        past: as in `Visibility`.
+        window: as in `Visibility`.
+        softcap: soft cap of the logits or ``None``.
+    """
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
     rows = max(1, min(_TILE_ROWS, _SCRATCH_ELEMENTS // (heads * num_keys)) // groups)
@@ -170,7 +148,8 @@ def _attend_heads(
         mixed = query.new_zeros(heads, height, size)
         first = 0 if window is None else max(0, past + top - window + 1)
         tiles = []
-        for columns in _slices(first, past + bottom):
+        for left in range(first, past + bottom, _TILE_KEYS):
+            columns = slice(left, min(left + _TILE_KEYS, past + bottom))
             width = columns.stop - columns.start
             offset = heads * height * (columns.start - first)
             tile = scratch[offset : offset + heads * height * width].view(heads, height, width)
@@ -201,21 +180,11 @@ def _attend_heads(
             sums[:, columns] += torch.bmm(shares, tile).squeeze(1)
 
 
-def _slices(start: int, stop: int) -> Iterator[slice]:
-    """Cuts a range of keys into tiles."""
-    for left in range(start, stop, _TILE_KEYS):
-        yield slice(left, min(left + _TILE_KEYS, stop))
-
-
 def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | None) -> None:
     """Adds -inf where a query must not look: the future, and what its window has left behind.
 
-    Args:
-        tile: logits ``[h, G, rows, width]``; mutated.
-        columns: the keys of the tile.
-        first: the key of the first query itself.
-        last: one past the key of the last query.
-        window: as in `Visibility`.
+    Mutates logits ``[h, G, rows, width]`` of the keys in ``columns``; the queries' own keys are
+    those from ``first`` up to ``last``.
     """
     own = torch.arange(first, last, device=tile.device).unsqueeze(1)
     # Most columns are seen by all rows; only the others are touched.
@@ -231,76 +200,6 @@ def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | Non
 
 def _minus_infinity(hidden: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
-
-
-_ROWS = 64
-
-
-def score_sums(
-    query: Tensor,
-    key: Tensor,
-    log_sum_exp: Tensor,
-    visibility: Visibility,
-    scale: float,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Sums the probability that each key received; plain PyTorch, some queries at a time.
-
-    Args:
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, N, D]`` with N = past + T. What is no entry may be anything finite.
-        log_sum_exp: fp32 ``[B, HQ, T]``, natural, of each query's logits; inf for a query that
-            sees nothing or is padding.
-        visibility: who sees what.
-        scale: factor on the logits.
-        softcap: as in `reference.attention_with_scores`.
-        weights: likewise.
-
-    Returns:
-        fp32 ``[B, H, N]``, over queries and the KV head's group; 0 for what is no entry.
-    """
-    batch, num_heads, length, size = query.shape
-    num_kv_heads, num_keys = key.shape[1], key.shape[2]
-    grouped = query.view(batch, num_kv_heads, -1, length, size)
-    limits = log_sum_exp.view(batch, num_kv_heads, -1, length, 1)
-    columns = torch.arange(num_keys, device=key.device)
-    keys = key.float().unsqueeze(2).transpose(-1, -2)
-    sums = torch.zeros(batch, num_kv_heads, num_keys, dtype=torch.float32, device=key.device)
-    for start in range(0, length, _ROWS):
-        at = slice(start, start + _ROWS)
-        logits = grouped[:, :, :, at].float() @ keys * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        own = visibility.past + torch.arange(length, device=key.device)[at].unsqueeze(1)
-        visible = columns <= own
-        if visibility.window is not None:
-            visible &= columns > own - visibility.window
-        shares = torch.exp(logits - limits[:, :, :, at]).masked_fill(~visible, 0.0)
-        if weights is not None:
-            shares *= weights[:, None, None, at, None]
-        sums += shares.sum(dim=(2, 3))
-    entries = entries_of(visibility, sums)
-    return sums if entries is None else sums.masked_fill(~entries, 0.0)
-
-
-def entries_of(visibility: Visibility, like: Tensor) -> Tensor | None:
-    """Says which keys are entries.
-
-    Args:
-        visibility: who sees what.
-        like: ``[B, H, N]``.
-
-    Returns:
-        bool ``[B, H, N]``; ``None`` if all are.
-    """
-    if visibility.entries is not None:
-        return visibility.entries.expand(like.shape)
-    if visibility.queries is None:
-        return None
-    own = visibility.queries
-    before = own.new_ones(own.shape[0], visibility.past)
-    return torch.cat([before, own], dim=1).unsqueeze(1).expand(like.shape)
 
 
 _MIN_BLOCK, _MAX_BLOCK = 64, 512

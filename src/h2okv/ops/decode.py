@@ -20,15 +20,10 @@ _FUSED_GROUPS = 8
 
 
 class Ranks(NamedTuple):
-    """Where keys that are not rotated yet belong.
+    """Where keys that are not rotated yet belong."""
 
-    Attributes:
-        factors: fp32 ``[n, R / 2, 2]``, the rotation to each rank.
-        ranks: int32 ``[B, H, S]``, below n, whatever it is for slots that are hidden.
-    """
-
-    factors: Tensor
-    ranks: Tensor
+    factors: Tensor  # fp32 [n, R / 2, 2], the rotation to each rank
+    ranks: Tensor  # int32 [B, H, S], below n, whatever it is for slots that are hidden
 
 
 def write_slot(slots: Entries, free: Tensor, entry: Tensor) -> None:
@@ -99,7 +94,7 @@ def decode_with_scores(
 def _by_row(entries: Entries) -> Entries:
     """Entries ``[B, H, S, D]`` as ``[B * H, S, D]``."""
     if isinstance(entries, Packed):
-        return entries.with_parts(entries.codes.flatten(0, 1), entries.grid.flatten(0, 1))
+        return entries.map(lambda part: part.flatten(0, 1))
     return entries.view(-1, *entries.shape[2:])
 
 
@@ -276,37 +271,22 @@ class Slots:
 
 
 class RotaryTables(NamedTuple):
-    """The rotations of rolling positions, which all steps share.
+    """The rotations of rolling positions, which all steps share; fp32 ``[S, R / 2, 2]``."""
 
-    Attributes:
-        to_rank: fp32 ``[S, R / 2, 2]``, the rotation to each rank.
-        relative: fp32 ``[S, R / 2, 2]``, the same as seen from the last rank.
-    """
-
-    to_rank: Tensor
-    relative: Tensor
+    to_rank: Tensor  # the rotation to each rank
+    relative: Tensor  # the same as seen from the last rank
 
 
 class StepRules(NamedTuple):
-    """What stays the same from step to step.
+    """What stays the same from step to step."""
 
-    Attributes:
-        scale: factor on the logits.
-        recent: protected newest positions, int64 ``[B, 1, 1]``.
-        sink: protected first positions, int64 ``[B, 1, 1]``; ``None`` if there are none.
-        softcap: as in `reference.attention_with_scores`.
-        rotary: for rolling positions; ``None`` if keys come rotated.
-        priority: ranks what is not protected, the lowest goes first; ``None``: the scores do.
-        full: True if no slot but the free one is empty, which saves looking for those.
-    """
-
-    scale: float
-    recent: Tensor
-    sink: Tensor | None = None
-    softcap: float | None = None
-    rotary: RotaryTables | None = None
-    priority: Priority | None = None
-    full: bool = False
+    scale: float  # factor on the logits
+    recent: Tensor  # protected newest positions, int64 [B, 1, 1]
+    sink: Tensor | None = None  # protected first positions, likewise; None if there are none
+    softcap: float | None = None  # as in `reference.attention_with_scores`
+    rotary: RotaryTables | None = None  # for rolling positions; None if keys come rotated
+    priority: Priority | None = None  # the lowest goes first; None: the scores decide
+    full: bool = False  # no slot but the free one is empty, which saves looking for those
 
 
 def decode_step(
@@ -370,14 +350,9 @@ def rank_new(
 ) -> tuple[Tensor, Ranks]:
     """Ranks the new token behind all; mutates the ranks.
 
-    Args:
-        query: ``[B, HQ, 1, D]``, un-rotated.
-        positions: int32 ``[B, H, S]``, before the new entry.
-        free: int64 ``[B, H, 1]``, the slot that it takes.
-        ranks: int32 ``[B, H, S]``; mutated.
-        rotary: the tables.
-        full: whether the entries with the new one take all ranks.
-        real: bool ``[B, 1]``, False where the token is padding, which takes no rank.
+    Returns:
+        The query ``[B, HQ, 1, D]``, and what all keys are rotated by. The free slot's entry has the
+        last rank; padding takes none.
     """
     if full:
         # The free slot has the last rank already, and the keys are rotated as seen from there.

@@ -27,22 +27,18 @@ IMPLEMENTATIONS = ("auto", "plain", "triton")
 _override: ContextVar[str | None] = ContextVar("h2okv_ops", default=None)
 
 
+Case = tuple[torch.device, torch.dtype, int, int, int]
+"""Device, dtype, D, Dv and G: what decides whether the kernels can run."""
+
+
 class Operations(NamedTuple):
-    """What the tokens of a layer run through.
+    """What the tokens of a layer run through."""
 
-    Attributes:
-        name: of the implementation.
-        why: in a few words.
-        attend: a block of tokens, as `blockwise_attention_with_scores`.
-        compact: as `h2okv.ops.decode.compact`.
-        step: a single token, as `h2okv.ops.decode.decode_step`.
-    """
-
-    name: str
-    why: str
-    attend: Callable[..., tuple[Tensor, Tensor]]
-    compact: Callable[[Tensor, Tensor, int], Tensor]
-    step: Callable[..., Tensor]
+    name: str  # of the implementation
+    why: str  # in a few words
+    attend: Callable[..., tuple[Tensor, Tensor]]  # as `blockwise_attention_with_scores`
+    compact: Callable[[Tensor, Tensor, int], Tensor]  # as `h2okv.ops.decode.compact`
+    step: Callable[..., Tensor]  # a single token, as `h2okv.ops.decode.decode_step`
 
 
 @contextmanager
@@ -86,35 +82,35 @@ def operations(
 ) -> Operations:
     """Chooses what the tokens of a layer run through, until its next block."""
     name, why, remedy = wanted(), None, "leave the choice to ops='auto'"
+    case = device, dtype, size, value_size, groups
     if name == "plain":
         why = "asked for: plain"
     elif name == "triton" and is_packed:
         why, remedy = "the kernels do not read packed slots", f"{remedy}, or kv_bits out"
     else:
-        why = _trouble(device, dtype, size, value_size, groups)
+        why = _trouble(case)
     if name == "triton" and why is not None:
         raise ValueError(f"ops='triton': {why}; {remedy}.")
     if why is not None:
         return Operations("plain", why, blockwise_attention_with_scores, compact, step.decode_step)
     kernels = _load_kernels(device)
-    if _flash_agrees(device, dtype, size, value_size, groups):
+    if _flash_agrees(case):
         attend = functools.partial(kernels.attend, uses_flash=True)
         why = "the kernels, and flash, agreed with PyTorch"
         kernels = kernels._replace(attend=attend, why=why)
     return kernels._replace(step=step.decode_step) if is_packed else kernels
 
 
-def _trouble(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> str | None:
+def _trouble(case: Case) -> str | None:
     """Why the Triton kernels cannot run here; ``None`` if they can."""
+    device, dtype = case[:2]
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda" and not _interprets():
         return f"Triton has no kernels for {device.type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels do not take {dtype}"
-    trouble = _disagreement(device, dtype, size, value_size, groups)
+    trouble = _disagreement(case)
     if trouble is not None and wanted() == "auto":
         warnings.warn(f"h2okv: Triton kernels are left out: {trouble}", stacklevel=2)
     return trouble
@@ -128,7 +124,6 @@ def _interprets() -> bool:
 @functools.cache
 def _load_kernels(device: torch.device) -> Operations:
     from h2okv.ops import triton_decode, triton_prefill
-    from h2okv.ops import triton_decode as triton_compaction
 
     cores = 1
     if device.type == "cuda":
@@ -137,7 +132,7 @@ def _load_kernels(device: torch.device) -> Operations:
         "triton",
         "the kernels agreed with plain PyTorch here",
         _there(triton_prefill.attention_with_scores),
-        _there(triton_compaction.compact),
+        _there(triton_decode.compact),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
     )
 
@@ -156,40 +151,34 @@ def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _flash_agrees(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> bool:
+def _flash_agrees(case: Case) -> bool:
     """Tries PyTorch's own fused attention, whose sums come from our kernel, likewise."""
-    query, key, value, _ = _example_block(device, dtype, size, value_size, groups)
-    past = key.shape[2] - query.shape[2]
-    if not flash.applies(query, value, Visibility(past), None):
+    query, key, value, _ = _example_block(case)
+    visibility, scale = Visibility(key.shape[2] - query.shape[2]), query.shape[-1] ** -0.5
+    if not flash.applies(query, value, visibility, None):
         return False
     try:
-        attend = functools.partial(_load_kernels(device).attend, uses_flash=True)
-        made = attend(query, key, value, Visibility(past), size**-0.5)
+        attend = functools.partial(_load_kernels(case[0]).attend, uses_flash=True)
+        made = attend(query, key, value, visibility, scale)
     except Exception:  # a failure of any kind leaves the kernel of our own
         return False
-    return _same(made, attention_with_scores(query, key, value, _causal(query, key), size**-0.5))
+    return _same(made, attention_with_scores(query, key, value, _causal(query, key), scale))
 
 
 @functools.cache
-def _disagreement(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> str | None:
+def _disagreement(case: Case) -> str | None:
     """Tries the kernels on next to nothing; what is wrong with them, or ``None``.
 
     No kernel decides a user's text before it has agreed with plain PyTorch on this very device.
     """
-    query, key, value, entries = _example_block(device, dtype, size, value_size, groups)
+    device, dtype, size = case[:3]
+    query, key, value, entries = _example_block(case)
     length, heads = query.shape[2], key.shape[1]
-    past = key.shape[2] - length
-    visible = _causal(query, key) & entries.unsqueeze(2)
+    past, scale = key.shape[2] - length, size**-0.5
     indices = torch.arange(past, past + length, device=device).expand(1, heads, -1).contiguous()
-    scale = size**-0.5
     held = _example_slots(key, value)
     twins = [part.clone() for part in held]
-    column = torch.full((1, 1, 1), 30, device=device)
-    rules = StepRules(scale, column, full=True)
+    rules = StepRules(scale, torch.full((1, 1, 1), 30, device=device), full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
     try:
         kernels = _load_kernels(device)
@@ -201,6 +190,7 @@ def _disagreement(
         )
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    visible = _causal(query, key) & entries.unsqueeze(2)
     expected = (
         *attention_with_scores(query, key, value, visible, scale),
         compact(key, indices, length + 1),
@@ -219,23 +209,19 @@ def _same(made: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     )
 
 
-def _example_block(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, groups: int
-) -> tuple[Tensor, ...]:
+def _example_block(case: Case) -> tuple[Tensor, ...]:
     """Query, key and value of 70 tokens after 20, and which keys are entries, ``[1, H, N]``."""
+    device, dtype, size, value_size, groups = case
     generator = torch.Generator().manual_seed(0)
     length, num_keys, heads = 70, 90, 2
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
+    query, key, value = (
+        torch.randn(1, *shape, generator=generator).to(device, dtype)
+        for shape in (
+            (heads * groups, length, size), (heads, num_keys, size), (heads, num_keys, value_size)
+        )
+    )  # fmt: skip
     entries = torch.arange(num_keys, device=device) % 7 > 0
-    return (
-        draw(1, heads * groups, length, size),
-        draw(1, heads, num_keys, size),
-        draw(1, heads, num_keys, value_size),
-        entries.expand(1, heads, -1),
-    )
+    return query, key, value, entries.expand(1, heads, -1)
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor:
@@ -246,14 +232,10 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
 
 def _example_slots(key: Tensor, value: Tensor) -> list[Tensor]:
     """The first parts of `Slots` of which all but one are taken."""
-    shape = key.shape[:3]
-    positions = torch.arange(shape[2], dtype=torch.int32, device=key.device).repeat(*shape[:2], 1)
+    batch, heads, num_slots = key.shape[:3]
+    positions = torch.arange(num_slots, dtype=torch.int32, device=key.device)
+    positions = positions.repeat(batch, heads, 1)
     positions[..., -1] = -1
-    return [
-        key.clone(),
-        value.clone(),
-        (positions % 13).float(),
-        positions,
-        torch.full((*shape[:2], 1), shape[2] - 1, device=key.device),
-        torch.full(shape[:1], shape[2] - 1, device=key.device),
-    ]
+    free_slot = torch.full((batch, heads, 1), num_slots - 1, device=key.device)
+    scores = (positions % 13).float()
+    return [key.clone(), value.clone(), scores, positions, free_slot, free_slot[:, 0, 0].clone()]

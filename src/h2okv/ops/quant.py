@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -45,9 +45,9 @@ class Packed(NamedTuple):
         """Numbers in a group."""
         return 2 * self.size // self.grid.shape[-1]
 
-    def with_parts(self, codes: Tensor, grid: Tensor) -> Packed:
-        """Makes the same of other entries."""
-        return Packed(codes, grid, self.bits, self.size)
+    def map(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        """The same of other entries."""
+        return Packed(change(self.codes), change(self.grid), self.bits, self.size)
 
 
 Entries = Tensor | Packed
@@ -90,37 +90,20 @@ def pack(entries: Tensor, bits: int) -> Packed:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """Makes numbers of packed entries.
-
-    Args:
-        packed: ``[..., N, D]``.
-
-    Returns:
-        fp32 ``[..., N, D]``.
-    """
+    """Makes numbers of packed entries, fp32 ``[..., N, D]``."""
     scale, low = scales_and_lows(packed)
     numbers = torch.cat(halves(packed), dim=-1)[..., : packed.group].float()
     return torch.addcmul(low.unsqueeze(-1), numbers, scale.unsqueeze(-1)).flatten(-2)
 
 
 def scales_and_lows(packed: Packed) -> tuple[Tensor, Tensor]:
-    """Takes the grids apart.
-
-    Args:
-        packed: ``[..., N, D]``.
-
-    Returns:
-        ``(scales, lows)``, fp32 ``[..., N, groups]``.
-    """
+    """Takes the grids apart: ``(scales, lows)``, fp32 ``[..., N, groups]``."""
     scale, low = packed.grid.float().chunk(2, dim=-1)
     return scale, low
 
 
 def halves(packed: Packed) -> tuple[Tensor, ...]:
     """Reads the codes, in parts that follow one another in each group.
-
-    Args:
-        packed: ``[..., N, D]``.
 
     Returns:
         uint8: of 8 bits ``[..., N, groups, group]``; of 4 bits twice ``[..., N, groups, half]``, of
@@ -131,12 +114,7 @@ def halves(packed: Packed) -> tuple[Tensor, ...]:
 
 
 def rounded(entries: Tensor, bits: int) -> Tensor:
-    """What is left of entries that were packed and unpacked.
-
-    Args:
-        entries: ``[..., N, D]``.
-        bits: 8 or 4.
-    """
+    """What is left of entries ``[..., N, D]`` that were packed and unpacked."""
     return unpack(pack(entries, bits)).to(entries.dtype)
 
 
@@ -221,7 +199,7 @@ def _pieces(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, min(rows, most // (num_slots * size)))
     for start in range(0, rows, step):
         at = slice(start, start + step)
-        yield at, unpack(packed.with_parts(packed.codes[at], packed.grid[at]))
+        yield at, unpack(packed.map(lambda part: part[at]))  # noqa: B023  # used at once
 
 
 def _numbers(packed: Packed) -> list[Tensor]:

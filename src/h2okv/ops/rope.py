@@ -12,25 +12,14 @@ Layout = Literal["half", "interleaved"]
 
 
 class Scratch(NamedTuple):
-    """Memory for the rotated keys of some rows.
+    """Memory for the rotated keys of some rows."""
 
-    Attributes:
-        rotated: fp32 ``[rows * S, R / 2, 2]``.
-        converted: fp32 ``[rows, S, R / 2, 2]`` for keys of another dtype; else ``None``.
-    """
-
-    rotated: Tensor
-    converted: Tensor | None
+    rotated: Tensor  # fp32 [rows * S, R / 2, 2]
+    converted: Tensor | None  # fp32 [rows, S, R / 2, 2] for keys of another dtype
 
     @classmethod
     def for_keys(cls, keys: Tensor, factors: Tensor, rows: int) -> Scratch:
-        """Makes room.
-
-        Args:
-            keys: ``[B * H, S, D]``.
-            factors: fp32 ``[n, R / 2, 2]``.
-            rows: how many rows are rotated at a time.
-        """
+        """Room for so many rows of keys ``[B * H, S, D]`` at a time."""
         num_slots, pair = keys.shape[1], factors.shape[1:]
         rotated = factors.new_empty(rows * num_slots, *pair)
         fits = keys.dtype == factors.dtype
@@ -100,10 +89,9 @@ def rotate_gathered(states: Tensor, factors: Tensor, ranks: Tensor, scratch: Scr
 
 
 def inverse(factors: Tensor) -> Tensor:
-    """Factors that undo a rotation, a scale in them (YaRN) and their own rounding included.
+    """Factors ``[..., 2]`` that undo a rotation, its scale (YaRN) and its rounding included.
 
-    Args:
-        factors: ``[..., 2]``, in the dtype in which the model used them.
+    They come in the dtype in which the model used them.
     """
     real, imaginary = factors.float().unbind(-1)
     size = real.square() + imaginary.square()
@@ -111,11 +99,7 @@ def inverse(factors: Tensor) -> Tensor:
 
 
 def relative(factors: Tensor) -> Tensor:
-    """The tables as seen from the last one, so that what sits there needs none itself.
-
-    Args:
-        factors: fp32 ``[n, R / 2, 2]``, the rotations to n ranks.
-    """
+    """The rotations to n ranks, fp32 ``[n, R / 2, 2]``, as seen from the last, which needs none."""
     last = factors[-1] * factors.new_tensor([1.0, -1.0])
     return _multiply(factors, last)
 

@@ -290,8 +290,8 @@ def decode_step(
         HEADS=num_kv_heads, GROUPS=groups, D=size, DV=value_size, R=width,
         HAS_REAL=real is not None, HAS_SOFTCAP=rules.softcap is not None,
         PRECISION="tf32x3" if exact else "tf32",
-        BLOCK_G=_block(groups), BLOCK_D=_block(size - width), BLOCK_R=_block(width // 2),
-        BLOCK_DV=_block(value_size), BLOCK_S=block, num_stages=stages,
+        BLOCK_G=side(groups), BLOCK_D=side(size - width), BLOCK_R=side(width // 2),
+        BLOCK_DV=side(value_size), BLOCK_S=block, num_stages=stages,
     )  # fmt: skip
     chooses = rules.priority is None
     _finish[(rows,)](
@@ -303,7 +303,7 @@ def decode_step(
         HAS_SINKS=rules.sink is not None, HAS_MASK=slots.slot_mask is not None,
         ROLLS=width > 0, CHOOSES=chooses,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(parts),
-        BLOCK_DV=_block(value_size), BLOCK_S=_FINISH_SLOTS,
+        BLOCK_DV=side(value_size), BLOCK_S=_FINISH_SLOTS,
     )  # fmt: skip
     slots.num_real_tokens.add_(1 if real is None else real[:, 0])
     if not chooses:
@@ -313,7 +313,7 @@ def decode_step(
 
 def block_slots(size: int, value_size: int, itemsize: int) -> int:
     """Says how many slots a program reads at a time."""
-    fitting = _BLOCK_BYTES // ((_block(size) + _block(value_size)) * itemsize)
+    fitting = _BLOCK_BYTES // ((side(size) + side(value_size)) * itemsize)
     return max(16, min(64, 1 << (fitting.bit_length() - 1)))
 
 
@@ -328,7 +328,7 @@ def _part_size(num_slots: int, parts: int, block: int) -> int:
     return block * math.ceil(math.ceil(num_slots / parts) / block)
 
 
-def _block(size: int) -> int:
+def side(size: int) -> int:
     """Side of a block that a matrix product takes."""
     return max(16, triton.next_power_of_2(size))
 

@@ -1,6 +1,6 @@
 """A block's attention and score sums as Triton kernels.
 
-Twins: `h2okv.ops.attention.blockwise_attention_with_scores` and `h2okv.ops.attention.score_sums`.
+Twin: `h2okv.ops.attention.blockwise_attention_with_scores`.
 A fused forward pass keeps the log-sum-exp of every row; a second kernel without values makes the
 probabilities anew, for one tile of keys after the other, and adds up their columns. No sum is
 shared between programs, so the results are the same in every run.
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from h2okv.ops import attention as flash
-from h2okv.ops.attention import Visibility, entries_of
+from h2okv.ops.attention import Visibility
+from h2okv.ops.triton_decode import side
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -26,19 +27,12 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts up its work.
+    """How a kernel cuts up its work."""
 
-    Attributes:
-        queries: rows of a tile.
-        keys: columns of a tile.
-        num_warps: groups of 32 threads that share a tile.
-        num_stages: tiles being loaded while one is worked on.
-    """
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
+    queries: int  # rows of a tile
+    keys: int  # columns of a tile
+    num_warps: int  # groups of 32 threads that share a tile
+    num_stages: int  # tiles being loaded while one is worked on
 
 
 @triton.jit
@@ -288,7 +282,7 @@ def forward(
     tile = tile or _forward_tile(max(size, value_size), query.dtype)
     output = query.new_empty(batch, length, num_heads, value_size).transpose(1, 2)
     limits = query.new_empty((batch, num_heads, length), dtype=torch.float32)
-    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys), key)
+    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys))
     real = visibility.queries
     factor, cap = _factors(scale, softcap)
     _forward[(triton.cdiv(length, tile.queries), batch * num_heads)](
@@ -299,7 +293,7 @@ def forward(
         HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size, DV=value_size,
         HAS_ENTRIES=entries is not None, HAS_REAL=real is not None,
         HAS_WINDOW=visibility.window is not None, HAS_SOFTCAP=softcap is not None,
-        PRECISION=_precision(query), BLOCK_D=_block(size), BLOCK_DV=_block(value_size),
+        PRECISION=_precision(query), BLOCK_D=side(size), BLOCK_DV=side(value_size),
         BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -326,7 +320,7 @@ def score_sums(
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     tile = tile or _sums_tile(size, query.dtype)
     sums = query.new_empty((batch, num_heads, num_keys), dtype=torch.float32)
-    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys), key)
+    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys))
     factor, cap = _factors(scale, softcap)
     _sums[(triton.cdiv(num_keys, tile.keys), batch * num_heads)](
         query, key, sums if entries is None else entries, log_sum_exp.contiguous(),
@@ -336,7 +330,7 @@ def score_sums(
         HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size,
         HAS_ENTRIES=entries is not None, HAS_SHARES=weights is not None,
         HAS_WINDOW=visibility.window is not None, HAS_SOFTCAP=softcap is not None,
-        PRECISION=_precision(query), BLOCK_D=_block(size), BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+        PRECISION=_precision(query), BLOCK_D=side(size), BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     # Each query head has its own row, so that no two programs add to one number.
@@ -375,13 +369,10 @@ def _rows_whole(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _entry_bytes(
-    visibility: Visibility, shape: tuple[int, int, int], like: Tensor
-) -> Tensor | None:
-    entries = entries_of(visibility, like.new_empty(()).expand(shape))
-    return None if entries is None else entries.to(torch.uint8).contiguous()
-
-
-def _block(size: int) -> int:
-    """Side of a block that a matrix product takes."""
-    return max(16, triton.next_power_of_2(size))
+def _entry_bytes(visibility: Visibility, shape: tuple[int, int, int]) -> Tensor | None:
+    """Which keys ``[B, H, N]`` are entries, as bytes; ``None`` if all are."""
+    entries, own = visibility.entries, visibility.queries
+    if entries is None and own is not None:
+        before = own.new_ones(own.shape[0], visibility.past)
+        entries = torch.cat([before, own], dim=1).unsqueeze(1)
+    return None if entries is None else entries.expand(shape).to(torch.uint8).contiguous()

@@ -55,26 +55,14 @@ class Scoring:
         return self.name == "value_norm"
 
     def query_weights(self, later: Tensor) -> Tensor | None:
-        """What each query of a block counts for, when the block is over.
+        """What each query of a block counts for when it is over, ``[B, T]``; ``None`` for one.
 
-        Args:
-            later: int ``[B, T]``, real queries of the block after each one.
-
-        Returns:
-            fp32 ``[B, T]``; ``None`` if each counts for one.
+        That follows from how many real queries of the block came ``later`` than each.
         """
         return None if self.decay is None else _power(self.decay, later)
 
     def apply_decay(self, scores: Tensor, num_queries: Tensor) -> Tensor:
-        """What scores from before are worth after further queries.
-
-        Args:
-            scores: fp32 ``[B, H, N]``.
-            num_queries: int ``[B]``, real queries since.
-
-        Returns:
-            fp32 ``[B, H, N]``.
-        """
+        """What scores ``[B, H, N]`` are worth after further real queries, int ``[B]``."""
         if self.decay is None:
             return scores
         return scores * _power(self.decay, num_queries).view(-1, 1, 1)
@@ -82,16 +70,13 @@ class Scoring:
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None
     ) -> Tensor:
-        """Turns what has been accumulated into the scores that a policy sees.
+        """Turns what has been accumulated, ``[B, H, N]``, into the scores that a policy sees.
 
         Args:
-            scores: accumulated, fp32 ``[B, H, N]``.
+            scores: fp32 ``[B, H, N]``.
             positions: int32 ``[B, H, N]``; the result means nothing where it is -1.
             newest: position of the newest token, int64 ``[B, 1, 1]``.
             norms: fp32 ``[B, H, N]`` if `uses_values`.
-
-        Returns:
-            fp32 ``[B, H, N]``, finite.
         """
         if self.name == "mean":
             # What is held has been seen by its own query and by every one since, whatever the

@@ -14,7 +14,7 @@ from h2okv.evaluation.lm_eval.scoring import (
     batches,
     split_settings,
 )
-from h2okv.integration.prefill import read_blocks
+from h2okv.integration import read_blocks
 
 VOCAB = 97
 TOLERANCE = 2e-5
