@@ -365,7 +365,7 @@ class CacheLayer(CacheLayerMixin):
             check_whole_prompt(self, length)
             self._resolve_budget(counts)
         undo = None
-        if self.rule.rolls:
+        if self.rule.rolls and (is_first or length > 1):  # a single token always finds room
             try:
                 check_window(self, length)
             except ValueError:

@@ -286,8 +286,6 @@ def check_window(layer: CacheLayer, length: int) -> None:
             f"positions='rolling' with a budget of {budget} tokens leaves no room for a new one in "
             f"the model's window of {window}; lower heavy, recent or sink."
         )
-    if length == 1:  # always finds room, and must not wait for the device
-        return
     block = length if chunk is None else min(length, chunk)
     held = int((layer.state.positions >= 0).sum(dim=-1).max()) if layer.holds_entries else 0
     # What is there when the last block comes.

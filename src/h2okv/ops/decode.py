@@ -94,7 +94,7 @@ def decode_with_scores(
 def _by_row(entries: Entries) -> Entries:
     """Entries ``[B, H, S, D]`` as ``[B * H, S, D]``."""
     if isinstance(entries, Packed):
-        return entries.map(lambda part: part.flatten(0, 1))
+        return entries.with_parts(entries.codes.flatten(0, 1), entries.grid.flatten(0, 1))
     return entries.view(-1, *entries.shape[2:])
 
 
