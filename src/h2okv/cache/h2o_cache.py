@@ -388,9 +388,8 @@ class H2OCache(Cache):
     def expect(self, length: int | None) -> None:
         """Announces a prompt that comes in several forwards, for budgets in fractions.
 
-        Args:
-            length: its tokens; ignored when the cache holds something, or knows already. ``None``
-                takes back what was said, if nothing was read yet.
+        Ignored when the cache holds something, or knows its length already. ``None`` takes back
+        what was said, if nothing was read yet.
         """
         for layer in self._scored:
             if not layer.holds_budgets and (layer.expected_length is None or length is None):

@@ -62,13 +62,8 @@ def h2o_mask(
     if is_causal and q_length == kv_length:
         return _padding_mask(attention_mask, q_length)
     if window is None:
-        return sdpa_mask(
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **options,
-        )
+        given = {"mask_function": mask_function, "attention_mask": attention_mask, **options}
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, **given)
     if window >= kv_length == q_length:
         return _padding_mask(attention_mask, q_length)
     return _window_mask(window, attention_mask, kv_length, options)
@@ -136,16 +131,8 @@ def plain_attention(
 ) -> tuple[Tensor, None]:
     """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits.
 
-    Args:
-        module: the model's attention module.
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, N, D]``.
-        value: ``[B, H, N, Dv]``.
-        mask: what `h2o_mask` made.
-        scaling: factor on the logits; ``D ** -0.5`` if ``None``.
-        dropout: share of the probabilities that is dropped.
-        softcap: soft cap of the logits (Gemma 2) or ``None``.
-        options: what else the model gives its attention.
+    Shapes as in `h2o_attention`, with ``[B, H, N, ...]`` for key and value; ``options`` is what
+    else the model gives its attention.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
@@ -162,9 +149,7 @@ def plain_attention(
         if softcap is not None:
             output = _capped(query, key, value, mask, scale, softcap)
         else:
-            assert mask is not None
             window, real = _read_window(mask)
-            assert window is not None
             output = windowed_attention(query, key, value, real, window, scale, dropout)
     return output.transpose(1, 2).contiguous(), None
 
@@ -192,8 +177,8 @@ def _capped(
     return attention_with_scores(query, key, value, visible, scale, softcap)[0]
 
 
-def _read_window(mask: Tensor) -> tuple[int | None, Tensor]:
-    """Takes a compact mask apart: the window, and which keys are real, bool ``[B, N]``."""
+def _read_window(mask: Any) -> tuple[Any, Tensor]:
+    """Takes a compact mask apart: the window or ``None``, and the real keys, bool ``[B, N]``."""
     window = int(mask.max()) if mask.dtype == WINDOW_DTYPE else None
     return window, mask[:, 0, 0, :] > 0
 

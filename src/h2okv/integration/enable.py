@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
@@ -47,9 +46,8 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         cache = kwargs.get("past_key_values")
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        if tokens is None or tokens.shape[1] > 1 or not isinstance(cache, H2OCache):
-            return plain(*args, **kwargs)
-        if not cache.prepare_step():
+        is_step = tokens is not None and tokens.shape[1] == 1 and isinstance(cache, H2OCache)
+        if not is_step or not cache.prepare_step():
             return plain(*args, **kwargs)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2:
@@ -67,41 +65,39 @@ class _Enabled:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.users = 0
-        self._attention = [(config, config._attn_implementation) for config in _configs(model)]
-        self._own_forward = vars(model).get("forward")
         self._compiles = False
-        self._hooks: dict[torch.nn.Module, list[RemovableHandle]] = {}
+        self._hooked: set[torch.nn.Module] = set()
+        self._undo = ExitStack()
+        for config in _configs(model):
+            # Not by the property, which would set the parts of a composite model too.
+            self._undo.callback(
+                setattr, config, "_attn_implementation_internal", config._attn_implementation
+            )
 
     def enter(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
         """Opens a block; the first one changes the model, and one that compiles its forward."""
         self.users += 1
         model.set_attn_implementation(ATTENTION_NAME)
         if compile and not self._compiles:
-            vars(model)["forward"] = with_compiled_steps(model)
+            own = vars(model)
+            if "forward" in own:
+                self._undo.callback(own.__setitem__, "forward", own["forward"])
+            else:
+                self._undo.callback(own.__delitem__, "forward")
+            own["forward"] = with_compiled_steps(model)
             self._compiles = True
         # A wrapper may call the model's forward past its hooks; ``generate`` passes the wrapper's.
-        for module in (model, outer):
-            if module not in self._hooks:
-                self._hooks[module] = [
-                    module.register_forward_pre_hook(_check_padding, with_kwargs=True),
-                    module.register_forward_pre_hook(_place_tokens, with_kwargs=True),
-                ]
+        for module in {model, outer} - self._hooked:
+            for hook in (_check_padding, _place_tokens):
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                self._undo.callback(handle.remove)
+            self._hooked.add(module)
 
-    def leave(self, model: PreTrainedModel) -> None:
+    def leave(self) -> None:
         """Closes a block; the last one gives the model back as it was."""
         self.users -= 1
-        if self.users:
-            return
-        for hooks in self._hooks.values():
-            for hook in hooks:
-                hook.remove()
-        if self._compiles:
-            del vars(model)["forward"]
-            if self._own_forward is not None:
-                vars(model)["forward"] = self._own_forward
-        for config, implementation in self._attention:
-            # Not by the property, which would set the parts of a composite model too.
-            config._attn_implementation_internal = implementation
+        if not self.users:
+            self._undo.close()
 
 
 _LOCK = threading.Lock()
@@ -143,7 +139,7 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
         yield model
     finally:
         with _LOCK:
-            enabled.leave(base)
+            enabled.leave()
             if not enabled.users:
                 _ENABLED.pop(base, None)
 
@@ -191,20 +187,15 @@ def _place_tokens(
         return None
     position_ids = kwargs.get("position_ids")
     if position_ids is None:
-        position_ids = _positions(args, kwargs, cache)
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        length, mask = tokens.shape[1], kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            position_ids = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
+        else:
+            new = torch.arange(length, device=tokens.device)
+            position_ids = (cache.num_seen_tokens + new).unsqueeze(0)
     return args, {**kwargs, "position_ids": cache.place(position_ids)}
-
-
-def _positions(args: tuple[Any, ...], kwargs: dict[str, Any], cache: H2OCache) -> Tensor:
-    """Positions of a forward's tokens in the text, int64 ``[B or 1, T]``."""
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    if tokens is None:
-        tokens = kwargs["inputs_embeds"]
-    length = tokens.shape[1]
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.dim() == 2:
-        return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
-    return (cache.num_seen_tokens + torch.arange(length, device=tokens.device)).unsqueeze(0)
 
 
 def recipe_path() -> Path:
