@@ -8,7 +8,7 @@ from hypothesis_examples import examples
 
 import h2okv
 from h2okv.config import TokenBudget
-from h2okv.policy.registry import get_policy
+from h2okv.policy import get_policy
 from h2okv.policy.strided import FixedPolicy, power_of_two_from
 
 NAMES = ["strided", "strided_heavy", "fixed", "fixed_heavy"]

@@ -5,7 +5,7 @@ import torch
 
 import h2okv
 from h2okv.config import TokenBudget
-from h2okv.policy.registry import get_policy
+from h2okv.policy import get_policy
 
 
 class Oldest(h2okv.Policy):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.policy.registry import get_policy
+from h2okv.policy import get_policy
 from h2okv.policy.snapkv import SnapKVPolicy
 
 

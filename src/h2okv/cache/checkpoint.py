@@ -227,13 +227,12 @@ def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch
 
 def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Fills a layer of slots or of masked tokens with what has been checked."""
-    dtype, (key_size, value_size) = _DTYPES[values["dtype"]], values["sizes"]
-    budgets = [TokenBudget(*parts) for parts in values["budgets"]]
-    seen = tensors.pop("cumulative_length")
+    dtype, seen = _DTYPES[values["dtype"]], tensors.pop("cumulative_length")
     batch, heads, num_slots = tensors["positions"].shape
-    like = torch.empty(batch, heads, 1, key_size, dtype=dtype, device="meta")
-    like_value = torch.empty(batch, heads, 1, value_size, dtype=dtype, device="meta")
-    expected = layer.empty_state(like, like_value).like(batch, num_slots)
+    key, value = (
+        torch.empty(batch, heads, 1, size, dtype=dtype, device="meta") for size in values["sizes"]
+    )
+    expected = layer.empty_state(key, value).like(batch, num_slots)
     optional = {
         "slot_mask": torch.bool, "ranks": torch.int32, "norms": torch.float32,
         "num_static": torch.int64,
@@ -245,12 +244,13 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
         raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
     expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    expected.budgets = budgets
+    expected.budgets = [TokenBudget(*parts) for parts in values["budgets"]]
     check_loaded(layer, expected, seen)
     weights = values["weights"]
     if weights is not None and not isinstance(weights, str):
         raise ValueError(f"layer {layer.layer_idx} has no fingerprint of weights")
-    layer.load_state(expected, seen, dtype, (key_size, value_size), weights)
+    layer.lazy_initialization(key, value)
+    layer.load_state(expected, seen, weights)
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:

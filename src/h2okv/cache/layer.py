@@ -522,16 +522,6 @@ class CacheLayer(CacheLayerMixin):
         """Bytes of an entry's key and value in the model's dtype, for one head."""
         return int((self.key_size + self.value_size) * self.dtype.itemsize)
 
-    def load_state(
-        self,
-        state: SlotState,
-        seen: Tensor,
-        dtype: torch.dtype,
-        sizes: tuple[int, int],
-        weights: str | None = None,
-    ) -> None:
-        """Takes what was saved; mutates the layer."""
+    def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
+        """Takes what was saved, after `lazy_initialization`; mutates the layer."""
         self.state, self.cumulative_length, self.expected_weights = state, seen, weights
-        self.dtype, self.num_kv_heads = dtype, state.positions.shape[1]
-        self.key_size, self.value_size = sizes
-        self.is_initialized = True

@@ -16,16 +16,11 @@ from h2okv.ops.reference import attention_with_scores
 def choose_by_query(
     query: Tensor, key: Tensor, visible: Tensor, always: Tensor, most: Tensor, scale: float
 ) -> Tensor:
-    """Takes from each query all but the entries that it attends to most.
+    """Takes from each query ``[B, HQ, T, D]`` all but the entries that it attends to most.
 
-    Args:
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, N, D]``, in the order of the text.
-        visible: bool ``[B, H, T, N]``, what causality and padding leave.
-        always: bool ``[B, H, N]``, entries that are seen without being chosen.
-        most: int64 ``[B, 1, 1]``, how many of the others each query head chooses; of equals the
-            newer.
-        scale: factor on the logits.
+    Of the keys ``[B, H, N, D]`` in the order of the text, `visible` ``[B, H, T, N]`` is what
+    causality and padding leave, and `always` ``[B, H, N]`` is seen without being chosen. Of the
+    others each query head chooses so many, `most` ``[B, 1, 1]``; of equals the newer.
 
     Returns:
         bool ``[B, HQ, T, N]``.

@@ -102,15 +102,9 @@ def like_new(rotary: Any, device: torch.device) -> Any:
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
-    """Rotates queries or keys to their ranks.
+    """Rotates un-rotated queries or keys ``[B, H, N, D]`` to their ranks, by `Rotation.of_ranks`.
 
-    Args:
-        states: ``[B, H, N, D]``, un-rotated, pairs next to each other.
-        ranks: int, broadcastable to ``[B, H, N]``; anything for what is no entry.
-        factors: fp32 ``[n, R / 2, 2]``, from `Rotation.of_ranks`.
-
-    Returns:
-        fp32 ``[B, H, N, D]``.
+    The ranks are broadcast to ``[B, H, N]`` and may be anything for what is no entry.
     """
     return rotate(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
 

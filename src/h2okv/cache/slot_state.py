@@ -78,12 +78,8 @@ class KVStorage:
     ) -> Entries:
         """Fills S new slots with the K entries that stay; what was held keeps its codes.
 
-        Args:
-            states: ``[B, H, N, D]``, what was held before the block first.
-            held: ``[B, H, P, D]``, the same as it was held.
-            indices: int64 ``[B, H, K]``, what stays.
-            num_slots: S.
-            compact: as `h2okv.ops.decode.compact`.
+        Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
+        int64 ``[B, H, K]``.
         """
         # Only what stays is packed.
         made = self.store(compact(states, indices, num_slots))

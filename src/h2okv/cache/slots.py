@@ -347,9 +347,9 @@ class SlotLayer(CacheLayer):
         self._refresh_static_flags()
         other.reset()
 
-    def load_state(self, state: SlotState, *args: Any, **options: Any) -> None:
+    def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
         """See `CacheLayer.load_state`."""
-        super().load_state(state, *args, **options)
+        super().load_state(state, seen, weights)
         if self.policy.is_bounded:
             self.capacity = max(*(own.total + 1 for own in state.budgets), state.num_slots)
         self._refresh_static_flags()

@@ -26,20 +26,15 @@ _LOWEST = -1e30
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a block's queries see, in O(T) numbers.
+    """Which keys a block's queries see, in O(T) numbers."""
 
-    Attributes:
-        past: number of leading keys that are kept entries; every query sees them.
-        entries: bool, broadcastable to ``[B, H, N]``: keys that are entries (not empty slots, not
-            padding); ``None`` if all are.
-        queries: bool ``[B, T]``: queries that are real tokens; ``None`` if all are. The keys of
-            the other tokens are no entries.
-        window: if given, a query sees only this many newest keys up to itself (sliding window).
-    """
-
+    # Number of leading keys that are kept entries; every query sees them.
     past: int = 0
+    # bool, broadcastable to [B, H, N]: keys that are entries (not empty slots, not padding).
     entries: Tensor | None = None
+    # bool [B, T]: queries that are real tokens. The keys of the other tokens are no entries.
     queries: Tensor | None = None
+    # If given, a query sees only this many newest keys up to itself (sliding window).
     window: int | None = None
 
 
@@ -272,14 +267,7 @@ def _varlen() -> tuple[Any, Any] | None:
 
 
 def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float | None) -> bool:
-    """Says whether `forward` can do a block.
-
-    Args:
-        query: ``[B, HQ, T, D]``.
-        value: ``[B, H, N, Dv]``.
-        visibility: who sees what.
-        softcap: soft cap of the logits or ``None``.
-    """
+    """Says whether `forward` can do a block of queries ``[B, HQ, T, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -296,18 +284,10 @@ def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float
 def forward(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Fused attention that keeps the log-sum-exp of each row.
+    """Fused attention that keeps the log-sum-exp of each row, by PyTorch's own kernel.
 
-    Args:
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, N, D]`` with N = past + T.
-        value: ``[B, H, N, D]``.
-        visibility: ``past`` and ``window`` count.
-        scale: factor on the logits.
-
-    Returns:
-        ``(output, log_sum_exp)``: ``[B, HQ, T, D]``, laid out as ``[B, T, HQ, D]``, and fp32
-        ``[B, HQ, T]``, natural.
+    Arguments and results as in `h2okv.ops.triton_prefill.forward`; of the visibility ``past`` and
+    ``window`` count.
     """
     found = _varlen()
     assert found is not None, "applies() was not asked"

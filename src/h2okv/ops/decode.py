@@ -248,26 +248,18 @@ class Slots:
     Defined here because a step takes a layer's state as it is, and operations know no cache:
     `h2okv.cache.slot_state.SlotState` adds what only the layer needs.
 
-    Attributes:
-        keys: ``[B, H, S, D]``, contiguous or packed; un-rotated, pairs next to each other, if
-            there are `ranks`.
-        values: ``[B, H, S, Dv]``, contiguous or packed.
-        scores: fp32 ``[B, H, S]``.
-        positions: int32 ``[B, H, S]``; -1 for an empty slot.
-        free_slot: int64 ``[B, H, 1]``, the slot that the new token takes; empty.
-        num_real_tokens: int64 ``[B]``, those that went through, padding not counted.
-        slot_mask: bool ``[B, H, S]``, slots within each sequence's budget + 1; ``None`` if all are.
-        ranks: int32 ``[B, H, S]``, places in the cache when positions roll; S - 1 for a free slot.
+    Positions are -1 and ranks S - 1 in an empty slot. Where there are ranks, keys are un-rotated,
+    pairs next to each other.
     """
 
-    keys: Entries
-    values: Entries
-    scores: Tensor
-    positions: Tensor
-    free_slot: Tensor
-    num_real_tokens: Tensor
-    slot_mask: Tensor | None = None
-    ranks: Tensor | None = None
+    keys: Entries  # [B, H, S, D], contiguous or packed
+    values: Entries  # [B, H, S, Dv], contiguous or packed
+    scores: Tensor  # fp32 [B, H, S]
+    positions: Tensor  # int32 [B, H, S]
+    free_slot: Tensor  # int64 [B, H, 1], the slot that the new token takes; empty
+    num_real_tokens: Tensor  # int64 [B], those that went through, padding not counted
+    slot_mask: Tensor | None = None  # bool [B, H, S], within each budget + 1; None if all are
+    ranks: Tensor | None = None  # int32 [B, H, S], places in the cache when positions roll
 
 
 class RotaryTables(NamedTuple):

@@ -1,6 +1,100 @@
-"""Which cache entries stay: one policy, one class, one method."""
+"""Which cache entries stay: one policy, one class, found by its name."""
+
+from __future__ import annotations
 
 from h2okv.policy.base import Policy
-from h2okv.policy.registry import get_policy, policy_names, register_policy
+from h2okv.policy.h2o import (
+    FullPolicy,
+    H2OPolicy,
+    HeavyPolicy,
+    RandomPolicy,
+    RecentPolicy,
+    SinkRecentPolicy,
+)
+from h2okv.policy.snapkv import SnapKVPolicy
+from h2okv.policy.strided import FixedHeavyPolicy, FixedPolicy, StridedHeavyPolicy, StridedPolicy
+from h2okv.policy.topk import TopKHeavyPolicy, TopKPolicy
+from h2okv.records import unknown_name
 
 __all__ = ["Policy", "get_policy", "policy_names", "register_policy"]
+
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        FullPolicy,
+        RecentPolicy,
+        SinkRecentPolicy,
+        H2OPolicy,
+        HeavyPolicy,
+        RandomPolicy,
+        StridedPolicy,
+        StridedHeavyPolicy,
+        FixedPolicy,
+        FixedHeavyPolicy,
+        SnapKVPolicy,
+        TopKPolicy,
+        TopKHeavyPolicy,
+    )
+}
+_SEED_LIMIT = 1 << 32
+
+
+def policy_names(*, dropping: bool = False) -> tuple[str, ...]:
+    """Returns the names that ``H2OCache(policy=...)`` takes.
+
+    Args:
+        dropping: leave out those that need the whole cache and so ``simulate=True``.
+    """
+    return tuple(name for name, policy in _POLICIES.items() if not (dropping and policy.per_query))
+
+
+def register_policy(policy: type[Policy]) -> type[Policy]:
+    """Makes a policy known by its ``name``; usable as a class decorator.
+
+    Args:
+        policy: the class; its instances are made without arguments.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: if the name belongs to another class already.
+    """
+    known = _POLICIES.get(policy.name)
+    if known is not None and known is not policy:
+        raise ValueError(
+            f"policy name {policy.name!r} is taken by {known.__name__}; choose another name."
+        )
+    _POLICIES[policy.name] = policy
+    return policy
+
+
+def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
+    """Makes a policy from its name.
+
+    Args:
+        policy: a name of ``policy_names()``, or a policy object, which is returned as it is.
+        seed: for policies that draw at random.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: if the name is unknown, the seed is no int that a hash takes, or nothing would
+            be drawn with it.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= _SEED_LIMIT:
+        raise ValueError(f"seed={seed!r} is no seed; give an int below {_SEED_LIMIT} (2**32).")
+    if isinstance(policy, Policy):
+        made = policy
+    else:
+        found = _POLICIES.get(policy)
+        if found is None:
+            raise unknown_name("policy", policy, _POLICIES)
+        made = RandomPolicy(seed) if found is RandomPolicy else found()
+    if seed and seed != getattr(made, "seed", 0):
+        raise ValueError(
+            f"seed={seed} has no effect with policy={made.name!r}; leave it out, or give it with "
+            "policy='random'."
+        )
+    return made
