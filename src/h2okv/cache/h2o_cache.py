@@ -295,9 +295,6 @@ class H2OCache(Cache):
             copies: of each sequence, next to each other; for a batch of prompts that shares what
                 was read.
 
-        Returns:
-            The new cache; this one stays as it is.
-
         Raises:
             ValueError: if ``copies`` is below 1.
         """

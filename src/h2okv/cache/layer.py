@@ -101,11 +101,8 @@ class CacheLayer(CacheLayerMixin):
         kv_bits: int | None = None,
     ) -> None:
         # Not that of the base, whose keys and values are the state's here.
-        self.layer_idx = layer_idx
-        self.budget = budget
-        self.policy = policy
-        self.rule = rule
-        self.scoring = scoring
+        self.layer_idx, self.budget, self.policy = layer_idx, budget, policy
+        self.rule, self.scoring = rule, scoring
         self.storage = KVStorage(kv_bits)
         # Whether the policy keeps entries by a rule of its own: in all its caches or in none,
         # whatever the prompts, so that caches can be joined.

@@ -239,7 +239,7 @@ def h2o_attention(
             "train without past_key_values (use_cache=False), which is plain SDPA."
         )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
-    _check_causal(module, query, attention_mask, options, layer.window)
+    _check_causal(layer, module, query.shape[2], attention_mask, options)
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     if not torch.compiler.is_compiling():
         layer.claim(module)
@@ -268,14 +268,9 @@ def _check_modelled(
 
 
 def _check_causal(
-    module: torch.nn.Module,
-    query: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-    window: int | None,
+    layer: CacheLayer, module: Any, length: int, mask: Tensor | None, options: dict[str, Any]
 ) -> None:
     """Raises if a block with H2O entries is not plain causal attention over what is held."""
-    length = query.shape[2]
     if mask is not None and (mask.dtype != torch.bool or mask.shape[-2:] != (1, length)):
         raise ValueError(
             f"H2OCache got an attention mask of shape {list(mask.shape)} and {mask.dtype}; it "
@@ -290,7 +285,7 @@ def _check_causal(
             f"{type(module).__name__} asks for attention that is not causal, which H2O is not "
             "defined for; use transformers' own cache for this model."
         )
-    if options.get("sliding_window") not in (None, window):
+    if options.get("sliding_window") not in (None, layer.window):
         raise ValueError(
             f"{type(module).__name__} asks for a sliding window in a layer that its config calls "
             "full attention; set the config's layer_types right, or use transformers' own cache."

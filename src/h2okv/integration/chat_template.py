@@ -15,11 +15,7 @@ _PLAIN_FORMS = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assist
 
 
 class ChatTemplateError(ValueError):
-    """A model's chat template does not take these messages.
-
-    Attributes:
-        reason: What the template says, in one line without a full stop.
-    """
+    """A model's chat template does not take these messages; `reason` says why, in one line."""
 
     def __init__(self, reason: str) -> None:
         self.reason = " ".join(reason.split()).rstrip(".")

@@ -105,9 +105,7 @@ def _reason(name: str, part: str, error: Exception) -> str:
             f"--model {name!r} is no folder here, and the Hub cannot be reached for it; check the"
             " name and the network, or give a folder"
         )
-    first_line = next(
-        (line.strip() for line in text.splitlines() if line.strip()), "no reason given"
-    )
+    first_line = next(iter(text.strip().splitlines()), "no reason given")
     return (
         f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}:"
         f" {first_line[:200].rstrip('.')}); get the model again or choose another"

@@ -102,6 +102,7 @@ def _locate(name: str) -> str:
 
 
 def _check_config_file(folder: Path) -> None:
+    """Refuses a folder that describes no model."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(

@@ -20,20 +20,15 @@ _ROUND_UP, _KEEP = 0xFFFF, ~0xFFFF
 class Packed(NamedTuple):
     """Entries ``[..., N, D]`` in few bits.
 
-    Attributes:
-        codes: uint8 ``[..., N, C]``, group after group. Of 4 bits each byte holds two: the low
-            nibbles are a group's first half (the larger, if its size is odd), the high ones its
-            second, so that both halves are read as contiguous numbers.
-        grid: bf16 ``[..., N, 2 * groups]``: the groups' scales, then their lows. bf16 has fp32's
-            range, so that no outlier overflows.
-        bits: 8 or 4.
-        size: D.
+    Of 4 bits each byte holds two codes: the low nibbles are a group's first half (the larger, if
+    its size is odd), the high ones its second, so that both halves are read as contiguous numbers.
+    The grid is bf16, which has fp32's range, so that no outlier overflows.
     """
 
-    codes: Tensor
-    grid: Tensor
-    bits: int
-    size: int
+    codes: Tensor  # uint8 [..., N, C], group after group
+    grid: Tensor  # bf16 [..., N, 2 * groups], the groups' scales, then their lows
+    bits: int  # 8 or 4
+    size: int  # D
 
     @property
     def shape(self) -> torch.Size:
@@ -66,14 +61,10 @@ def packed_bytes(size: int, bits: int) -> int:
 
 
 def pack(entries: Tensor, bits: int) -> Packed:
-    """Packs entries; each number moves by at most half of its group's scale.
+    """Packs entries ``[..., N, D]``; each number moves by at most half of its group's scale.
 
     The scale is rounded up and the low down, so that the grid covers its group. A group that holds
     NaN, or a number beyond bf16's largest, is unpacked as numbers that are not finite.
-
-    Args:
-        entries: ``[..., N, D]``, of any floating dtype.
-        bits: 8 or 4.
     """
     size = entries.shape[-1]
     levels = 2**bits - 1
