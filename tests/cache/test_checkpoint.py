@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
-from h2okv.cache.checkpoint import read_notes
+from h2okv.cache.checkpoint import CONTRACT, read_notes
 from h2okv.config import CacheConfig
 
 
@@ -168,6 +168,9 @@ def test_another_contract_or_format_is_refused(model, tmp_path):
     _, path = saved(model, tmp_path)
     with_head(path, lambda head: head.update(contract=999))
     with pytest.raises(ValueError, match="version 999 of the eviction contract"):
+        h2okv.H2OCache.load(path, model)
+    with_head(path, lambda head: head.update(contract=CONTRACT, layers=head["layers"][1:]))
+    with pytest.raises(ValueError, match="it tells of 1 layers, and the model has 2"):
         h2okv.H2OCache.load(path, model)
     with_head(path, lambda head: head.pop("format"))
     with pytest.raises(ValueError, match="version 1 of the file format and this h2okv has"):

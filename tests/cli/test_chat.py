@@ -201,7 +201,7 @@ OPTIONS = {
     "budget beyond the window": (("--heavy", "240"), ("256", "lower")),
     "clamped RoPE": (("--positions", "clamped"), ("clamped", "rolling")),
     "nothing kept": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
-    "policy": (("--policy", "h2"), ("policy='h2'",)),
+    "policy": (("--policy", "h2"), ("policy 'h2'",)),
     "full and rolling": (("--policy", "full", "--positions", "rolling"), ("original",)),
     "system of a saved chat": (("--load", "x", "--system", "y"), ("--system", "--load")),
     "no such file": (("--load", "nowhere.chat"), ("'nowhere.chat' is not a file",)),

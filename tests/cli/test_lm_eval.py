@@ -91,7 +91,7 @@ def test_the_harness_own_model_runs_the_tasks_too(h2okv_command, model_folder, d
         (("--data", "nowhere"), {}, "--data 'nowhere' is no folder"),
         ((), {"task": "h2okv_rta"}, "did you mean h2okv_rte"),
         ((), {"options": "hevy=0.1"}, "perhaps 'heavy' is meant"),
-        (("--data", "DATA"), {"options": "policy=h20"}, "did you mean 'h2o'"),
+        (("--data", "DATA"), {"options": "policy=h20"}, "did you mean h2o"),
         (
             ("--data", "DATA", "--limit", "2", "--samples", '{"h2okv_rte": [0]}'),
             {},

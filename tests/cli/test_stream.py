@@ -149,7 +149,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
         (("--tokens", -1), "--tokens -1 is too few"),
         (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
         (("--save-every", 0), "--save-every 0 is too few"),
-        (("--policy", "h20"), "policy='h20' is unknown; did you mean 'h2o'?"),
+        (("--policy", "h20"), "policy 'h20' is unknown; did you mean h2o?"),
         (("--positions", "round"), "--positions 'round' is not known; choose from auto, original"),
         (("--heavy", "1.5"), "heavy=1.5"),
         (("--resume",), "--resume needs --checkpoint FILE"),

@@ -68,8 +68,8 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
     [
         (("--layer", 9), "layer 9 is not a full-attention layer of this model; choose one of 0, 1"),
         (("--head", -1), "head -1 is out of range; the KV heads are 0 to 1"),
-        (("--policy", "h3o"), "policy='h3o' is unknown"),
-        (("--compare", "h3o"), "policy='h3o' is unknown"),
+        (("--policy", "h3o"), "policy 'h3o' is unknown"),
+        (("--compare", "h3o"), "policy 'h3o' is unknown"),
         (("--budget", 1.5), "a budget of the page is a fraction of the text"),
         (("--new-tokens", 9999), "9999 new tokens is out of range"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),

@@ -197,6 +197,8 @@ def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrained
 def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch.device) -> None:
     """Fills an empty cache, made with the file's options; mutates it."""
     held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
+    if len(head["layers"]) != len(held):
+        _refuse(path, f"it tells of {len(head['layers'])} layers, and the model has {len(held)}")
     try:
         # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
         with (

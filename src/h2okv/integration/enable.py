@@ -110,8 +110,9 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
 
     The model's attention implementation is changed on entry and restored on exit, also after an
     error. Blocks may be nested and overlap in threads: the last one to end restores the model.
-    Inside, a padded batch without an attention mask is refused, and the positions that the
-    model gets are those that a cache with ``positions="clamped"`` asks for.
+    Inside, a forward of a padded batch without an attention mask is refused (``generate`` makes
+    a mask itself), and the positions that the model gets are those that a cache with
+    ``positions="clamped"`` asks for.
 
     Args:
         model: a loaded model, as it is, compiled by ``torch.compile`` or with PEFT adapters; its

@@ -93,8 +93,9 @@ def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
             raise unknown_name("policy", policy, _POLICIES)
         made = RandomPolicy(seed) if found is RandomPolicy else found()
     if seed and seed != getattr(made, "seed", 0):
+        shown = repr(policy) if isinstance(policy, str) else f"{type(policy).__name__}(...)"
         raise ValueError(
-            f"seed={seed} has no effect with policy={made.name!r}; leave it out, or give it with "
+            f"seed={seed} has no effect with policy={shown}; leave it out, or give it with "
             "policy='random'."
         )
     return made
