@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -103,18 +104,17 @@ def _register(models: ModuleType) -> None:
     """
     from transformers.masking_utils import AttentionMaskInterface
 
-    def h2o_attention(*args: Any, **options: Any) -> Any:
+    models.AttentionInterface.register("h2o", _bring("h2o_attention"))
+    AttentionMaskInterface.register("h2o", _bring("h2o_mask"))
+
+
+def _bring(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
         from h2okv.integration import attention
 
-        return attention.h2o_attention(*args, **options)
+        return getattr(attention, name)(*args, **options)
 
-    def h2o_mask(*args: Any, **options: Any) -> Any:
-        from h2okv.integration import attention
-
-        return attention.h2o_mask(*args, **options)
-
-    models.AttentionInterface.register("h2o", h2o_attention)
-    AttentionMaskInterface.register("h2o", h2o_mask)
+    return call
 
 
 if _MODELS in sys.modules:

@@ -16,19 +16,13 @@ _ROUNDING_SLACK = 1e-6
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A budget in tokens: what one sequence keeps for each layer and KV head.
+    """A budget in tokens: what one sequence keeps for each layer and KV head."""
 
-    Attributes:
-        sink: first positions that are never evicted.
-        heavy: entries kept for their score.
-        recent: newest positions that are never evicted, the current token among them.
-        num_static: entries that a policy keeps by a rule of its own: a static pattern of positions,
-            or, in a cache that keeps everything, anew for each query.
-    """
-
-    sink: int
-    heavy: int
-    recent: int
+    sink: int  # first positions that are never evicted
+    heavy: int  # entries kept for their score
+    recent: int  # newest positions that are never evicted, the current token among them
+    # Entries that a policy keeps by a rule of its own: a static pattern of positions, or, in a
+    # cache that keeps everything, anew for each query.
     num_static: int = 0
 
     @property
@@ -59,12 +53,11 @@ class Budget:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_part("heavy", self.heavy)
-        _check_part("recent", self.recent)
-        if isinstance(self.sink, bool) or not isinstance(self.sink, int) or self.sink < 0:
-            raise ValueError(
-                f"sink={self.sink!r} is not a number of tokens; give an int of 0 or more."
-            )
+        for name in ("heavy", "recent"):
+            _check_part(name, getattr(self, name))
+        _check_tokens("sink", self.sink, 0)
+        if self.max_tokens is not None:
+            _check_tokens("max_tokens", self.max_tokens, 1)
         if self.heavy == 0 and self.recent == 0:
             raise ValueError(
                 f"heavy={self.heavy!r} and recent={self.recent!r} keep nothing; "
@@ -76,15 +69,8 @@ class Budget:
                 f"heavy={self.heavy!r} and recent={self.recent!r} add up to {fractions:g} of the "
                 "prompt; fractions must add up to at most 1."
             )
-        limit = self.max_tokens
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-            raise ValueError(f"max_tokens={limit!r} is not a number of tokens; give an int.")
-        if limit is not None and limit < 1:
-            raise ValueError(
-                f"max_tokens={limit!r} leaves no room; give at least 1, or None for no limit."
-            )
-        if not isinstance(self.heavy, float) and not isinstance(self.recent, float):
-            self._check_total(TokenBudget(self.sink, self.heavy, self.recent))
+        if not self.is_relative:
+            self.resolve(0)  # whose sum is known already
 
     @property
     def is_relative(self) -> bool:
@@ -103,42 +89,42 @@ class Budget:
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
-        tokens = TokenBudget(
-            sink=self.sink,
-            heavy=_to_tokens(self.heavy, prompt_length),
-            recent=_to_tokens(self.recent, prompt_length),
-        )
-        self._check_total(tokens)
-        return tokens
-
-    def _check_total(self, tokens: TokenBudget) -> None:
+        heavy, recent = (_to_tokens(part, prompt_length) for part in (self.heavy, self.recent))
+        tokens = TokenBudget(self.sink, heavy, recent)
         if self.max_tokens is not None and tokens.total > self.max_tokens:
             raise ValueError(
                 f"sink + heavy + recent = {tokens.sink} + {tokens.heavy} + {tokens.recent} = "
                 f"{tokens.total} tokens is above max_tokens={self.max_tokens}; lower the budget or "
                 "raise max_tokens."
             )
+        return tokens
 
 
 def _check_part(name: str, value: int | float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(
-            f"{name}={value!r} is not a budget; give an int (tokens) or a float (fraction)."
+        problem = "is not a budget; give an int (tokens) or a float (fraction)."
+    elif isinstance(value, float) and not 0.0 <= value <= 1.0:
+        problem = (
+            "is not a fraction of the prompt; give a float in (0, 1], or an int for a number of"
+            " tokens."
         )
-    if isinstance(value, float) and not 0.0 <= value <= 1.0:
+    elif value < 0:
+        problem = "is negative; give a number of tokens of 0 or more."
+    else:
+        return
+    raise ValueError(f"{name}={value!r} {problem}")
+
+
+def _check_tokens(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
-            f"{name}={value!r} is not a fraction of the prompt; give a float in (0, 1], "
-            "or an int for a number of tokens."
+            f"{name}={value!r} is not a number of tokens; give an int of {least} or more."
         )
-    if value < 0:
-        raise ValueError(f"{name}={value!r} is negative; give a number of tokens of 0 or more.")
 
 
 def _to_tokens(value: int | float, prompt_length: int) -> int:
-    if not isinstance(value, float):
-        return value
-    if value == 0:
-        return 0
+    if not isinstance(value, float) or value == 0:
+        return int(value)
     return max(1, int(value * prompt_length + _ROUNDING_SLACK))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,7 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-OUTPUT_CLOSED = 141
-"""What shells say of a command that SIGPIPE ended."""
-
-_REDRAW_SECONDS = 0.1
+OUTPUT_CLOSED = 141  # as shells say of a command that SIGPIPE ended
 
 
 class OutputClosedError(ValueError):
@@ -38,6 +36,11 @@ def write_text(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError as error:
         raise OutputClosedError from error
+
+
+def write_json(values: object) -> None:
+    """Writes one JSON object as a line."""
+    write_text(json.dumps(values, allow_nan=False) + "\n")
 
 
 def write_remark(line: str) -> None:
@@ -64,20 +67,19 @@ def format_table(
 ) -> str:
     """Lays out a table as text; a heading may have several lines."""
     lines = [list(row) for row in rows]
-    is_left = [heading in left for heading in headings]
-    header = [heading.split("\n") for heading in headings]
-    depth = max(map(len, header), default=0)
-    lines[:0] = [[([""] * depth + own)[n - depth] for own in header] for n in range(depth)]
+    if headings:
+        header = [heading.split("\n") for heading in headings]
+        depth = max(map(len, header))
+        padded = [[""] * (depth - len(own)) + own for own in header]
+        lines[:0] = [list(line) for line in zip(*padded, strict=True)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if headings:
         lines.insert(depth, ["-" * width for width in widths])
+    aligns = [str.rjust if heading not in left else str.ljust for heading in headings]
     text = ""
     for line in lines:
-        cells = [
-            cell.ljust(width) if not headings or is_left[index] else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text += "  ".join(cells).rstrip() + "\n"
+        cells = zip(line, widths, aligns or [str.ljust] * len(line), strict=True)
+        text += "  ".join(align(cell, width) for cell, width, align in cells).rstrip() + "\n"
     return text
 
 
@@ -92,11 +94,8 @@ class Progress:
     def __init__(
         self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True
     ) -> None:
-        self._unit = unit
-        self._total = total
-        self._done = 0.0
-        self._note = ""
-        self._drawn = 0.0
+        self._unit, self._total = unit, total
+        self._done, self._note = 0.0, ""
         self._bar: Any = None
         if shown and sys.stderr.isatty():
             self._bar = _make_bar()
@@ -131,18 +130,10 @@ class Progress:
         """Says how much is done in all; a total and a note that are given replace the last."""
         self._done = done
         self._total = self._total if total is None else total
-        is_news = note not in ("", self._note)
         self._note = note or self._note
-        now = time.monotonic()
-        is_due = is_news or done == self._total or now - self._drawn >= _REDRAW_SECONDS
-        if self._bar is not None and is_due:
-            self._drawn = now
+        if self._bar is not None:
             self._bar.update(
-                self._task,
-                completed=done,
-                total=self._total,
-                count=self._count(),
-                note=self._note,
+                self._task, completed=done, total=self._total, count=self._count(), note=self._note
             )
 
     def _count(self) -> str:
@@ -191,30 +182,27 @@ class Interrupt:
         self.in_forward = False
         self._may_force = True
         self._module = module
-        self._hooks: list[Any] = []
-        self._before: Any = signal.getsignal(signal.SIGINT)
-        # None: its handler was not set from Python and could not be given back.
-        self._installs = (
-            threading.current_thread() is threading.main_thread()
-            and self._before not in (signal.SIG_IGN, None)
-        )
+        self._exit = ExitStack()
 
     def __enter__(self) -> Interrupt:
         """Takes SIGINT over."""
-        self._hooks = [
-            self._module.register_forward_pre_hook(self._begin),
-            self._module.register_forward_hook(self._end),
-        ]
-        if self._installs:
-            self._before = signal.signal(signal.SIGINT, self._note)
+        for register, begins in (
+            (self._module.register_forward_pre_hook, True),
+            (self._module.register_forward_hook, False),
+        ):
+            hook: Any = register(lambda *_, begins=begins: setattr(self, "in_forward", begins))
+            self._exit.callback(hook.remove)
+        before: Any = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        # None: its handler was not set from Python and could not be given back.
+        if is_main and before not in (signal.SIG_IGN, None):
+            self._exit.callback(signal.signal, signal.SIGINT, before)
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Gives SIGINT back."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._installs:
-            signal.signal(signal.SIGINT, self._before)
+        self._exit.close()
 
     def settle(self) -> None:
         """Says that no forward will follow: what is left to do is short and must not be cut."""
@@ -224,9 +212,3 @@ class Interrupt:
         if self.requested and self._may_force:
             raise KeyboardInterrupt
         self.requested = True
-
-    def _begin(self, *_: Any) -> None:
-        self.in_forward = True
-
-    def _end(self, *_: Any) -> None:
-        self.in_forward = False

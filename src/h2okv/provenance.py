@@ -51,16 +51,16 @@ ENVIRONMENT_COLUMNS = (
 
 def environment(device: torch.device) -> dict[str, str]:
     """Describes the machine and the software."""
-    is_gpu = device.type == "cuda"
+    code = versions()
     values = (
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        importlib.metadata.version("h2okv"),
-        commit(),
+        code["h2okv"],
+        code["commit"],
         _processor(),
-        torch.cuda.get_device_name(device) if is_gpu else device.type,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         platform.python_version(),
-        torch.__version__,
-        importlib.metadata.version("transformers"),
+        code["torch"],
+        code["transformers"],
         str(torch.get_num_threads()),
     )
     return dict(zip(ENVIRONMENT_COLUMNS, values, strict=True))

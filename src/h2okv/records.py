@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import difflib
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -21,6 +22,15 @@ def file_error(path: Path, what: str, error: OSError, remedy: str) -> ValueError
     """The sentence for a file that cannot be ``read`` or ``written``."""
     reason = error.strerror or type(error).__name__
     return ValueError(f"'{path}' cannot be {what} ({reason}); {remedy}")
+
+
+@contextmanager
+def naming(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Makes the system's errors with a file that sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(path, what, error, remedy) from error
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
@@ -37,14 +47,13 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     draft = path.with_name(f"{path.name}.tmp")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
-        with draft.open(mode, **text) as file:  # type: ignore[call-overload]
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise file_error(path, "written", error, "choose another place, or make room") from error
+        with naming(path, "written", "choose another place, or make room"):
+            with draft.open(mode, **text) as file:  # type: ignore[call-overload]
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+            _sync_folder(path.parent)
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -68,19 +77,21 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_text_file(path: Path) -> str:
     """Reads a text that a user names; an empty one, or one that is not UTF-8, is refused."""
-    try:
-        data = path.expanduser().read_bytes()
-    except OSError as error:
-        raise file_error(path, "read", error, "give a text file") from error
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"'{path}' is not UTF-8 text (byte {error.start}); convert it to UTF-8"
-        ) from error
+    with naming(path, "read", "give a text file"):
+        text = decode_text(path.expanduser().read_bytes(), f"'{path}'")
     if not text.strip():
         raise ValueError(f"'{path}' is empty; give a file with some text")
-    return text.removeprefix("\ufeff")
+    return text
+
+
+def decode_text(data: bytes, source: str) -> str:
+    """Decodes UTF-8, without the byte-order mark."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is not UTF-8 text (byte {error.start}); convert it to UTF-8"
+        ) from error
 
 
 def check_text(entry: Any, place: str) -> str:
@@ -96,15 +107,10 @@ def check_text(entry: Any, place: str) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One entry of a data file.
-
-    Attributes:
-        fields: What it holds, by name.
-        place: Line and file, for messages.
-    """
+    """One entry of a data file."""
 
     fields: dict[str, Any]
-    place: str
+    place: str  # line and file, for messages
 
     @classmethod
     def parse(cls, line: str | bytes, place: str, wanted: str = "an object") -> Record:
@@ -171,15 +177,13 @@ def check_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: s
     wanted = json.loads(json.dumps(dict(wanted)))
     for name in {**wanted, **saved}:
         if saved.get(name) != wanted.get(name):
-            raise ValueError(
-                f"{where} was begun with {name} {_shown_setting(saved.get(name))}, not"
-                f" {_shown_setting(wanted.get(name))}; go on with what it was begun with, or"
-                " choose another file"
+            then, now = (
+                "unset" if values.get(name) is None else values[name] for values in (saved, wanted)
             )
-
-
-def _shown_setting(value: Any) -> str:
-    return "unset" if value is None else str(value)
+            raise ValueError(
+                f"{where} was begun with {name} {then}, not {now}; go on with what it was begun"
+                " with, or choose another file"
+            )
 
 
 class ResultFile:
@@ -190,25 +194,15 @@ class ResultFile:
     is dropped, a second writer is refused, and so is a file of something else.
     """
 
-    SETTINGS_SUFFIX = ".job.json"
-
     def __init__(
-        self,
-        path: Path,
-        kind: str,
-        version: int = 1,
-        settings: Mapping[str, Any] | None = None,
+        self, path: Path, kind: str, version: int = 1, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.path = path
         self.kind = kind
-        self.settings_path = path.with_name(path.name + self.SETTINGS_SUFFIX)
-        self._settings = settings
+        self.settings_path = path.with_name(f"{path.name}.job.json")
         self._header = _line({"kind": kind, "version": version}) if settings is None else b""
-        try:
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        try:
+        with self._naming(), ExitStack() as cleanup:
+            self._file = cleanup.enter_context(path.open("ab", buffering=0))
             self._lock()
             self._size = self._read()
             self._file.truncate(self._size)
@@ -216,20 +210,15 @@ class ResultFile:
                 self._settle(settings)
             elif not self._size:
                 self._write(self._header)
-        except OSError as error:
-            self._file.close()
-            raise self._unwritable(error) from error
-        except BaseException:
-            self._file.close()
-            raise
+            cleanup.pop_all()  # the file stays open unless something went wrong
 
     def __enter__(self) -> Self:
         """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file; its records are there already."""
-        self._file.close()
+        """Closes the file."""
+        self.close()
 
     def close(self) -> None:
         """Closes the file; its records are there already."""
@@ -241,10 +230,8 @@ class ResultFile:
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Adds records, all of them; if that fails, the file is as it was before."""
         added = [dict(record) for record in records]
-        try:
+        with self._naming():
             self._write(b"".join(map(_line, added)))
-        except OSError as error:
-            raise self._unwritable(error) from error
         for record in added:
             self.take(Record(record, f"a new line of '{self.path}'"))
 
@@ -311,18 +298,17 @@ class ResultFile:
     def _foreign(self, place: str) -> ValueError:
         return ValueError(f"{place} is no result of {self.kind}; choose another file")
 
-    def _unwritable(self, error: OSError) -> ValueError:
+    def _naming(self) -> AbstractContextManager[None]:
         remedy = (
             "what it holds is kept, and the same command goes on from there when there is room, or"
             " choose another place"
         )
-        return file_error(self.path, "written", error, remedy)
+        return naming(self.path, "written", remedy)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
     # A lone half of a surrogate pair, which a model's bytes may decode to, is no UTF-8.
-    text = json.dumps(record, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", errors="replace")
+    return f"{json.dumps(record, ensure_ascii=False)}\n".encode(errors="replace")
 
 
 def write_csv(path: Path, rows: Iterable[Row], columns: Sequence[str] | None = None) -> None:
@@ -339,17 +325,16 @@ def read_csv(
     path: Path, columns: Sequence[str] | None = None, text: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Reads a table back: numbers as numbers, empty cells as ``None``."""
+    with naming(path, "read", "give a CSV file"):
+        data = path.read_bytes()
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if columns is not None and list(reader.fieldnames or ()) != list(columns):
-                raise ValueError("another first line")
-            return [
-                {name: value if name in text else _number(value) for name, value in row.items()}
-                for row in reader
-            ]
-    except OSError as error:
-        raise file_error(path, "read", error, "give a CSV file") from error
+        reader = csv.DictReader(io.StringIO(data.decode("utf-8"), newline=""))
+        if columns is not None and list(reader.fieldnames or ()) != list(columns):
+            raise ValueError("another first line")
+        return [
+            {name: value if name in text else _number(value) for name, value in row.items()}
+            for row in reader
+        ]
     except (ValueError, csv.Error) as error:
         first = "a header" if columns is None else ",".join(columns)
         raise ValueError(
@@ -364,7 +349,7 @@ class CsvFile:
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
         self.columns = list(columns)
-        try:
+        with naming(path, "written", "choose another place"):
             data = path.read_bytes() if path.exists() else b""
             first = data.partition(b"\n")[0].decode("utf-8", errors="replace")
             if data and next(csv.reader([first]), []) != self.columns:
@@ -374,20 +359,18 @@ class CsvFile:
                 )
             self._file = path.open("a", newline="", encoding="utf-8")
             self._file.truncate(data.rfind(b"\n") + 1)  # a kill may have torn the last row
-            self._writer = csv.writer(self._file, lineterminator="\n")
-            if b"\n" not in data:
-                self._writer.writerow(self.columns)
-                self._file.flush()
-        except OSError as error:
-            raise file_error(path, "written", error, "choose another place") from error
+        self._writer = csv.writer(self._file, lineterminator="\n")
+        if b"\n" not in data:
+            self._write(self.columns)
 
     def append(self, row: Row) -> None:
         """Adds a row."""
-        try:
-            self._writer.writerow([csv_cell(row.get(name)) for name in self.columns])
+        self._write([csv_cell(row.get(name)) for name in self.columns])
+
+    def _write(self, cells: Sequence[str]) -> None:
+        with naming(self.path, "written", "choose another place"):
+            self._writer.writerow(cells)
             self._file.flush()
-        except OSError as error:
-            raise file_error(self.path, "written", error, "choose another place") from error
 
     def close(self) -> None:
         """Closes the file; its rows are there already."""

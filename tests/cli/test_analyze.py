@@ -99,8 +99,8 @@ def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("", "the text is empty"),
-        (" \n \n", "the text is empty"),
+        ("", "is empty; give a file"),
+        (" \n \n", "is empty; give a file"),
         ("the cat", "it takes at least 128, so give a longer text"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import h2okv
-from h2okv.cli.chat import EntryReader, converse
+from h2okv.cli.chat import converse
 
 BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
 EMPTY = "there is nothing in the cache yet; say something first.\n"
@@ -258,6 +258,6 @@ def test_control_c_at_the_prompt_twice_leaves(capsys):
             raise event
         return event
 
-    assert converse(None, EntryReader(read_line)) == 130
+    assert converse(None, read_line) == 130
     assert next(events) == "never"
     assert "(Ctrl-C again leaves)" in capsys.readouterr().err

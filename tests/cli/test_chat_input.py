@@ -1,13 +1,12 @@
 import pytest
 
-from h2okv.cli.chat import Entry, EntryReader
+from h2okv.cli.chat import Entry, read_entry
 
 
 def read_all(text):
     lines = iter(text.split("\n"))
-    reader = EntryReader(lambda prompt: next(lines, None))
     entries = []
-    while (entry := reader.read()) is not None:
+    while (entry := read_entry(lambda prompt: next(lines, None))) is not None:
         entries.append(entry)
     return entries
 
@@ -42,17 +41,19 @@ def test_prompts_tell_a_beginning_from_a_continuation():
         prompts.append(prompt)
         return next(lines, None)
 
-    reader = EntryReader(read_line)
     for _ in range(3):
-        reader.read()
+        read_entry(read_line)
     assert prompts == ["> ", "... ", "> ", "... ", "... ", "> "]
 
 
 def test_an_entry_that_is_no_text_is_refused_and_the_next_is_read():
     lines = iter(['"""', "fine", "caf\udce9", '"""', "caf\udce9", "next"])
-    reader = EntryReader(lambda prompt: next(lines, None))
+
+    def read():
+        return read_entry(lambda prompt: next(lines, None))
+
     with pytest.raises(ValueError, match="line 2 of the input is not UTF-8"):
-        reader.read()
+        read()
     with pytest.raises(ValueError, match="the line is not UTF-8"):
-        reader.read()
-    assert reader.read() == turn("next")
+        read()
+    assert read() == turn("next")

@@ -28,7 +28,7 @@ def talk(form, turns, ended=True):
         text = answer
         if ended:
             ids, text = [*ids, tokenizer.eos_token_id], answer + tokenizer.eos_token
-        transcript = asked.answered(answer, ids, text)
+        transcript = asked.then("assistant", answer, ids, text)
     return transcript, new
 
 
@@ -102,7 +102,7 @@ class TestPlain:
         form = PlainForm(tokenizer)
         asked = form.ask(Transcript(), "hello")
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        again = form.ask(asked.answered(answer, ids, answer), "more")
+        again = form.ask(asked.then("assistant", answer, ids, answer), "more")
         said = answer.removesuffix("User").removesuffix("Us").rstrip("\n")
         expected = f"User: hello\n\nAssistant:{said}\n\nUser: more\n\nAssistant:"
         assert tokenizer.decode(again.token_ids) == expected
@@ -111,7 +111,7 @@ class TestPlain:
         form = PlainForm(tokenizer)
         asked = form.ask(Transcript(), "hello")
         ids = tokenizer(" a cat\nUser", add_special_tokens=False)["input_ids"]
-        again = form.ask(asked.answered("", ids, ""), "more")
+        again = form.ask(asked.then("assistant", "", ids, ""), "more")
         assert tokenizer.decode(again.token_ids).endswith("a cat\nUser: more\n\nAssistant:")
 
     def test_a_tokenizer_that_begins_with_a_space_adds_none_in_the_middle(self):
@@ -124,6 +124,6 @@ class TestPlain:
         form = PlainForm(tokenizer)
         asked = form.ask(Transcript(), "hello")
         answer = tokenizer("a cat")["input_ids"]
-        again = form.ask(asked.answered("a cat", answer, " a cat"), "more")
+        again = form.ask(asked.then("assistant", "a cat", answer, " a cat"), "more")
         expected = "User: hello\n\nAssistant: a cat\n\nUser: more\n\nAssistant:"
         assert tokenizer.decode(again.token_ids) == expected

@@ -202,7 +202,7 @@ def test_the_options_of_a_cache_are_read_back_as_it(config):
         return caches
 
     given = iter(cache_flags(config).split())
-    defaults = {name: own.default for name, own in signature(command).parameters.items()}
+    defaults = {name: own.default.default for name, own in signature(command).parameters.items()}
     options = {flag[2:].replace("-", "_"): value for flag, value in zip(given, given, strict=True)}
     kinds = {"sink": int, "decay": float, "kv_bits": int}
     said = {name: kinds.get(name, str)(value) for name, value in options.items()}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from h2okv.cache import H2OCache
-from h2okv.chat.generation import Job, generate_once
-from h2okv.cli.generate import exit_code, report, run_alone, run_beside_full
+from h2okv.chat.generation import Job, generate_and_compare, generate_once
+from h2okv.cli.generate import report
 from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import describe, load_weights
@@ -56,14 +56,14 @@ def test_an_interrupt_keeps_what_was_generated(job):
 
 
 def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, capsys):
-    monkeypatch.setattr("h2okv.cli.generate.write_text", InterruptAt(3))
-    comparison = run_beside_full(job, CACHE, quiet=False)
-    assert comparison.run.interrupted
-    assert comparison.full is None
-    assert exit_code(comparison) == 130
-    report(CACHE.label, comparison)
+    # The heading is the first piece.
+    monkeypatch.setattr("h2okv.chat.generation.write_text", InterruptAt(4))
+    comparison = generate_and_compare(job, CACHE, [], quiet=False)
+    assert [run.interrupted for run in comparison.runs.values()] == [True]
+    assert comparison.interrupted
+    report(comparison)
     assert "(interrupted)" in capsys.readouterr().err
-    assert exit_code(run_alone(job, CACHE, quiet=True)) == 0
+    assert not generate_and_compare(job, CACHE).interrupted
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_closed_pipe_ends_it_silently_as_sigpipe_would(start, endless):
 
 def test_an_interrupt_while_following_sets_the_code(job, monkeypatch):
     monkeypatch.setattr("h2okv.chat.generation.discard", InterruptAt(2))
-    comparison = run_beside_full(job, CACHE, quiet=False)
-    assert comparison.full is not None
-    assert comparison.agreement.same_next_token is None
-    assert exit_code(comparison) == 130
+    comparison = generate_and_compare(job, CACHE, [], quiet=False)
+    assert list(comparison.runs) == [CACHE.label, "full cache"]
+    assert comparison.agreements[CACHE.label].same_next_token is None
+    assert comparison.interrupted

@@ -1,25 +1,17 @@
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from h2okv.engine.detokenizer import TextStream
+from h2okv.engine.detokenizer import Detokenizer
 
 
 def stream(tokenizer, prompt_ids, new_ids):
-    pieces, starts = [], []
-    prompt = torch.tensor([prompt_ids])
-    text_stream = TextStream(tokenizer, prompt, pieces.append, lambda: starts.append(1))
-    text_stream.put(prompt)
-    for token in new_ids:
-        text_stream.put(torch.tensor([token]))
-    text_stream.end()
-    assert text_stream.text == "".join(pieces)
-    assert text_stream.token_ids == list(new_ids)
-    assert len(text_stream.arrival_times) == len(new_ids)
-    assert len(starts) == min(1, len(new_ids))
-    return pieces
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    pieces = [detokenizer.add([token]) for token in new_ids]
+    pieces.append(detokenizer.end())
+    assert detokenizer.token_ids == list(new_ids)
+    return [piece for piece in pieces if piece]
 
 
 def metaspace_tokenizer(words):

@@ -51,7 +51,7 @@ def test_an_export_without_a_budget_has_one(h2okv_command, model_folder, text_fi
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("nowhere/kept.html", "there is no folder 'nowhere'"), (".", "a folder")]
+    ("path", "reason"), [("nowhere/kept.html", "it is in no folder that exists"), (".", "a folder")]
 )
 def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeypatch, path, reason):
     def load(*_):
@@ -92,7 +92,7 @@ def test_an_empty_text_and_a_place_that_cannot_be_written(
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     done = h2okv_command("view", "--model", model_folder, "--text", empty, "--export", "x.html")
-    assert done.code == 2 and "the text is empty" in done.err
+    assert done.code == 2 and f"--text '{empty}' is empty" in done.err
     done = h2okv_command(
         "view", "--model", model_folder, "--text", text_file, "--export", tmp_path, "--budget", 0.5
     )

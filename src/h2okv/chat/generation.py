@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,8 +21,9 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from h2okv.cache import H2OCache
-from h2okv.console import Progress, discard
-from h2okv.engine.detokenizer import StopText, TextStream
+from h2okv.config import CacheConfig
+from h2okv.console import Progress, discard, write_text
+from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration import enable, read_blocks
@@ -29,38 +31,25 @@ from h2okv.integration.loading import Described
 
 LONG_PROMPT = 512
 """A prompt of so many tokens gets a progress bar while it is read."""
+FULL = "full cache"
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one run gave, and what it cost.
+    """What one run gave, and what it cost."""
 
-    Attributes:
-        shown: The text that the user saw: without a stop string and what follows it.
-        text: The text of all tokens, special tokens left out.
-        token_ids: The new tokens; the last one has not been through the cache.
-        finish_reason: `eos`, `stop` (a stop string), `length`, `context` (the context window is
-            full) or `interrupted`.
-        time_to_first_token: Seconds; None if no token came.
-        tokens_per_second: While decoding, the first token not counted; None below two tokens.
-        kv_bytes: Bytes that the cache held at the end, scores and positions included.
-        kv_bytes_full: Key and value bytes that a full cache would have held.
-        num_seen_tokens: Tokens that went through the cache.
-        num_cached_tokens: Tokens of which it still held the key and value, for each head.
-    """
-
-    shown: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    time_to_first_token: float | None
-    tokens_per_second: float | None
-    kv_bytes: int
-    kv_bytes_full: int
+    shown: str  # what the user saw: without a stop string and what follows it
+    text: str  # of all tokens, special tokens left out
+    token_ids: list[int]  # the last one has not been through the cache
+    finish_reason: str  # eos, stop (a stop string), length, context (it is full) or interrupted
+    time_to_first_token: float | None  # in seconds
+    tokens_per_second: float | None  # of decoding, the first token not counted
+    kv_bytes: int  # held at the end, scores and positions included
+    kv_bytes_full: int  # keys and values of a full cache
     num_seen_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int  # for each head
 
     @property
     def interrupted(self) -> bool:
@@ -73,47 +62,41 @@ class Generating(StoppingCriteria):
 
     It takes the tokens as a stopping criterion and not as a streamer, for only a criterion hears
     of a token before it is decided whether another one follows, in every version of transformers.
-
-    Args:
-        tokenizer: The model's.
-        token_ids: What the cache has not seen; at least one.
-        params: How tokens are chosen, how many, and what stops them.
-        write: Takes the text as it comes.
-        ends: Tokens that end the text.
-        should_stop: Asked after every forward.
-        strips_start: Whether the text shown begins without white space.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int],  # what the cache has not seen; at least one
         params: SamplingParams,
         write: Callable[[str], None],
-        ends: Sequence[int],
-        should_stop: Callable[[], bool] = lambda: False,
-        strips_start: bool = False,
+        ends: Sequence[int],  # tokens that end the text
+        should_stop: Callable[[], bool] = lambda: False,  # asked after every forward
+        strips_start: bool = False,  # the text shown begins without white space
     ) -> None:
         self._ids = torch.tensor([list(token_ids)])
         self._params = params
         self._ends = list(ends)
         self._should_stop = should_stop
+        self._detokenizer = Detokenizer(tokenizer, token_ids)
         self._shown = StopText(params.stop, write, strips_start)
+        self._text = ""
         self._close_bar: Callable[[], None] = lambda: None
-        self._stream = TextStream(tokenizer, self._ids, self._shown.add, self._first_token)
-        self._stream.put(self._ids)
-        self._start = time.perf_counter()
-
-    def _first_token(self) -> None:
-        self._close_bar()
+        self._times = [time.perf_counter()]  # of the start and of each token
 
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any
     ) -> torch.BoolTensor:
         """Takes the newest token, int `[1, T]`; tells whether the text ends with it."""
-        self._stream.put(input_ids[0, -1:].cpu())
+        self._times.append(time.perf_counter())
+        self._close_bar()
+        self._show(self._detokenizer.add([int(input_ids[0, -1])]))
         done = self._shown.stopped is not None or self._should_stop()
         return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+    def _show(self, piece: str) -> None:
+        self._text += piece
+        self._shown.add(piece)
 
     def run(
         self,
@@ -127,39 +110,36 @@ class Generating(StoppingCriteria):
         The tokens are read in blocks of `cache.prefill_chunk`, the last of which is the first
         forward of `generate`; so they are read exactly as `h2okv.prefill` would.
         """
-        chunk = cache.prefill_chunk if isinstance(cache, H2OCache) else None
         length = self._ids.shape[1]
+        if not isinstance(cache, H2OCache):
+            with prefill_progress(model, length, show_progress) as self._close_bar:
+                self._generate(model, cache, self._ids, int(cache.get_seq_length()), processors)
+            return
+        chunk = cache.prefill_chunk
+        before = 0 if chunk is None else (length - 1) // chunk * chunk
         with prefill_progress(model, length, show_progress, chunk) as self._close_bar:
-            before = 0 if chunk is None else (length - 1) // chunk * chunk
-            if not isinstance(cache, H2OCache):
-                self._generate(model, cache, self._ids, processors)
-                return
             cache.expect(length)  # a fraction is of all of it, however it is read
             try:
-                if not before or self._read(model, cache, before):
-                    self._generate(model, cache, self._ids[:, before:], processors)
+                blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
+                if all(not self._should_stop() for _ in blocks):
+                    rest = self._ids[:, before:]
+                    self._generate(model, cache, rest, cache.num_seen_tokens, processors)
             finally:
                 cache.expect(None)
-
-    def _read(self, model: PreTrainedModel, cache: H2OCache, count: int) -> bool:
-        """Reads all blocks but the last; returns whether nobody wants it to stop."""
-        blocks = read_blocks(model, self._ids[:, :count], cache)
-        return all(not self._should_stop() for _ in blocks)
 
     def _generate(
         self,
         model: PreTrainedModel,
         cache: Cache,
         rest: torch.Tensor,
+        seen: int,
         processors: Sequence[LogitsProcessor],
     ) -> None:
-        rest = rest.to(model.device)
-        seen = cache.num_seen_tokens if isinstance(cache, H2OCache) else cache.get_seq_length()
         generate: Any = model.generate  # its type gets lost on the way through torch's Module
         generate(
-            input_ids=rest,
+            input_ids=rest.to(model.device),
             attention_mask=torch.ones(
-                1, int(seen) + rest.shape[1], dtype=torch.long, device=model.device
+                1, seen + rest.shape[1], dtype=torch.long, device=model.device
             ),
             past_key_values=cache,
             max_new_tokens=self._params.max_tokens,
@@ -174,9 +154,9 @@ class Generating(StoppingCriteria):
     def result(self, cache: Cache) -> Generation:
         """Finishes the text and measures, as far as it came."""
         self._close_bar()
-        self._stream.end()
+        self._show(self._detokenizer.end())
         self._shown.end()
-        times = self._stream.arrival_times
+        start, *times = self._times
         if isinstance(cache, H2OCache):
             held, full = cache.nbytes, cache.full_nbytes
             seen, cached = cache.num_seen_tokens, cache.num_cached_tokens
@@ -185,10 +165,10 @@ class Generating(StoppingCriteria):
             seen = cached = int(cache.get_seq_length())
         return Generation(
             shown=self._shown.text,
-            text=self._stream.text,
-            token_ids=self._stream.token_ids,
+            text=self._text,
+            token_ids=self._detokenizer.token_ids,
             finish_reason=self._finish_reason(),
-            time_to_first_token=times[0] - self._start if times else None,
+            time_to_first_token=times[0] - start if times else None,
             tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
             kv_bytes=int(held),
             kv_bytes_full=int(full),
@@ -197,7 +177,7 @@ class Generating(StoppingCriteria):
         )
 
     def _finish_reason(self) -> str:
-        tokens = self._stream.token_ids
+        tokens = self._detokenizer.token_ids
         if tokens and tokens[-1] in self._ends:
             return "eos"
         if self._shown.stopped is not None:
@@ -254,23 +234,14 @@ def check_vocabulary(described: Described, largest: int) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated, whatever cache it is done with.
-
-    Attributes:
-        model: From `load_weights`.
-        described: From `describe`.
-        input_ids: The prompt, int [1, T].
-        params: How to choose the tokens, and how many; `seed` and `max_tokens` are set.
-        ends: Tokens that end the text.
-        compiled: Whether an H2O cache's steps go through torch.compile.
-    """
+    """What is to be generated, whatever cache it is done with."""
 
     model: PreTrainedModel
     described: Described
-    input_ids: torch.Tensor
-    params: SamplingParams
-    ends: tuple[int, ...] = ()
-    compiled: bool = False
+    input_ids: torch.Tensor  # the prompt, int [1, T]
+    params: SamplingParams  # `seed` and `max_tokens` are set
+    is_chat: bool = False  # the tokenizer's end token ends an answer
+    compiled: bool = False  # an H2O cache's steps go through torch.compile
 
     @property
     def room(self) -> int:
@@ -293,10 +264,11 @@ def generate_once(
     if isinstance(cache, H2OCache):
         attention = enable(job.model, compile=job.compiled)
     params = replace(job.params, max_tokens=job.room)
+    tokenizer = job.described.tokenizer
+    ends = end_tokens(job.model, tokenizer if job.is_chat else None)
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
-        ids = job.input_ids[0].tolist()
-        running = Generating(job.described.tokenizer, ids, params, write, job.ends)
+        running = Generating(tokenizer, job.input_ids[0].tolist(), params, write, ends)
         try:
             running.run(job.model, cache, show_progress, processors)
             made = running.result(cache)
@@ -307,45 +279,22 @@ def generate_once(
     return made
 
 
-def warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
-    """Runs a few tokens with each cache, so that none of them pays for what happens only once."""
-    short = replace(
-        job,
-        input_ids=job.input_ids[:, :_WARM_UP_PROMPT],
-        params=SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0),
-    )
-    for make_cache in make_caches:
-        if generate_once(short, make_cache(), lambda _: None).interrupted:
-            raise KeyboardInterrupt
-
-
 @dataclass(frozen=True)
 class Agreement:
-    """Two runs of tokens, compared place by place.
+    """Two runs of tokens, compared place by place."""
 
-    Attributes:
-        compared: Places, as many as the longer run has.
-        equal: Places where both have the same token.
-        first_difference: The first place where they differ, from 0; None if they never do.
-        same_next_token: Places of the full cache's text where the other cache, after that same
-            text, would choose the same token; None if it was not asked.
-    """
-
-    compared: int
+    compared: int  # places, as many as the longer run has
     equal: int
-    first_difference: int | None
-    same_next_token: int | None = None
+    first_difference: int | None  # from 0
+    same_next_token: int | None = None  # see `count_same_choices`; None if it was not asked
 
     @classmethod
-    def of(
-        cls, tokens: Sequence[int], full: Sequence[int], same_next_token: int | None = None
-    ) -> Agreement:
+    def of(cls, tokens: Sequence[int], full: Sequence[int]) -> Agreement:
         """Compares two runs; a place that only one of them has counts as a difference."""
         compared = max(len(tokens), len(full))
         same = [a == b for a, b in zip(tokens, full, strict=False)]
         same += [False] * (compared - len(same))
-        first = same.index(False) if False in same else None
-        return cls(compared, sum(same), first, same_next_token)
+        return cls(compared, sum(same), same.index(False) if False in same else None)
 
 
 class _Follow(LogitsProcessor):
@@ -378,3 +327,73 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
     if run.interrupted:
         raise KeyboardInterrupt
     return sum(a == b for a, b in zip(follow.choices, token_ids, strict=True))
+
+
+@dataclass
+class Comparison:
+    """Generations by label, the chosen cache's first, and how far they agree with the full one."""
+
+    runs: dict[str, Generation] = field(default_factory=dict)
+    agreements: dict[str, Agreement] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def generate_and_compare(
+    job: Job, cache: CacheConfig, baselines: Sequence[CacheConfig] | None = None, quiet: bool = True
+) -> Comparison:
+    """Generates with one cache; given baselines, with the full cache and with each of them too."""
+    config = job.model.config
+    makers: dict[str, Callable[[], Cache]] = {
+        one.label: lambda one=one: H2OCache.from_config(config, one)  # type: ignore[misc]
+        for one in (cache, *(baselines or ()))
+    }
+    labels = [cache.label]
+    if baselines is not None:
+        makers[FULL] = lambda: DynamicCache(config=config)
+        labels += [FULL, *(one.label for one in baselines)]
+        _warm_up(job, [makers[label] for label in labels[:2]])
+    found = Comparison()
+    try:
+        for label in labels:
+            heading = f"--- {label} ---\n" if baselines is not None else ""
+            run = found.runs[label] = _say(job, makers[label](), heading, quiet)
+            if FULL in found.runs:
+                own = cache.label if label == FULL else label
+                _note_agreement(job, found, own, makers[own]())
+            if run.interrupted:
+                break
+    except KeyboardInterrupt:
+        found.interrupted = True
+    found.interrupted |= any(run.interrupted for run in found.runs.values())
+    return found
+
+
+def _say(job: Job, cache: Cache, heading: str, quiet: bool) -> Generation:
+    """Generates, before the user's eyes unless `quiet`."""
+    write = discard if quiet else write_text
+    write(heading)
+    run = generate_once(job, cache, write, show_progress=not quiet)
+    write("\n\n" if heading else "\n")
+    return run
+
+
+def _note_agreement(job: Job, found: Comparison, label: str, cache: Cache) -> None:
+    full = found.runs[FULL]
+    agreement = Agreement.of(found.runs[label].token_ids, full.token_ids)
+    found.agreements[label] = agreement  # which stays if Ctrl-C ends what follows
+    # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
+    if job.params.is_greedy and not full.interrupted:
+        same = count_same_choices(job, cache, full.token_ids)
+        found.agreements[label] = replace(agreement, same_next_token=same)
+
+
+def _warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
+    """Runs a few tokens with each cache, so that none of them pays for what happens only once."""
+    short = replace(
+        job,
+        input_ids=job.input_ids[:, :_WARM_UP_PROMPT],
+        params=SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0),
+    )
+    for make_cache in make_caches:
+        if generate_once(short, make_cache(), lambda _: None).interrupted:
+            raise KeyboardInterrupt

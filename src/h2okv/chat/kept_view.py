@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from itertools import groupby
 
 import torch
 from rich.text import Text
@@ -51,13 +53,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of one level.
-
-    Attributes:
-        level: How much of them is kept.
-        text: Their text, special tokens included.
-        num_tokens: How many they are.
-    """
+    """Neighbouring tokens of one level; their text has the special tokens too."""
 
     level: Level
     text: str
@@ -65,24 +61,23 @@ class Run:
 
 
 def kept_shares(
-    cache: h2okv.H2OCache, layer: int | None = None, head: int | None = None
+    held: h2okv.H2OCache, layer: int | None = None, head: int | None = None
 ) -> list[float]:
     """Tells for each token that was read how many layers and heads still hold it."""
-    scored = [index for index, held in enumerate(cache.layers) if isinstance(held, CacheLayer)]
-    counts = torch.zeros(cache.num_seen_tokens, dtype=torch.int64)
+    scored = [index for index, own in enumerate(held.layers) if isinstance(own, CacheLayer)]
+    counts = torch.zeros(held.num_seen_tokens, dtype=torch.int64)
     num_heads = 0
     for index in scored if layer is None else [layer]:
-        positions = cache.kept_positions(index)[0].cpu()
+        positions = held.kept_positions(index)[0].cpu()
         if head is not None:
-            if not 0 <= head < positions.shape[0]:
+            if not 0 <= head < len(positions):
                 raise ValueError(
                     f"head {head} is out of range; layer {index} has KV heads 0 to"
-                    f" {positions.shape[0] - 1}"
+                    f" {len(positions) - 1}"
                 )
             positions = positions[head : head + 1]
-        num_heads += positions.shape[0]
-        held = positions[positions >= 0].long()
-        counts += torch.bincount(held, minlength=len(counts))
+        num_heads += len(positions)
+        counts += torch.bincount(positions[positions >= 0].long(), minlength=len(counts))
     return (counts.double() / num_heads).tolist()
 
 
@@ -96,60 +91,40 @@ def runs_of(
 
     A character that is spread over several tokens gets the mean of their shares.
     """
-    start, level = 0, None
-    for first, end, share in _characters(tokenizer, token_ids, shares):
-        own = Level.of(share)
-        if level is not None and own is not level:
-            yield _run(tokenizer, token_ids, start, first, level, shorten_above)
-            start = first
-        level = own
-        last = end
-    if level is not None:
-        yield _run(tokenizer, token_ids, start, last, level, shorten_above)
+    spans = _characters(tokenizer, token_ids, shares)
+    for level, group in groupby(spans, key=lambda span: Level.of(span[2])):
+        (start, end, _), *others = group
+        end = others[-1][1] if others else end
+        count = end - start
+        if level is Level.NONE and shorten_above is not None and count > shorten_above:
+            side = shorten_above // 3
+            head = _text(tokenizer, token_ids, start, start + side)
+            tail = _text(tokenizer, token_ids, end - side, end)
+            text = f"{head} ... {count - 2 * side:,} more evicted tokens ...{tail}"
+        else:
+            text = _text(tokenizer, token_ids, start, end)
+        yield Run(level, text, count)
 
 
 def _characters(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], shares: Sequence[float]
 ) -> Iterator[tuple[int, int, float | None]]:
     """The tokens, those of one character together: first, end, mean share."""
+
+    @cache  # a long chat has more tokens than a vocabulary
+    def is_text(*ids: int) -> bool:
+        return _UNFINISHED not in str(tokenizer.decode(list(ids)))
+
     first = 0
-    whole: dict[int, bool] = {}  # by token: a long chat has more tokens than a vocabulary
     while first < len(token_ids):
         end = first + 1
-        token = token_ids[first]
-        if token not in whole:
-            whole[token] = _is_text(tokenizer, [token])
-        if not whole[token]:
-            for longer in range(end + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1):
-                if _is_text(tokenizer, token_ids[first:longer]):
-                    end = longer
-                    break
+        if not is_text(token_ids[first]):
+            longest = min(first + _LONGEST_CHARACTER, len(token_ids))
+            ends = (n for n in range(end + 1, longest + 1) if is_text(*token_ids[first:n]))
+            end = next(ends, end)
         known = shares[first:end]
         yield first, end, sum(known) / len(known) if known else None
         first = end
-
-
-def _is_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> bool:
-    return _UNFINISHED not in str(tokenizer.decode(list(token_ids)))
-
-
-def _run(
-    tokenizer: PreTrainedTokenizerBase,
-    token_ids: Sequence[int],
-    start: int,
-    end: int,
-    level: Level,
-    shorten_above: int | None,
-) -> Run:
-    count = end - start
-    if level is Level.NONE and shorten_above is not None and count > shorten_above:
-        side = shorten_above // 3
-        head = _text(tokenizer, token_ids, start, start + side)
-        tail = _text(tokenizer, token_ids, end - side, end)
-        text = f"{head} ... {count - 2 * side:,} more evicted tokens ...{tail}"
-    else:
-        text = _text(tokenizer, token_ids, start, end)
-    return Run(level, text, count)
 
 
 def _text(
@@ -166,8 +141,7 @@ def coloured(runs: Sequence[Run]) -> Text:
     """Shows the runs by colour, with a legend."""
     text = Text()
     for level, tokens in _totals(runs):
-        text.append(f"{level.meaning}: {tokens:,}", style=level.style)
-        text.append("  ")
+        text.append(f"{level.meaning}: {tokens:,}", style=level.style).append("  ")
     text.append("\n\n")
     for run in runs:
         text.append(run.text, style=run.level.style)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,42 +26,23 @@ Message = dict[str, str]
 # trims, escapes or splits it.
 _PLACEHOLDER = "anearlieranswerstoodhere"
 _ANCHOR = "a"
+_NOTE = "chat"
+_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """A chat so far.
-
-    Attributes:
-        messages: `role` and `content` of each message, as templates take them.
-        token_ids: All tokens of the chat in order. The cache has seen the first
-            `cache.num_seen_tokens` of them; the others wait for the next turn.
-        text: The same as text, in a template's form, special tokens included.
-    """
+    """A chat so far."""
 
     messages: list[Message] = field(default_factory=list)
+    # Of the whole chat; the cache has seen the first `cache.num_seen_tokens` of them.
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    text: str = ""  # the same as text, in a template's form, special tokens included
 
-    def asked(self, message: str, token_ids: list[int], text: str) -> Transcript:
-        """Returns the transcript with a user's turn at its end."""
-        messages = [*self.messages, {"role": "user", "content": message}]
-        return replace(
-            self,
-            messages=messages,
-            token_ids=self.token_ids + token_ids,
-            text=self.text + text,
-        )
-
-    def answered(self, content: str, token_ids: list[int], text: str) -> Transcript:
-        """Returns the transcript with an answer at its end."""
-        messages = [*self.messages, {"role": "assistant", "content": content}]
-        return replace(
-            self,
-            messages=messages,
-            token_ids=self.token_ids + token_ids,
-            text=self.text + text,
-        )
+    def then(self, role: str, content: str, token_ids: list[int], text: str) -> Transcript:
+        """Returns the transcript with a message at its end."""
+        messages = [*self.messages, {"role": role, "content": content}]
+        return Transcript(messages, self.token_ids + token_ids, self.text + text)
 
 
 class TurnForm(ABC):
@@ -70,6 +51,8 @@ class TurnForm(ABC):
     stop_strings: tuple[str, ...] = ()
     keeps_end_token = True
     """Whether the token that ended an answer belongs to the chat."""
+    needs_special = False
+    """Whether the tokenizer adds the token that all texts begin with; a template has it itself."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str = "") -> None:
         self.tokenizer = tokenizer
@@ -77,18 +60,31 @@ class TurnForm(ABC):
 
     def ask(self, transcript: Transcript, message: str) -> Transcript:
         """Adds a user's turn, up to where the answer begins."""
-        if not transcript.messages:
-            opening = [{"role": "system", "content": self.system}] if self.system else []
-            transcript = replace(transcript, messages=opening)
-        text, token_ids = self._new_part(transcript, message)
-        return transcript.asked(message, token_ids, text)
+        if not transcript.messages and self.system:
+            transcript = Transcript([{"role": "system", "content": self.system}])
+        user = {"role": "user", "content": message}
+        if transcript.token_ids:
+            text = self._continuation(transcript, user)
+            token_ids = self._encode_behind(text)
+        else:
+            text = self._render([*transcript.messages, user])
+            token_ids = self._encode(text, special=self.needs_special)
+        return transcript.then("user", message, token_ids, text)
 
     @abstractmethod
-    def _new_part(self, transcript: Transcript, message: str) -> tuple[str, list[int]]:
-        """Text and tokens of a user's turn after the transcript."""
+    def _continuation(self, transcript: Transcript, user: Message) -> str:
+        """The text of a user's turn behind the transcript."""
 
-    def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokens of a text by itself, with the first token of all texts if `special`."""
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            return chat_text(self.tokenizer, messages)
+        except ChatTemplateError as error:
+            hint = "; leave out --system" if self.system else "; use another model"
+            raise ValueError(
+                f"the model's chat template does not take this chat ({error.reason}){hint}"
+            ) from error
+
+    def _encode(self, text: str, special: bool = False) -> list[int]:
         encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return [int(token) for token in encoded["input_ids"]]
 
@@ -109,14 +105,6 @@ class TemplateForm(TurnForm):
     earlier reasoning), the new turn is rendered behind a placeholder for the last answer.
     """
 
-    def _new_part(self, transcript: Transcript, message: str) -> tuple[str, list[int]]:
-        user = {"role": "user", "content": message}
-        if not transcript.token_ids:
-            text = self._render([*transcript.messages, user])
-            return text, self._encode(text)
-        text = self._continuation(transcript, user)
-        return text, self._encode_behind(text)
-
     def _continuation(self, transcript: Transcript, user: Message) -> str:
         try:
             whole = self._render([*transcript.messages, user])
@@ -136,15 +124,6 @@ class TemplateForm(TurnForm):
         end = str(self.tokenizer.convert_ids_to_tokens(transcript.token_ids[-1]))
         return after.removeprefix(end) if transcript.text.endswith(end) else after
 
-    def _render(self, messages: list[Message]) -> str:
-        try:
-            return chat_text(self.tokenizer, messages)
-        except ChatTemplateError as error:
-            hint = "; leave out --system" if self.system else "; use another model"
-            raise ValueError(
-                f"the model's chat template does not take this chat ({error.reason}){hint}"
-            ) from error
-
 
 class PlainForm(TurnForm):
     """A plain dialogue, for a model that was never taught to chat.
@@ -154,27 +133,20 @@ class PlainForm(TurnForm):
 
     stop_strings = ("\nUser:",)
     keeps_end_token = False
+    needs_special = True
 
     _SEPARATOR = "\n\nUser:"
     _LOOK_BACK = 16
 
-    def _new_part(self, transcript: Transcript, message: str) -> tuple[str, list[int]]:
-        turn = f" {message}\n\nAssistant:"
-        if not transcript.token_ids:
-            user = {"role": "user", "content": message}
-            text = chat_text(self.tokenizer, [*transcript.messages, user])
-            return text, self._encode(text, special=True)
-        end = self.tokenizer.decode(
-            transcript.token_ids[-self._LOOK_BACK :], skip_special_tokens=True
-        )
-        text = self._rest_of_separator(str(end)) + turn
-        return text, self._encode_behind(text)
+    def _continuation(self, transcript: Transcript, user: Message) -> str:
+        last = transcript.token_ids[-self._LOOK_BACK :]
+        end = str(self.tokenizer.decode(last, skip_special_tokens=True))
+        return f"{self._rest_of_separator(end)} {user['content']}\n\nAssistant:"
 
     def _rest_of_separator(self, end: str) -> str:
         """What is missing of the way to the user's line; the model may have begun it itself."""
-        endings = (self._SEPARATOR, *self.stop_strings)
         for length in range(len(self._SEPARATOR) - 1, 0, -1):
-            for ending in endings:
+            for ending in (self._SEPARATOR, *self.stop_strings):
                 if length < len(ending) and end.endswith(ending[:length]):
                     return ending[length:]
         return self._SEPARATOR
@@ -182,54 +154,49 @@ class PlainForm(TurnForm):
 
 def form_for(tokenizer: PreTrainedTokenizerBase, system: str = "") -> TurnForm:
     """Chooses the model's chat template, or the plain form for a model without one."""
-    if tokenizer.chat_template is None:
-        return PlainForm(tokenizer, system)
-    return TemplateForm(tokenizer, system)
-
-
-_NOTE = "chat"
-_VERSION = 1
+    form = PlainForm if tokenizer.chat_template is None else TemplateForm
+    return form(tokenizer, system)
 
 
 @dataclass(frozen=True)
 class SavedChat:
-    """What a file holds beside the cache.
-
-    Attributes:
-        transcript: The chat so far.
-        system: What stood before everything.
-        params: How its tokens were chosen.
-    """
+    """What a file holds beside the cache."""
 
     transcript: Transcript
     system: str
     params: SamplingParams
 
+    def to_note(self) -> str:
+        """JSON of it all."""
+        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
+        told = {"transcript": transcript, "system": self.system, "sampling": sampling}
+        return json.dumps({"version": _VERSION, **told})
 
-def write_chat(path: Path, cache: H2OCache, chat: SavedChat) -> None:
-    """Writes a chat and its cache to one file, whole or not at all."""
-    path = path.expanduser()
-    if path.exists():
-        _require_saved_cache(path)
-    content = {
-        "transcript": asdict(chat.transcript),
-        "system": chat.system,
-        "sampling": sampling_fields(chat.params),
-    }
-    note = json.dumps({"version": _VERSION, **content})
-    cache.save(path, notes={_NOTE: note})
+    @classmethod
+    def from_note(cls, note: str) -> SavedChat:
+        """Reads it back; what is missing or of another kind raises whatever it raises."""
+        saved = json.loads(note)
+        if saved["version"] != _VERSION:
+            raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
+        transcript = Transcript(**saved["transcript"])
+        if not all(isinstance(token, int) for token in transcript.token_ids):
+            raise ValueError("a token that is no number")
+        if not all(set(message) == {"role", "content"} for message in transcript.messages):
+            raise ValueError("a message without role or content")
+        sampling = dict(saved["sampling"])
+        params = SamplingParams(max_tokens=sampling.pop("max_new_tokens"), **sampling)
+        return cls(transcript, str(saved["system"]), params)
 
 
 def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2OCache, SavedChat]:
     """Reads a saved chat."""
-    path = path.expanduser()
     if not path.is_file():
         raise ValueError(f"'{path}' is not a file; give one that /save wrote")
     note = read_notes(path).get(_NOTE)
     if note is None:
         raise ValueError(f"'{path}' holds a cache but no chat; give a file that /save wrote")
     try:
-        chat = _parse(json.loads(note))
+        chat = SavedChat.from_note(note)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"the chat in '{path}' is damaged ({error}); use another file") from error
     cache = H2OCache.load(path, model)
@@ -241,63 +208,25 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
     return cache, chat
 
 
-def _parse(saved: Mapping[str, Any]) -> SavedChat:
-    if saved["version"] != _VERSION:
-        raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
-    transcript = Transcript(**saved["transcript"])
-    if not all(isinstance(token, int) for token in transcript.token_ids):
-        raise ValueError("a token that is no number")
-    if not all(set(message) == {"role", "content"} for message in transcript.messages):
-        raise ValueError("a message without role or content")
-    sampling = dict(saved["sampling"])
-    params = SamplingParams(max_tokens=sampling.pop("max_new_tokens"), **sampling)
-    return SavedChat(transcript, str(saved["system"]), params)
-
-
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """What is not left at its default, by the names of the command line."""
-    values = {part.name: getattr(params, part.name) for part in fields(params)}
     always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-    changed = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if name in always or value != getattr(_DEFAULTS, name)
-    }
-    return {"max_new_tokens": changed.pop("max_tokens", None), **changed}
-
-
-_DEFAULTS = SamplingParams()
-
-
-def _require_saved_cache(path: Path) -> None:
-    """Refuses to write over a file that is not a saved cache."""
-    try:
-        read_notes(path)
-    except ValueError as error:
-        raise ValueError(
-            f"'{path}' exists and is no saved chat; choose another file, so that it is not lost"
-        ) from error
-
-
-_BROKEN = (
-    "the last answer was cut in the middle of a token, so the cache is of no use any more;"
-    " /reset begins a new chat, /load FILE goes back to a saved one"
-)
+    default = SamplingParams()
+    told: dict[str, Any] = {"max_new_tokens": params.max_tokens}
+    for name in (part.name for part in fields(params) if part.name != "max_tokens"):
+        value = getattr(params, name)
+        if name in always or value != getattr(default, name):
+            told[name] = list(value) if isinstance(value, tuple) else value
+    return told
 
 
 @dataclass(frozen=True)
 class Partner:
-    """Who answers, and how.
+    """Who answers, and how."""
 
-    Attributes:
-        model: With H2O attention.
-        described: Its description.
-        params: How its tokens are chosen; `seed` and `max_tokens` are set.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # with H2O attention
     described: Described
-    params: SamplingParams
+    params: SamplingParams  # `seed` and `max_tokens` are set
 
 
 class Chat:
@@ -306,7 +235,7 @@ class Chat:
     def __init__(self, partner: Partner, cache: H2OCache, system: str = "") -> None:
         self.partner = partner
         self.cache = cache
-        self.form: TurnForm = form_for(partner.described.tokenizer, system)
+        self.form = form_for(partner.described.tokenizer, system)
         self.transcript = Transcript()
         self.is_broken = False
         self._end_tokens = end_tokens(partner.model, partner.described.tokenizer)
@@ -350,18 +279,20 @@ class Chat:
 
     def _commit(self, asked: Transcript, answer: Generation, seen_before: int) -> None:
         """Notes what was read and said; nothing if none of the turn was read."""
-        self.is_broken = self.is_broken or not self._is_whole()
+        try:
+            self.cache.check_integrity()
+        except ValueError:
+            self.is_broken = True
         if not self.is_broken and self.cache.num_seen_tokens == seen_before:
             return
         token_ids, text = answer.token_ids, answer.text
-        if answer.finish_reason == "stop" or (
-            answer.finish_reason == "eos" and not self.form.keeps_end_token
-        ):
+        is_eos = answer.finish_reason == "eos"
+        if answer.finish_reason == "stop" or (is_eos and not self.form.keeps_end_token):
             # Only decided, never read, so that the chat can go on without it.
             token_ids = token_ids[:-1]
-        elif answer.finish_reason == "eos":
+        elif is_eos:
             text += str(self.partner.described.tokenizer.convert_ids_to_tokens(token_ids[-1]))
-        self.transcript = asked.answered(answer.text, token_ids, text)
+        self.transcript = asked.then("assistant", answer.text, token_ids, text)
 
     def _room(self, seen: int, new: int) -> int:
         """How many tokens an answer may have."""
@@ -385,31 +316,32 @@ class Chat:
         self.is_broken = False
 
     def save(self, path: Path) -> None:
-        """Writes the chat and its cache to one file."""
+        """Writes the chat and its cache to one file, whole or not at all."""
         self._require_whole()
         if not self.transcript.token_ids:
             raise ValueError("there is nothing to save yet; say something first")
-        write_chat(path, self.cache, self._saved())
+        if path.exists():
+            try:
+                read_notes(path)
+            except ValueError as error:
+                raise ValueError(
+                    f"'{path}' exists and is no saved chat; choose another file, so that it is not"
+                    " lost"
+                ) from error
+        chat = SavedChat(self.transcript, self.form.system, self.partner.params)
+        self.cache.save(path, notes={_NOTE: chat.to_note()})
 
     def load(self, path: Path) -> SavedChat:
         """Takes up a saved chat; the one that was going on is gone, unless this fails."""
-        cache, saved = read_chat(path, self.partner.model)
-        self.cache = cache
+        self.cache, saved = read_chat(path, self.partner.model)
         self.form = form_for(self.partner.described.tokenizer, saved.system)
         self.transcript = saved.transcript
         self.is_broken = False
         return saved
 
-    def _saved(self) -> SavedChat:
-        return SavedChat(self.transcript, self.form.system, self.partner.params)
-
-    def _is_whole(self) -> bool:
-        try:
-            self.cache.check_integrity()
-        except ValueError:
-            return False
-        return True
-
     def _require_whole(self) -> None:
         if self.is_broken:
-            raise ValueError(_BROKEN)
+            raise ValueError(
+                "the last answer was cut in the middle of a token, so the cache is of no use any"
+                " more; /reset begins a new chat, /load FILE goes back to a saved one"
+            )

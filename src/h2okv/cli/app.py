@@ -29,7 +29,7 @@ COMMANDS = {
     "bench": ("bench:bench_app", "Measure speed and memory against transformers' own caches."),
     "analyze": ("analyze:analyze", "Measure what the paper observed, and write a report."),
     "view": ("analyze:view", "See what a policy keeps of a text, token by token."),
-    "models": ("models:models_app", "Fetch and list models that have a name."),
+    "models": ("env:models_app", "Fetch and list models that have a name."),
     "env": ("env:env", "Show what is installed, and what would run attention and why."),
 }
 """Each command's function or group in `h2okv.cli`, and its line in `h2okv --help`. A command is

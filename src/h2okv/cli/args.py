@@ -1,29 +1,35 @@
-"""Options that several commands share, each declared once."""
+"""Options that several commands share, each declared once, and the reading of their values."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import itertools
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
+from typer.models import OptionInfo, ParameterInfo
 
 from h2okv.config import POSITIONS, CacheConfig, Positions
+from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.loading import Described
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=str)
+Number = TypeVar("Number", int, float)
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -34,150 +40,152 @@ POLICIES = (
 """Policies that drop entries; written down, for the registry imports torch."""
 SCORINGS = ("sum", "mean", "decay", "value_norm")
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
-COMPILE_HELP = "Compile decode steps with torch.compile: slow to start, then faster."
+DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
 
 
-@dataclass(frozen=True)
-class _Option:
-    """One option of the command line."""
-
-    kind: Any
-    default: Any
-    help: str
-    show_default: bool | str = True
+def option(default: Any, help: str, *names: str) -> Any:
+    """An option of a command; a default that is worked out later stands in the help's brackets."""
+    return typer.Option(default, *names, help=help)
 
 
-def _bundle(
-    parameter: str,
-    options: Mapping[str, _Option],
-    build: Callable[..., Any],
-    panel: str,
-    without: Sequence[str] = (),
+JSON = option(False, "Print one JSON object.", "--json")
+SEED = option(0, "Random seed.")
+TEXT = option(None, "A text file; by default the opening of a novel.")
+RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
+ROWS = option(None, "Append the rows to this file.")
+MEMORY_HELP = "Memory limit of the process (what is free), such as 4GiB; on a GPU that of the GPU."
+COMPILE = option(
+    False, "Compile decode steps with torch.compile: slow to start, then faster.", "--compile"
+)
+
+
+def bundle(
+    parameter: str, build: Callable[..., Any], signature: Callable[..., Any], **changed: Any
 ) -> Callable[[Command], Command]:
-    """Gives a command options in the place of one parameter, which is built from them."""
-    own = {name: option for name, option in options.items() if name not in without}
+    """Gives a command the options of a signature in the place of one parameter.
+
+    What `build` makes of their values is the parameter. An option in `changed` replaces the one of
+    its name; anything else there is a fixed value, and no option.
+    """
+    fixed, options = {}, []
+    for name, part in inspect.signature(signature, eval_str=True).parameters.items():
+        own = copy.copy(changed.get(name, part.default))
+        if not isinstance(own, ParameterInfo):
+            fixed[name] = own
+            continue
+        if isinstance(own, OptionInfo):
+            own.rich_help_panel = parameter.capitalize().rstrip("s")
+        options.append(part.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own))
 
     def decorate(command: Command) -> Command:
-        signature = inspect.signature(command, eval_str=True)
+        whole = inspect.signature(command, eval_str=True)
         parameters = [
             part.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for part in signature.parameters.values()
+            for part in whole.parameters.values()
             if part.name != parameter
         ]
-        for name, option in own.items():
-            shown = typer.Option(
-                help=option.help, rich_help_panel=panel, show_default=option.show_default
-            )
-            parameters.append(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=option.default,
-                    annotation=Annotated[option.kind, shown],
-                )
-            )
 
         @functools.wraps(command)
         def run(**given: Any) -> Any:
-            values = {name: given.pop(name) for name in own}
-            return command(**given, **{parameter: build(**values)})
+            values = {part.name: given.pop(part.name) for part in options}
+            return command(**given, **{parameter: build(**fixed, **values)})
 
         changed: Any = run
-        changed.__signature__ = signature.replace(parameters=parameters)
-        changed.__annotations__ = {part.name: part.annotation for part in parameters}
+        changed.__signature__ = whole.replace(parameters=[*parameters, *options])
+        changed.__annotations__ = {part.name: part.annotation for part in (*parameters, *options)}
         result: Command = changed
         return result
 
     return decorate
 
 
-_FIELDS = {field.name: field.default for field in fields(CacheConfig)}
 _AMOUNT = "tokens (64) or a fraction of the prompt (10%)"
-_CACHE = {
-    "policy": _Option(str, _FIELDS["policy"], f"Eviction policy: {', '.join(POLICIES)}."),
-    "budget": _Option(str, "20%", "Entries to keep: tokens (512), part of the prompt (20%), full."),
-    "heavy": _Option(
-        str | None, None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}.", False
-    ),
-    "recent": _Option(
-        str | None, None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}.", False
-    ),
-    "heavy_fraction": _Option(float, 0.5, "Part of --budget for heavy hitters; the rest: recent."),
-    "sink": _Option(int, _FIELDS["sink"], "First tokens that are never evicted, beyond --budget."),
-    "scoring": _Option(
-        str, _FIELDS["scoring"], f"How attention is accumulated: {', '.join(SCORINGS)}."
-    ),
-    "decay": _Option(
-        float | None, None, "With --scoring decay, the factor per later token.", "0.995"
-    ),
-    "positions": _Option(
-        str,
-        _FIELDS["positions"],
-        "original, rolling (for text beyond the context window) or clamped (OPT).",
-    ),
-    "prefill_chunk": _Option(
-        int | None,
-        None,
-        "Most tokens between two evictions while a prompt is read; 1 is the paper's Algorithm 1.",
-        "the whole prompt",
-    ),
-    "kv_bits": _Option(
-        int | None, None, "Quantize keys and values to 8 or 4 bits.", "the model's dtype"
-    ),
-}
+_BUDGET = "Entries to keep: tokens (512), part of the prompt (20%), full."
+CHUNK_HELP = (
+    "Most tokens between two evictions while a prompt is read; 1 is the paper's Algorithm 1."
+)
 
 
-def cache_options(budget: str = "20%", without: Sequence[str] = ()) -> Callable[[Command], Command]:
+def _make_cache(
+    policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}."),
+    budget: str = option("20%", _BUDGET),
+    heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
+    recent: str | None = option(None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}."),
+    heavy_fraction: float = option(0.5, "Part of --budget for heavy hitters; the rest: recent."),
+    sink: int = option(0, "First tokens that are never evicted, beyond --budget."),
+    scoring: str = option("sum", f"How attention is accumulated: {', '.join(SCORINGS)}."),
+    decay: float | None = option(None, "With --scoring decay, the factor per later token (0.995)."),
+    positions: str = option(
+        "original", "original, rolling (past the context window), clamped (OPT)."
+    ),
+    prefill_chunk: int | None = option(None, CHUNK_HELP),
+    kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits."),
+) -> CacheConfig:
+    """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
+    rest: dict[str, Any] = {
+        "policy": policy, "sink": sink, "scoring": scoring, "decay": decay,
+        "positions": positions, "prefill_chunk": prefill_chunk, "kv_bits": kv_bits,
+    }  # fmt: skip
+    if heavy is None and recent is None:
+        return CacheConfig.from_budget(parse_budget(budget), heavy_fraction, **rest)
+    half = CacheConfig.from_budget(parse_budget(budget))
+    return CacheConfig(
+        heavy=half.heavy if heavy is None else parse_amount("heavy", heavy),
+        recent=half.recent if recent is None else parse_amount("recent", recent),
+        **rest,
+    )
+
+
+def _names_parts(default: str, budget: str, values: dict[str, Any]) -> bool:
+    """Whether --heavy or --recent stand for --budget, which must then be left alone."""
+    is_fine = values["heavy"] is not None or values["recent"] is not None
+    if is_fine and budget != default:
+        raise ValueError(
+            "--budget goes without --heavy and --recent, which are its parts; leave one of them out"
+        )
+    return is_fine
+
+
+def cache_options(budget: str = "20%", **fixed: Any) -> Callable[[Command], Command]:
     """Gives a command the options of a cache, and hands it ``cache``, a `CacheConfig`."""
-    options = _CACHE | {"budget": _Option(str, budget, _CACHE["budget"].help)}
 
-    def build(policy: str, **values: Any) -> CacheConfig:
-        return _cache_config(policy, values.pop("budget", budget), budget, **values)
+    def build(**values: Any) -> CacheConfig:
+        _names_parts(budget, values["budget"], values)
+        return _make_cache(**values)
 
-    return _bundle("cache", options, build, "Cache", without)
+    return bundle("cache", build, _make_cache, budget=option(budget, _BUDGET), **fixed)
 
 
 def cache_lists(
-    budget: str,
-    policy: str = "h2o",
-    scoring: str = "sum",
-    prefill_chunk: int | None = None,
-    without: Sequence[str] = (),
+    budget: str, policy: str = "h2o", scoring: str = "sum", **changed: Any
 ) -> Callable[[Command], Command]:
     """The same for a command that compares: ``caches``, each policy with each budget."""
-    options = _CACHE | {
-        "policy": _Option(str, policy, f"Policies, comma-separated: {', '.join(POLICIES)}."),
-        "budget": _Option(
-            str, budget, "Budgets, comma-separated: tokens (512), part of the prompt (20%), full."
-        ),
-        "scoring": _Option(
-            str, scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
-        ),
-    }
-    if prefill_chunk is not None:
-        options["prefill_chunk"] = _Option(int, prefill_chunk, _CACHE["prefill_chunk"].help)
 
-    def build(policy: str, **values: Any) -> list[CacheConfig]:
-        budgets = split_list(values.pop("budget", budget))
-        policies = split_list(policy)
-        scorings = split_list(values.pop("scoring", scoring))
-        lists = (("policy", policies), ("budget", budgets), ("scoring", scorings))
-        for name, found in lists:
+    def build(**values: Any) -> list[CacheConfig]:
+        lists = {name: split_list(values.pop(name)) for name in ("budget", "policy", "scoring")}
+        for name, found in lists.items():
             if not found:
                 raise ValueError(f"--{name} names nothing; give at least one value")
-        is_fine = values.get("heavy") is not None or values.get("recent") is not None
-        if is_fine and ",".join(budgets) != budget:
-            raise ValueError(_TWICE)
+        if _names_parts(budget, ",".join(lists["budget"]), values):
+            lists["budget"] = ("20%",)
         caches: list[CacheConfig] = []
-        for own in ["20%"] if is_fine else budgets:
-            for name in policies:
-                for chosen in _scorings_of(name, scorings, values.get("decay")):
-                    made = _cache_config(name, own, own, **(values | chosen))
-                    if not any(made.identity() == other.identity() for other in caches):
-                        caches.append(made)
+        for own, name in itertools.product(lists["budget"], lists["policy"]):
+            for chosen in _scorings_of(name, lists["scoring"], values["decay"]):
+                made = _make_cache(policy=name, budget=own, **(values | chosen))
+                if not any(made.identity() == other.identity() for other in caches):
+                    caches.append(made)
         return caches
 
-    return _bundle("caches", options, build, "Cache", without)
+    lists = {
+        "policy": option(policy, f"Policies, comma-separated: {', '.join(POLICIES)}."),
+        "budget": option(
+            budget, "Budgets, comma-separated: tokens (512), part of the prompt (20%), full."
+        ),
+        "scoring": option(
+            scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
+        ),
+    }
+    return bundle("caches", build, _make_cache, **lists, **changed)
 
 
 def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
@@ -192,34 +200,6 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
     return [{"scoring": own, "decay": decay if own == "decay" else None} for own in scorings]
 
 
-_TWICE = "--budget goes without --heavy and --recent, which are its parts; leave one of them out"
-
-
-def _cache_config(
-    policy: str,
-    budget: str,
-    default: str,
-    heavy: str | None = None,
-    recent: str | None = None,
-    heavy_fraction: float = 0.5,
-    **rest: Any,
-) -> CacheConfig:
-    """Makes one config; --heavy and --recent stand for --budget, a missing one for its half."""
-    if heavy is None and recent is None:
-        return CacheConfig.from_budget(
-            parse_budget(budget), heavy_fraction, **({"policy": policy} | rest)
-        )
-    if budget != default:
-        raise ValueError(_TWICE)
-    half = CacheConfig.from_budget(parse_budget(default))
-    return CacheConfig(
-        policy=policy,
-        heavy=half.heavy if heavy is None else parse_amount("heavy", heavy),
-        recent=half.recent if recent is None else parse_amount("recent", recent),
-        **rest,
-    )
-
-
 def cache_flags(config: CacheConfig) -> str:
     """The options that a command reads back as this cache."""
     if config.is_full:
@@ -232,24 +212,23 @@ def cache_flags(config: CacheConfig) -> str:
         if parts == (plain.heavy, plain.recent):
             flags[1] = f"--budget {config.budget_label}"
     for name in ("sink", "scoring", "decay", "positions", "prefill_chunk", "kv_bits"):
-        if getattr(config, name) != _FIELDS[name]:
-            flags.append(f"--{name.replace('_', '-')} {getattr(config, name)}")
+        if getattr(config, name) != getattr(CacheConfig, name):
+            flags.append(f"{flag(name)} {getattr(config, name)}")
     return " ".join(flags)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, in which dtype, on which device.
+    """Which model, in which dtype, on which device; the fields are a command's options."""
 
-    Attributes:
-        name: what the user calls it.
-        dtype: of the weights; None for the checkpoint's own.
-        device_name: where it runs, in the user's words.
-    """
+    name: str = option(BUNDLED, MODEL_HELP, "--model")
+    dtype_name: str = option("auto", f"Data type of the weights: {', '.join(DTYPES)}.", "--dtype")
+    device_name: str = option("auto", DEVICE_HELP, "--device")
 
-    name: str
-    dtype: torch.dtype | None
-    device_name: str = "auto"
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The data type of the weights; None for the checkpoint's own."""
+        return parse_dtype(self.dtype_name)
 
     @property
     def device(self) -> torch.device:
@@ -260,9 +239,9 @@ class ModelOptions:
 
     def describe(self) -> Described:
         """Reads config and tokenizer, so that most mistakes show before the weights load."""
-        from h2okv.integration.loading import describe, parse_device
+        from h2okv.integration.loading import describe
 
-        parse_device(self.device_name)
+        _ = self.dtype, self.device
         return describe(self.name)
 
     def load(self, described: Described) -> PreTrainedModel:
@@ -272,145 +251,100 @@ class ModelOptions:
         return load_weights(described, self.dtype, self.device)
 
 
-_MODEL = {
-    "model": _Option(str, BUNDLED, MODEL_HELP),
-    "dtype": _Option(str, "auto", f"Data type of the weights: {', '.join(DTYPES)}."),
-    "device": _Option(str, "auto", "auto, cpu, cuda, cuda:1 ..."),
-}
-
-
-def model_options(without: Sequence[str] = ()) -> Callable[[Command], Command]:
+def model_options(**fixed: Any) -> Callable[[Command], Command]:
     """Gives a command the options of a model, and hands it ``model``, `ModelOptions`."""
-
-    def build(model: str = BUNDLED, dtype: str = "auto", device: str = "auto") -> ModelOptions:
-        return ModelOptions(model, parse_dtype(dtype), device)
-
-    return _bundle("model", _MODEL, build, "Model", without)
+    return bundle("model", ModelOptions, ModelOptions, **fixed)
 
 
-_MODELS_OWN = "the model's own, or {}"
-_SAMPLING = {
-    "max_new_tokens": _Option(int, 128, "Most tokens to generate."),
-    "temperature": _Option(
-        float | None, None, "0 is greedy decoding; higher is more random.", _MODELS_OWN.format(0)
-    ),
-    "top_p": _Option(
-        float | None, None, "Nucleus sampling: most likely tokens of this total probability.",
-        _MODELS_OWN.format(1),
-    ),
-    "top_k": _Option(
-        int | None, None, "Sample among this many of the most likely tokens; 0 for all.",
-        _MODELS_OWN.format(0),
-    ),
-    "min_p": _Option(
-        float | None, None, "Drop tokens less likely than this, relative to the most likely one.",
-        _MODELS_OWN.format(0),
-    ),
-    "repetition_penalty": _Option(
-        float | None, None, "Above 1, tokens that occurred become less likely.",
-        _MODELS_OWN.format(1),
-    ),
-    "stop": _Option(list[str] | None, None, "A string that ends the text; may be repeated.", False),
-    "seed": _Option(int, 0, "Random seed."),
-}  # fmt: skip
+_MODELS_OWN = "the model's own, or "
+
+
+def _own(neutral: int, help: str) -> Any:
+    return option(None, f"{help} ({_MODELS_OWN}{neutral}).")
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling as far as the user said it; the rest is the model's own.
+    """Sampling as far as the user said it; the fields are a command's options."""
 
-    Attributes:
-        given: arguments of `SamplingParams`.
-    """
-
-    given: Mapping[str, Any]
+    max_new_tokens: int | None = option(128, "Most tokens to generate.")
+    temperature: float | None = _own(0, "0 is greedy decoding; higher is more random")
+    top_p: float | None = _own(1, "Nucleus sampling: most likely tokens of this total probability")
+    top_k: int | None = _own(0, "Sample among this many of the most likely tokens; 0 for all")
+    min_p: float | None = _own(0, "Drop tokens less likely than this, relative to the likeliest")
+    repetition_penalty: float | None = _own(1, "Above 1, tokens that occurred become less likely")
+    stop: list[str] | None = option(None, "A string that ends the text; may be repeated.")
+    seed: int | None = option(0, "Random seed.")
 
     def __post_init__(self) -> None:
         self._make({})
-        if self.given.get("max_tokens") is not None and self.given["max_tokens"] < 1:
-            raise ValueError(
-                f"--max-new-tokens {self.given['max_tokens']} is too few; give 1 or more"
-            )
-        if not 0 <= self.given.get("seed", 0) < 2**63:
-            raise ValueError(f"--seed {self.given['seed']} is out of range; give 0 to {2**63 - 1}")
+        check_least(max_new_tokens=self.max_new_tokens)
+        if not 0 <= (self.seed or 0) < 2**63:
+            raise ValueError(f"--seed {self.seed} is out of range; give 0 to {2**63 - 1}")
 
-    def params(self, own: GenerationConfig | None = None) -> SamplingParams:
+    def params(self, described: Described | None = None) -> SamplingParams:
         """Settles what the user left open by the model's generation config; greedy without one."""
-        params = self._make(_defaults_of(own))
-        for name in ("top_p", "top_k", "min_p"):
-            value = self.given.get(name)
-            if params.is_greedy and value is not None and value != getattr(_neutral(), name):
+        params = self._make({} if described is None else _sampling_of(described))
+        for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+            value = getattr(self, name)
+            if params.is_greedy and value not in (None, neutral):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {value:g} has no effect on greedy decoding; add"
+                    f"{flag(name)} {value:g} has no effect on greedy decoding; add"
                     " --temperature 0.8"
                 )
         return params
 
-    def _make(self, own: Mapping[str, Any]) -> SamplingParams:
+    def _make(self, own: dict[str, Any]) -> SamplingParams:
         from h2okv.engine.sampling_params import SamplingParams
 
-        said = {name: value for name, value in self.given.items() if value is not None}
+        said = {name: value for name, value in vars(self).items() if value is not None}
+        most = said.pop("max_new_tokens", None)
         try:
-            return SamplingParams(**{"temperature": 0.0, **own, **said})
-        except ValueError as error:
-            raise ValueError(_as_option(str(error))) from error
+            return SamplingParams(**{"temperature": 0.0, "max_tokens": most, **own, **said})
+        except ValueError as error:  # which names the argument, and here it is an option
+            message = re.sub(r"^(\w+)=", lambda match: f"{flag(match[1])} ", str(error))
+            raise ValueError(message.replace("--max-tokens", "--max-new-tokens")) from error
 
 
-def _neutral() -> SamplingParams:
-    """Sampling that leaves the model's probabilities as they are."""
-    from h2okv.engine.sampling_params import SamplingParams
-
-    return SamplingParams()
-
-
-def own_generation_config(described: Described) -> GenerationConfig | None:
-    """Reads how a model's authors want it to be sampled, if they say so."""
+def _sampling_of(described: Described) -> dict[str, Any]:
+    """How a model's authors want it to be sampled, if they say so."""
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(described.source)
+        own = GenerationConfig.from_pretrained(described.source)
     except (OSError, ValueError):
-        return None
-
-
-def _defaults_of(own: GenerationConfig | None) -> dict[str, Any]:
-    """What a model's generation config asks for."""
-    if own is None:
         return {}
-    found = {"repetition_penalty": getattr(own, "repetition_penalty", None)}
-    if getattr(own, "do_sample", False):
-        temperature = getattr(own, "temperature", None)
-        found["temperature"] = 1.0 if temperature is None else temperature
-        found |= {name: getattr(own, name, None) for name in ("top_p", "top_k", "min_p")}
+    found = {"repetition_penalty": own.repetition_penalty}
+    if own.do_sample:
+        found["temperature"] = 1.0 if own.temperature is None else own.temperature
+        found |= {name: getattr(own, name) for name in ("top_p", "top_k", "min_p")}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _as_option(message: str) -> str:
-    """Says what is wrong with an argument in the words of the command line."""
-
-    def option(match: re.Match[str]) -> str:
-        name = "max-new-tokens" if match[1] == "max_tokens" else match[1].replace("_", "-")
-        return f"--{name} {match[2]}"
-
-    return re.sub(r"^(\w+)=(\S+)", option, message)
-
-
 def sampling_options(
-    max_new_tokens: int = 128, without: Sequence[str] = (), models_own: bool = True
+    max_new_tokens: int | None = 128, models_own: bool = True, **fixed: Any
 ) -> Callable[[Command], Command]:
     """Gives a command the options of sampling, and hands it ``sampling``, `SamplingOptions`."""
-    most = _Option(int, max_new_tokens, _SAMPLING["max_new_tokens"].help)
-    options = _SAMPLING | {"max_new_tokens": most}
+    most = None if max_new_tokens is None else option(max_new_tokens, "Most tokens to generate.")
+    changed = {"max_new_tokens": most, **fixed}
     if not models_own:  # the command does not ask how the model's authors want it to be sampled
-        for name, option in options.items():
-            if isinstance(option.show_default, str):
-                shown = option.show_default.rpartition(" ")[2]
-                options[name] = replace(option, show_default=shown)
+        for part in fields(SamplingOptions):
+            own = copy.copy(part.default)
+            own.help = own.help.replace(_MODELS_OWN, "")
+            changed.setdefault(part.name, own)
+    return bundle("sampling", SamplingOptions, SamplingOptions, **changed)
 
-    def build(max_new_tokens: int | None = None, **given: Any) -> SamplingOptions:
-        return SamplingOptions({"max_tokens": max_new_tokens, **given})
 
-    return _bundle("sampling", options, build, "Sampling", without)
+def flag(name: str) -> str:
+    """The option that sets a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_least(least: int = 1, /, **counts: int | None) -> None:
+    """Refuses numbers that are too small, each given by the name of its option."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            raise ValueError(f"{flag(name)} {count} is too few; give {least} or more")
 
 
 def parse_amount(name: str, text: str) -> int | float:
@@ -437,17 +371,18 @@ def parse_budget(text: str) -> int | float | None:
     return None if text.strip() == "full" else parse_amount("budget", text.strip())
 
 
-def parse_positions(text: str) -> Positions:
-    """Reads how entries are positioned."""
-    return parse_choice("positions", text, POSITIONS)
-
-
 def parse_choice(option: str, text: str, choices: Sequence[Choice]) -> Choice:
     """Reads an option that takes one of a few words."""
     for word in choices:
         if word == text:
             return word
     raise ValueError(f"--{option} {text!r} is not known; choose from {', '.join(choices)}")
+
+
+def parse_positions(text: str) -> Positions | None:
+    """Reads how entries are positioned; None for auto, which the command settles."""
+    chosen: Any = parse_choice("positions", text, ("auto", *POSITIONS))
+    return None if chosen == "auto" else chosen
 
 
 def parse_dtype(text: str) -> torch.dtype | None:
@@ -463,69 +398,51 @@ def split_list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def parse_numbers(name: str, text: str) -> tuple[int, ...]:
-    """Reads a comma-separated list of whole numbers."""
+def parse_numbers(
+    name: str, text: str, kind: type[Number], example: str = "2048,8192"
+) -> tuple[Number, ...]:
+    """Reads a comma-separated list of numbers."""
     try:
-        return tuple(int(part) for part in split_list(text))
+        return tuple(kind(part) for part in split_list(text))
     except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
         raise ValueError(
-            f"--{name} {text!r} is not a list of whole numbers; give one such as 2048,8192"
+            f"--{name} {text!r} is not a list of {what}; give one such as {example}"
         ) from None
 
 
-def check_file(option: str, path: Path) -> None:
+def check_file(option: str, path: Path | None) -> None:
     """Refuses a file that could not be written when the work is done."""
+    if path is None:
+        return
     if path.is_dir():
-        raise ValueError(f"--{option} '{path}' is a folder and cannot be written; give a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"--{option} '{path}' is in no folder that exists; make it first")
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = "it is in no folder that exists"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise ValueError(f"--{option} '{path}' cannot be written ({reason}); choose another file")
 
 
-def read_text(option: str, path: Path, what: str = "text") -> str:
-    """Reads a text file that an option names."""
+def read_text(option: str, path: Path) -> str:
+    """Reads a text file that an option names, without the last line's end."""
     try:
-        data = path.expanduser().read_bytes()
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ValueError(
-            f"--{option} '{path}' cannot be read ({reason}); give a text file"
-        ) from error
-    return checked_text(decode(f"--{option} '{path}'", data), what)
-
-
-def decode(source: str, data: bytes) -> str:
-    """Decodes UTF-8, without the byte-order mark and the last line's end."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{source} is not UTF-8 text (byte {error.start}); convert it to UTF-8"
-        ) from error
-    return text.removeprefix("\ufeff").rstrip("\r\n")
-
-
-def checked_text(text: str, what: str) -> str:
-    """Refuses a text with nothing in it."""
-    if not text.strip():
-        raise ValueError(f"the {what} is empty; give some text to go on from")
-    return text
-
-
-RAY_DEVICES = ("auto", "cpu", "cuda")
+        return read_text_file(path).rstrip("\r\n")
+    except ValueError as error:
+        raise ValueError(f"--{option} {error}") from error
 
 
 def check_copies(option: str, copies: int | None, ray: bool, device: str) -> None:
     """Refuses a number of copies of the model, or a device for them, that makes no sense."""
-    if not ray:
-        if copies is not None:
-            raise ValueError(f"{option} {copies} needs --ray; give --ray too")
-        return
-    if copies is not None and copies < 1:
-        raise ValueError(f"{option} {copies} is too few; give 1 or more")
-    if device not in RAY_DEVICES:
+    if not ray and copies is not None:
+        raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
+    check_least(**{option: copies})
+    if ray and device not in (devices := ("auto", "cpu", "cuda")):
         raise ValueError(
             f"--device {device!r} cannot be chosen with --ray, which gives each copy of the model"
-            f" a GPU of its own; give {', '.join(RAY_DEVICES)}"
+            f" a GPU of its own; give {', '.join(devices)}"
         )
 
 

@@ -2,84 +2,105 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from h2okv.cli import args
 from h2okv.cli.args import (
     BUNDLED,
+    JSON,
+    MEMORY_HELP,
     MODEL_HELP,
+    RAW,
+    Command,
     ModelOptions,
     SamplingOptions,
-    cache_options,
-    check_copies,
-    model_options,
-    own_generation_config,
-    sampling_options,
+    option,
 )
 from h2okv.config import CacheConfig
-from h2okv.console import INTERRUPTED, format_bytes, format_table, write_remark, write_text
+from h2okv.console import (
+    INTERRUPTED,
+    format_bytes,
+    format_table,
+    write_json,
+    write_remark,
+    write_text,
+)
 
 if TYPE_CHECKING:
-    from h2okv.offload.offload_engine import BatchRequest, PlannedJob
-
-WEIGHTS_HELP = "Where weights are: auto, device, cpu, disk, or percentages: device=40,disk=60."
-CACHE_HELP = "Where keys and values are: auto, device, cpu, file, or percentages of the layers."
-WEIGHT_BITS_HELP = "Quantize the layers' weights to 8 or 4 bits (CPUs, bfloat16)."
-MEMORY_HELP = "Memory limit of the process, such as 4GiB; on a GPU that of the GPU."
-BATCH_HELP = "Sequences that run together: a number, or auto."
+    from h2okv.offload.offload_engine import PlannedJob
 
 
-@cache_options()
-@model_options()
-@sampling_options()
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Where a job's weights and caches may go; the fields are a command's options."""
+
+    batch: str = option("auto", "Sequences that run together: a number, or auto.")
+    memory: str | None = option(None, MEMORY_HELP)
+    weights: str = option(
+        "auto", "Place of weights: auto, device, cpu, disk, or device=40,disk=60."
+    )
+    cache_places: str = option(
+        "auto", "Where keys and values are: auto, device, cpu, file, or percentages.", "--cache"
+    )
+    weight_bits: int | None = option(
+        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16)."
+    )
+
+    def request(self, model: ModelOptions, cache: CacheConfig) -> dict[str, Any]:
+        """Fields of an `OffloadRequest`."""
+        from h2okv.engine.memory import parse_memory
+        from h2okv.offload.kv_tiers import CACHE_TIERS
+        from h2okv.offload.planner import PLACES, parse_placement
+        from h2okv.offload.quantized_linear import WEIGHT_BITS
+
+        if self.batch != "auto" and not (self.batch.isdecimal() and int(self.batch)):
+            raise ValueError(
+                f"--batch {self.batch!r} is not a number of prompts; give 1 or more, or auto"
+            )
+        bits = self.weight_bits
+        if bits is not None and bits not in WEIGHT_BITS:
+            raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
+        return {
+            "model": model.name,
+            "cache": cache,
+            "dtype": model.dtype,
+            "batch_size": None if self.batch == "auto" else int(self.batch),
+            "weight_placement": parse_placement("weights", self.weights, PLACES),
+            "cache_placement": parse_placement("cache", self.cache_places, CACHE_TIERS),
+            "memory": None if self.memory is None else parse_memory(self.memory),
+            "weight_bits": bits,
+        }
+
+
+def offload_options() -> Callable[[Command], Command]:
+    """Gives a command the options of offloading, and hands it ``offload``, `OffloadOptions`."""
+    return args.bundle("offload", OffloadOptions, OffloadOptions)
+
+
+@args.cache_options()
+@args.model_options()
+@args.sampling_options()
+@offload_options()
 def batch(
     cache: CacheConfig,
     model: ModelOptions,
     sampling: SamplingOptions,
-    input: Annotated[Path, typer.Option(help="The prompts, a JSONL file.")],
-    output: Annotated[Path, typer.Option(help="The results, a JSONL file; made or continued.")],
-    batch: Annotated[str, typer.Option(help=BATCH_HELP)] = "auto",
-    memory: Annotated[
-        str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
-    ] = None,
-    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
-    kv_cache: Annotated[str, typer.Option("--cache", help=CACHE_HELP)] = "auto",
-    cache_folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder for a cache in a file.", show_default="that of the output"),
-    ] = None,
-    weight_bits: Annotated[
-        int | None, typer.Option(help=WEIGHT_BITS_HELP, show_default="the checkpoint's own")
-    ] = None,
-    converted: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for checkpoints that must be rewritten to be streamed.",
-            show_default="the user's cache folder",
-        ),
-    ] = None,
-    keep_pages: Annotated[
-        bool,
-        typer.Option("--keep-pages", help="Let the system keep streamed weights in free memory."),
-    ] = False,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Run on the Ray cluster of RAY_ADDRESS, or on this one.")
-    ] = False,
-    actors: Annotated[
-        int | None,
-        typer.Option(
-            help="With --ray: copies of the model.", show_default="one on each GPU or machine"
-        ),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompts: no chat template, if there is one.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    offload: OffloadOptions,
+    input: Path = option(..., "The prompts, a JSONL file."),
+    output: Path = option(..., "The results, a JSONL file; made or continued."),
+    cache_folder: Path | None = option(None, "Folder for a cache in a file (that of the output)."),
+    converted: Path | None = option(None, "Folder for rewritten checkpoints (the user's cache)."),
+    keep_pages: bool = option(False, "Let streamed weights stay in free memory.", "--keep-pages"),
+    ray: bool = option(False, "Run on the Ray cluster of RAY_ADDRESS, or on this one.", "--ray"),
+    actors: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
+    raw: bool = RAW,
+    as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
     """Generate for a file of prompts, as many at a time as fit into memory.
 
@@ -92,37 +113,24 @@ def batch(
     Examples:
 
         h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
-
         h2okv batch --model ./large-model --memory 4GiB --input prompts.jsonl --output texts.jsonl
-
         h2okv batch --ray --actors 8 --model ./model --input prompts.jsonl --output texts.jsonl
     """
     import torch
 
-    from h2okv.engine.memory import parse_memory
-    from h2okv.offload.kv_tiers import CACHE_TIERS
-    from h2okv.offload.offload_engine import BatchRequest, Interrupted
-    from h2okv.offload.offload_engine import run as run_job
-    from h2okv.offload.planner import PLACES, parse_placement
+    from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
 
-    if sampling.given.get("stop"):
+    if sampling.stop:
         raise ValueError("--stop is not known to h2okv batch; cut the texts afterwards")
     request = BatchRequest(
-        model=model.name,
+        **offload.request(model, cache),
         input=input,
         output=output,
-        cache=cache,
         sampling=sampling.params(),
         is_raw=raw,
-        dtype=model.dtype,
         device=torch.device("cpu") if ray else model.device,
-        batch_size=_parse_batch(batch),
-        weight_placement=parse_placement("weights", weights, PLACES),
-        cache_placement=parse_placement("cache", kv_cache, CACHE_TIERS),
         cache_folder=cache_folder,
-        memory=None if memory is None else parse_memory(memory),
         converted=converted,
-        weight_bits=_check_weight_bits(weight_bits),
         keep_pages=keep_pages,
     )
     if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
@@ -130,94 +138,64 @@ def batch(
             f"no file for the cache can be made in '{cache_folder}'; give another --cache-folder,"
             " one that exists"
         )
-    device = model.device_name
-    check_copies("--actors", actors, ray, device)
+    args.check_copies("actors", actors, ray, model.device_name)
     if ray:
-        _check_for_ray(request)
-    params = sampling.params(own_generation_config(model.describe()))
-    cache = cache.seeded(int(params.seed or 0))
-    request = replace(request, sampling=params, cache=cache)
+        _check_for_ray(offload, cache_folder, converted, keep_pages)
+    params = sampling.params(model.describe())
+    request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
     try:
         if ray:  # imported here: a job on this machine alone needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, device, actors)
+            summary = run_batch_on_ray(request, model.device_name, actors)
         else:
-            summary = run_job(request)
+            summary = run(request)
     except Interrupted as stopped:
         write_remark(str(stopped))
         return INTERRUPTED
-    if json:
+    if as_json:
         write_text(summary.to_json() + "\n")
     else:
         write_remark(summary.to_text())
     return 0
 
 
-def _check_weight_bits(bits: int | None) -> int | None:
-    """Refuses a number of bits that there is no format for."""
-    from h2okv.offload.quantized_linear import WEIGHT_BITS
-
-    if bits is not None and bits not in WEIGHT_BITS:
-        raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
-    return bits
-
-
-def _check_for_ray(request: BatchRequest) -> None:
+def _check_for_ray(
+    offload: OffloadOptions, cache_folder: Path | None, converted: Path | None, keep_pages: bool
+) -> None:
     """Refuses with --ray what is planned for one machine alone."""
     given = {
-        "--memory": request.memory,
-        "--weights": request.weight_placement,
-        "--cache": request.cache_placement,
-        "--cache-folder": request.cache_folder,
-        "--converted": request.converted,
-        "--weight-bits": request.weight_bits,
-        "--keep-pages": request.keep_pages or None,
+        "--memory": offload.memory,
+        "--weights": offload.weights != "auto",
+        "--cache": offload.cache_places != "auto",
+        "--cache-folder": cache_folder,
+        "--converted": converted,
+        "--weight-bits": offload.weight_bits,
+        "--keep-pages": keep_pages,
     }
     for name, value in given.items():
-        if value is not None:
+        if value:
             raise ValueError(
                 f"{name} is planned for one machine, and with --ray every actor holds the whole"
                 f" model in its memory; leave out {name} or --ray"
             )
 
 
-def _parse_batch(text: str) -> int | None:
-    """Parses a batch size; ``None`` for ``auto``."""
-    if text == "auto":
-        return None
-    try:
-        size = int(text)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise ValueError(f"--batch {text!r} is not a number of prompts; give 1 or more, or auto")
-    return size
-
-
 _PATIENCE = 60.0
 """Seconds until the first result, above which the user is told."""
 
 
-@cache_options(without=("prefill_chunk",))
-@model_options(without=("model",))
+@args.cache_options(prefill_chunk=None)
+@args.model_options(name=typer.Argument(BUNDLED, metavar="MODEL", help=MODEL_HELP))
+@offload_options()
 def plan(
     cache: CacheConfig,
     model: ModelOptions,
-    name: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = BUNDLED,
-    memory: Annotated[
-        str | None, typer.Option(help=MEMORY_HELP, show_default="what is free")
-    ] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
-    gen: Annotated[int, typer.Option(help="New tokens for a prompt.")] = 128,
-    prompts: Annotated[int, typer.Option(help="Prompts of the job.")] = 1000,
-    batch: Annotated[str, typer.Option(help=BATCH_HELP)] = "auto",
-    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "auto",
-    kv_cache: Annotated[str, typer.Option("--cache", help=CACHE_HELP)] = "auto",
-    weight_bits: Annotated[
-        int | None, typer.Option(help=WEIGHT_BITS_HELP, show_default="the checkpoint's own")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    offload: OffloadOptions,
+    prompt: int = option(512, "Tokens of a prompt."),
+    gen: int = option(128, "New tokens for a prompt."),
+    prompts: int = option(1000, "Prompts of the job."),
+    as_json: bool = JSON,
 ) -> int:
     """Plan a batch job: where the weights go, the batch size, and the speed to expect.
 
@@ -227,32 +205,16 @@ def plan(
     Examples:
 
         h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256
-
         h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256 --budget full
     """
-    from h2okv.engine.memory import parse_memory
-    from h2okv.offload.kv_tiers import CACHE_TIERS
-    from h2okv.offload.offload_engine import OffloadRequest
-    from h2okv.offload.offload_engine import plan as plan_job
-    from h2okv.offload.planner import PLACES, Workload, parse_placement
+    from h2okv.offload import offload_engine
+    from h2okv.offload.planner import Workload
 
-    for option, value in (("prompt", prompt), ("gen", gen), ("prompts", prompts)):
-        if value < 1:
-            raise ValueError(f"--{option} {value} is too few; give 1 or more")
-    request = OffloadRequest(
-        model=name,
-        cache=cache,
-        dtype=model.dtype,
-        device=model.device,
-        batch_size=_parse_batch(batch),
-        weight_placement=parse_placement("weights", weights, PLACES),
-        cache_placement=parse_placement("cache", kv_cache, CACHE_TIERS),
-        memory=None if memory is None else parse_memory(memory),
-        weight_bits=_check_weight_bits(weight_bits),
-    )
-    planned = plan_job(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
-    if json:
-        write_text(json_format.dumps(planned.to_dict()) + "\n")
+    args.check_least(prompt=prompt, gen=gen, prompts=prompts)
+    request = offload_engine.OffloadRequest(**offload.request(model, cache), device=model.device)
+    planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
+    if as_json:
+        write_json(planned.to_dict())
     else:
         write_text(format_table((), _plan_rows(planned)))
     if planned.plan.estimate.first_result_seconds > _PATIENCE:
@@ -297,10 +259,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     return [
         ("layers and head", layers),
         ("keys and values", ", ".join(caches)),
-        (
-            "batch size",
-            f"{chosen.batch_size}, prefill of {chosen.micro_batch_tokens} tokens",
-        ),
+        ("batch size", f"{chosen.batch_size}, prefill of {chosen.micro_batch_tokens} tokens"),
         ("", ""),
         ("process before", format_bytes(used)),
         ("resident weights", format_bytes(chosen.weight_bytes)),

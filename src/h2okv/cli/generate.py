@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from h2okv.cli.args import (
-    COMPILE_HELP,
-    ModelOptions,
-    SamplingOptions,
-    cache_options,
-    checked_text,
-    decode,
-    model_options,
-    own_generation_config,
-    read_text,
-    sampling_options,
-)
+from h2okv.cli import args
+from h2okv.cli.args import COMPILE, JSON, RAW, ModelOptions, SamplingOptions, option
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
-    discard,
     format_bytes,
     format_table,
+    write_json,
     write_remark,
     write_text,
 )
+from h2okv.records import decode_text
 
 if TYPE_CHECKING:
     import torch
-    from transformers.cache_utils import Cache
 
-    from h2okv.chat.generation import Agreement, Generation, Job
+    from h2okv.chat.generation import Agreement, Comparison, Generation
     from h2okv.integration.loading import Described
 
-_NONE = "-"
 _FEW_TOKENS = 32
 _LEAST_ENTRIES = 64
 """What a fraction of a short prompt is raised to, for heavy hitters and recent tokens each."""
@@ -51,26 +40,20 @@ _SHOWN_CHARACTERS = 300
 _QUESTION = "Summarize the article in three sentences."
 
 
-@cache_options()
-@model_options()
-@sampling_options()
+@args.cache_options()
+@args.model_options()
+@args.sampling_options()
 def generate(
     cache: CacheConfig,
     model: ModelOptions,
     sampling: SamplingOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text: no chat template, if there is one.")
-    ] = False,
-    system: Annotated[str, typer.Option(help="System message, for a chat template.")] = "",
-    compile: Annotated[bool, typer.Option("--compile", help=COMPILE_HELP)] = False,
-    compare: Annotated[
-        str | None, typer.Option(help="full: run the full cache too and compare.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    prompt: str | None = typer.Argument(None, help="The prompt; - or nothing reads it from stdin."),
+    file: Path | None = option(None, "Read the prompt from a text file."),
+    raw: bool = RAW,
+    system: str = option("", "System message, for a chat template."),
+    compile: bool = COMPILE,
+    compare: str | None = option(None, "full: run the full cache too and compare."),
+    as_json: bool = JSON,
 ) -> int:
     """Generate text with an H2O cache.
 
@@ -80,21 +63,18 @@ def generate(
     Examples:
 
         h2okv generate --file chapter.txt --budget 20%
-
         h2okv generate "It was late when" --heavy 64 --recent 64
-
         cat chapter.txt | h2okv generate --model smollm2 --compare full
-
         h2okv generate --file book.txt --budget 1024 --positions rolling
     """
     from h2okv.cache import H2OCache
-    from h2okv.chat.generation import Job, end_tokens
+    from h2okv.chat.generation import Job, generate_and_compare
 
     if compare not in (None, "full"):
         raise ValueError(f"--compare {compare!r} is not known; the one choice is --compare full")
     text = read_prompt(prompt, file)
     described = model.describe()
-    params = sampling.params(own_generation_config(described))
+    params = sampling.params(described)
     cache = cache.seeded(int(params.seed or 0))
     if cache.positions == "rolling" and cache.prefill_chunk is None and described.context:
         cache = replace(cache, prefill_chunk=max(1, min(_CHUNK, described.context // 4)))
@@ -106,22 +86,17 @@ def generate(
         described = replace(described, context=None)  # nothing ends with the context window
     input_ids = encode_prompt(described, text, system if is_chat else None)
     cache, note = with_least_entries(cache, input_ids.shape[1])
-    loaded = model.load(described)
-    ends = end_tokens(loaded, described.tokenizer if is_chat else None)
-    job = Job(loaded, described, input_ids, params, tuple(ends), compile)
-    comparison = (run_alone if compare is None else run_beside_full)(job, cache, quiet=json)
-    if json:
-        write_text(to_json(_settings(job, cache, is_chat), comparison) + "\n")
+    job = Job(model.load(described), described, input_ids, params, is_chat, compile)
+    found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
+    if as_json:
+        write_json(_settings(job, cache) | _results(found))
     else:
-        report(cache.label, comparison, note)
-    return exit_code(comparison)
+        report(found, note)
+    return INTERRUPTED if found.interrupted else 0
 
 
-@model_options()
-def demo(
-    model: ModelOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-) -> int:
+@args.model_options()
+def demo(model: ModelOptions, max_new_tokens: int = option(128, "Tokens to generate.")) -> int:
     """Compare H2O at 20 % with the full cache and with a recent window of the same size.
 
     A model with a chat template summarizes an article, any other continues a novel.
@@ -131,13 +106,16 @@ def demo(
         h2okv demo --model smollm2
     """
     from h2okv.assets import sample_article
-    from h2okv.chat.generation import Job, end_tokens
+    from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.engine.sampling_params import SamplingParams
 
-    options: dict[str, Any] = {"max_tokens": max_new_tokens, "seed": 0, "temperature": 0}
+    args.check_least(max_new_tokens=max_new_tokens)
+    params = SamplingParams(max_tokens=max_new_tokens, seed=0, temperature=0.0)
     described = model.describe()
     is_chat = described.tokenizer.chat_template is not None
     if is_chat:
-        options["repetition_penalty"] = 1.1  # without it a small model's greedy text loops
+        # Without it a small model's greedy text loops.
+        params = replace(params, repetition_penalty=1.1)
         input_ids = encode_prompt(described, f"{sample_article()}\n{_QUESTION}", "")
         what = f"an article on a tidal power station, then: {_QUESTION}"
     else:
@@ -145,13 +123,10 @@ def demo(
         text = described.tokenizer.decode(input_ids[0], skip_special_tokens=True)
         what = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
     write_text(f"{described.name}, {input_ids.shape[1]} tokens of {what}\n\n")
-    loaded = model.load(described)
-    ends = end_tokens(loaded, described.tokenizer if is_chat else None)
-    job = Job(loaded, described, input_ids, SamplingOptions(options).params(), tuple(ends))
-    cache = CacheConfig()
-    comparison = run_beside_full(job, cache, False, CacheConfig(policy="recent"))
-    report(cache.label, comparison)
-    return exit_code(comparison)
+    job = Job(model.load(described), described, input_ids, params, is_chat)
+    found = generate_and_compare(job, CacheConfig(), [CacheConfig(policy="recent")], quiet=False)
+    report(found)
+    return INTERRUPTED if found.interrupted else 0
 
 
 def _long_prompt(described: Described, max_new_tokens: int) -> torch.Tensor:
@@ -169,113 +144,8 @@ def _long_prompt(described: Described, max_new_tokens: int) -> torch.Tensor:
     return encoded["input_ids"][:, :room]
 
 
-def _settings(job: Job, cache: CacheConfig, is_chat: bool) -> dict[str, Any]:
-    from h2okv.chat.session import sampling_fields
-
-    return {
-        "model": job.described.name,
-        **cache.to_dict(),
-        **sampling_fields(job.params),
-        "dtype": str(job.model.dtype).removeprefix("torch."),
-        "device": str(job.model.device),
-        "chat_template": is_chat,
-        "prompt_tokens": job.input_ids.shape[1],
-    }
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A generation, and the full cache's where it was asked for.
-
-    Attributes:
-        run: With the chosen cache.
-        full: With transformers' own cache; None if not asked for, or after Ctrl-C before it.
-        agreement: How far both agree; None without `full`.
-        cut_short: Whether Ctrl-C came after both, while their agreement was looked into.
-        baselines: Further caches by label, generations and agreements with the full cache's.
-    """
-
-    run: Generation
-    full: Generation | None = None
-    agreement: Agreement | None = None
-    cut_short: bool = False
-    baselines: tuple[tuple[str, Generation, Agreement], ...] = ()
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended any part of it."""
-        runs = (self.run, self.full, *(run for _, run, _ in self.baselines))
-        return self.cut_short or any(run is not None and run.interrupted for run in runs)
-
-
-def run_alone(job: Job, cache: CacheConfig, quiet: bool) -> Comparison:
-    """Generates with the chosen cache only."""
-    from h2okv.cache import H2OCache
-    from h2okv.chat.generation import generate_once
-
-    made = H2OCache.from_config(job.model.config, cache)
-    run = generate_once(job, made, discard if quiet else write_text, show_progress=not quiet)
-    if not quiet:
-        write_text("\n")
-    return Comparison(run)
-
-
-def run_beside_full(
-    job: Job, cache: CacheConfig, quiet: bool, *baselines: CacheConfig
-) -> Comparison:
-    """Generates with the chosen cache, then with the full one, then with further baselines."""
-    from transformers import DynamicCache
-
-    from h2okv.cache import H2OCache
-    from h2okv.chat.generation import Agreement, count_same_choices, generate_once, warm_up
-
-    config = job.model.config
-
-    def make(chosen: CacheConfig) -> Cache:
-        return H2OCache.from_config(config, chosen)
-
-    def generate(label: str, made: Cache) -> Generation:
-        if not quiet:
-            write_text(f"--- {label} ---\n")
-        run = generate_once(job, made, discard if quiet else write_text, show_progress=not quiet)
-        if not quiet:
-            write_text("\n\n")
-        return run
-
-    def compare(chosen: CacheConfig, run: Generation) -> Agreement:
-        # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
-        same = None
-        if job.params.is_greedy and not full.interrupted:
-            same = count_same_choices(job, make(chosen), full.token_ids)
-        return Agreement.of(run.token_ids, full.token_ids, same)
-
-    warm_up(job, [lambda: make(cache), lambda: DynamicCache(config=config)])
-    run = generate(cache.label, make(cache))
-    if run.interrupted:
-        return Comparison(run)
-    full = generate("full cache", DynamicCache(config=config))
-    others: list[tuple[str, Generation, Agreement]] = []
-    try:
-        agreement = compare(cache, run)
-        for baseline in baselines:
-            other = generate(baseline.label, make(baseline))
-            others.append((baseline.label, other, compare(baseline, other)))
-    except KeyboardInterrupt:
-        agreement = Agreement.of(run.token_ids, full.token_ids, None)
-        return Comparison(run, full, agreement, True, tuple(others))
-    return Comparison(run, full, agreement, False, tuple(others))
-
-
 def with_least_entries(cache: CacheConfig, length: int) -> tuple[CacheConfig, str | None]:
-    """Raises a fraction of a short prompt to entries that a text can be written with.
-
-    Args:
-        cache: The user's.
-        length: Tokens of the prompt.
-
-    Returns:
-        The cache, and what to tell the user if it was changed.
-    """
+    """Raises a fraction of a short prompt to enough entries for a text, and says so."""
     parts = {"heavy": cache.heavy, "recent": cache.recent}
     raised: dict[str, Any] = {
         name: _LEAST_ENTRIES
@@ -284,13 +154,12 @@ def with_least_entries(cache: CacheConfig, length: int) -> tuple[CacheConfig, st
     }
     if cache.is_full or not raised:
         return cache, None
-    changed = replace(cache, **raised)
     note = (
         f"note: {cache.budget_label} of {length} tokens is too little for good text, so"
         f" {' + '.join(f'{count} {name}' for name, count in raised.items())} entries are kept;"
         " for fewer give tokens, such as --budget 32"
     )
-    return changed, note
+    return replace(cache, **raised), note
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
@@ -298,12 +167,16 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument not in (None, "-") and file is not None:
         raise ValueError("the prompt is given twice, as an argument and by --file; leave one out")
     if file is not None:
-        return read_text("file", file, "prompt")
-    if argument not in (None, "-"):
-        return checked_text(_check_argument(argument), "prompt")
+        return args.read_text("file", file)
     if argument is None and sys.stdin.isatty():
         raise ValueError("there is no prompt; give it as an argument, by --file, or on stdin")
-    return checked_text(decode("the prompt on stdin", sys.stdin.buffer.read()), "prompt")
+    if argument in (None, "-"):
+        text = decode_text(sys.stdin.buffer.read(), "the prompt on stdin").rstrip("\r\n")
+    else:
+        text = decode_text(os.fsencode(str(argument)), "the prompt")
+    if not text.strip():
+        raise ValueError("the prompt is empty; give some text to go on from")
+    return text
 
 
 def encode_prompt(described: Described, prompt: str, system: str | None = None) -> torch.Tensor:
@@ -331,40 +204,37 @@ def encode_prompt(described: Described, prompt: str, system: str | None = None) 
     return input_ids
 
 
-def _check_argument(argument: str) -> str:
-    try:
-        argument.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("the prompt argument is not UTF-8 text; convert it to UTF-8") from error
-    return argument
-
-
-def summary_line(run: Generation) -> str:
-    """Puts a generation's measurements in one line."""
-    parts = [
-        f"{len(run.token_ids)} tokens ({run.finish_reason})",
-        f"first after {_seconds(run.time_to_first_token)}",
-        f"{_speed(run.tokens_per_second)} tokens/s",
-        _memory(run),
-        f"{run.num_seen_tokens} tokens seen, {run.num_cached_tokens} kept",
-    ]
-    return " | ".join(parts)
-
-
-def report(label: str, comparison: Comparison, note: str | None = None) -> None:
+def report(found: Comparison, note: str | None = None) -> None:
     """Tells people what a generation cost, and how it compares to the full cache's.
 
     The table goes to stdout, for it is the result of a comparison; remarks go to stderr.
     """
-    run = comparison.run
-    if comparison.full is not None and comparison.agreement is not None:
-        columns = ((label, run, comparison.agreement), *comparison.baselines)
-        write_text(comparison_table(comparison.full, *columns))
+    run = next(iter(found.runs.values()))
+    if found.agreements:
+        write_text(comparison_table(found))
     else:
         write_remark(summary_line(run))
-    for line in (note or few_entries_note(run), _context_note(comparison)):
-        if line is not None:
-            write_remark(line)
+    if note or (note := few_entries_note(run)):
+        write_remark(note)
+    if run.finish_reason == "context":
+        write_remark(
+            "note: the text ends with the model's context window; --positions rolling goes on"
+            " beyond it"
+        )
+
+
+def summary_line(run: Generation) -> str:
+    """Puts a generation's measurements in one line."""
+    held, full = format_bytes(run.kv_bytes), format_bytes(run.kv_bytes_full)
+    memory = f"{held} of {full} ({_fraction(run)})"
+    if run.kv_bytes > run.kv_bytes_full:  # slots are reserved at once, a full cache grows
+        memory = f"{held} reserved, full cache {full}"
+    return (
+        f"{len(run.token_ids)} tokens ({run.finish_reason})"
+        f" | first after {_known(run.time_to_first_token, '.3f', ' s')}"
+        f" | {_known(run.tokens_per_second, '.1f')} tokens/s | KV {memory}"
+        f" | {run.num_seen_tokens} tokens seen, {run.num_cached_tokens} kept"
+    )
 
 
 def few_entries_note(run: Generation) -> str | None:
@@ -378,33 +248,28 @@ def few_entries_note(run: Generation) -> str | None:
     )
 
 
-def _context_note(comparison: Comparison) -> str | None:
-    if comparison.run.finish_reason != "context":
-        return None
-    return (
-        "note: the text ends with the model's context window; --positions rolling goes on beyond it"
-    )
+def comparison_table(found: Comparison) -> str:
+    """Sets generations beside that of the full cache."""
+    from h2okv.chat.generation import FULL
 
-
-def comparison_table(full: Generation, *columns: tuple[str, Generation, Agreement]) -> str:
-    """Sets generations, each with its label and agreement, beside that of the full cache."""
+    labels = [FULL, *found.agreements]
     cells: dict[str, Callable[[Generation], str]] = {
-        "tokens generated": lambda r: str(len(r.token_ids)),
-        "time to first token": lambda r: _seconds(r.time_to_first_token),
-        "tokens per second": lambda r: _speed(r.tokens_per_second),
-        "KV cache held": lambda r: format_bytes(r.kv_bytes),
-        "of a full one": _share,
-        "tokens seen": lambda r: str(r.num_seen_tokens),
-        "tokens kept": lambda r: str(r.num_cached_tokens),
+        "tokens generated": lambda run: str(len(run.token_ids)),
+        "time to first token": lambda run: _known(run.time_to_first_token, ".3f", " s"),
+        "tokens per second": lambda run: _known(run.tokens_per_second, ".1f"),
+        "KV cache held": lambda run: format_bytes(run.kv_bytes),
+        "of a full one": _fraction,
+        "tokens seen": lambda run: str(run.num_seen_tokens),
+        "tokens kept": lambda run: str(run.num_cached_tokens),
     }
-    runs = (full, *(run for _, run, _ in columns))
-    rows = [(name, *map(cell, runs)) for name, cell in cells.items()]
-    agreements = [agreement for _, _, agreement in columns]
+    rows = [(name, *(cell(found.runs[label]) for label in labels)) for name, cell in cells.items()]
+    agreements = list(found.agreements.values())
     rows.append(("tokens that agree", "", *map(agreement_text, agreements)))
-    if any(agreement.same_next_token is not None for agreement in agreements):
-        same = [f"{agreement.same_next_token} of {len(full.token_ids)}" for agreement in agreements]
+    if any(own.same_next_token is not None for own in agreements):
+        count = len(found.runs[FULL].token_ids)
+        same = (f"{own.same_next_token} of {count}" for own in agreements)
         rows.append(("same next token after the full cache's text", "", *same))
-    return format_table(("", "full cache", *(label for label, _, _ in columns)), rows, left=("",))
+    return format_table(("", *labels), rows, left=("",))
 
 
 def agreement_text(agreement: Agreement) -> str:
@@ -415,48 +280,38 @@ def agreement_text(agreement: Agreement) -> str:
     return f"{text} (first difference at token {agreement.first_difference + 1})"
 
 
-def to_json(settings: dict[str, Any], comparison: Comparison) -> str:
-    """Makes the object that `--json` prints."""
-    result = {**settings, **_fields(comparison.run)}
-    if comparison.full is not None and comparison.agreement is not None:
-        result["full"] = _fields(comparison.full)
-        result["agreement"] = asdict(comparison.agreement)
-    return json.dumps(result, allow_nan=False)
+def _settings(job: Any, cache: CacheConfig) -> dict[str, Any]:
+    from h2okv.chat.session import sampling_fields
 
-
-def exit_code(comparison: Comparison) -> int:
-    """Returns 0 if all came to its end, 130 (as shells do for SIGINT) if Ctrl-C ended it."""
-    return INTERRUPTED if comparison.interrupted else 0
-
-
-def _fields(run: Generation) -> dict[str, Any]:
     return {
-        "text": run.shown,
-        "token_ids": run.token_ids,
-        "finish_reason": run.finish_reason,
-        "time_to_first_token_s": run.time_to_first_token,
-        "tokens_per_second": run.tokens_per_second,
-        "kv_bytes": run.kv_bytes,
-        "kv_bytes_full": run.kv_bytes_full,
-        "num_seen_tokens": run.num_seen_tokens,
-        "num_cached_tokens": run.num_cached_tokens,
+        "model": job.described.name,
+        **cache.to_dict(),
+        **sampling_fields(job.params),
+        "dtype": str(job.model.dtype).removeprefix("torch."),
+        "device": str(job.model.device),
+        "chat_template": job.is_chat,
+        "prompt_tokens": job.input_ids.shape[1],
     }
 
 
-def _seconds(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.3f} s"
+def _results(found: Comparison) -> dict[str, Any]:
+    """What `--json` says of the runs."""
+    told = [_fields(run) for run in found.runs.values()]
+    if not found.agreements:
+        return told[0]
+    agreement = next(iter(found.agreements.values()))
+    return {**told[0], "full": told[1], "agreement": asdict(agreement)}
 
 
-def _speed(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.1f}"
+def _fields(run: Generation) -> dict[str, Any]:
+    names = {"time_to_first_token": "time_to_first_token_s"}
+    told = {names.get(name, name): value for name, value in asdict(run).items()}
+    return told | {"text": told.pop("shown")}
 
 
-def _memory(run: Generation) -> str:
-    held, full = format_bytes(run.kv_bytes), format_bytes(run.kv_bytes_full)
-    if run.kv_bytes > run.kv_bytes_full:  # slots are reserved at once, a full cache grows
-        return f"KV {held} reserved, full cache {full}"
-    return f"KV {held} of {full} ({_share(run)})"
+def _known(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _share(run: Generation) -> str:
-    return f"{100 * run.kv_bytes / run.kv_bytes_full:.0f} %" if run.kv_bytes_full else _NONE
+def _fraction(run: Generation) -> str:
+    return f"{100 * run.kv_bytes / run.kv_bytes_full:.0f} %" if run.kv_bytes_full else "-"

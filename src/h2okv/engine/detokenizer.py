@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
-import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 # How many tokens of the prompt the decoder sees before the first new one: enough for it to know
 # that the new token goes on from a word, and so keeps the space before it.
@@ -100,48 +97,6 @@ class StopText:
         piece, self._held = self._held[:length], self._held[length:]
         if self._strips_start and not self.text:
             piece = piece.lstrip()
-        if piece:
-            self.text += piece
-            self._write(piece)
-
-
-class TextStream(BaseStreamer):
-    """The streamer of a ``generate`` that hands text on as `Detokenizer` does."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_ids: torch.Tensor,
-        write: Callable[[str], None],
-        on_first_token: Callable[[], None],
-    ) -> None:
-        self.arrival_times: list[float] = []
-        self.text = ""
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids[0].tolist())
-        self._write = write
-        self._on_first_token = on_first_token
-        self._prompt_is_next = True
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The new tokens."""
-        return self._detokenizer.token_ids
-
-    def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, then one new token at a time, from `generate`."""
-        if self._prompt_is_next:
-            self._prompt_is_next = False
-            return
-        self.arrival_times.append(time.perf_counter())
-        if not self.token_ids:
-            self._on_first_token()
-        self._hand_on(self._detokenizer.add(value.flatten().tolist()))
-
-    def end(self) -> None:
-        """Hands on what is left, finished or not; call it after an interrupt as well."""
-        self._hand_on(self._detokenizer.end())
-
-    def _hand_on(self, piece: str) -> None:
         if piece:
             self.text += piece
             self._write(piece)
