@@ -116,7 +116,8 @@ def list_models() -> int:
 
     rows: list[tuple[str, Path | None]] = [(models.BUNDLED, bundled_model_path())]
     rows += [(name, package.find()) for name, package in models.PACKAGED.items()]
-    rows += [(record.get("file", folder.name), folder) for folder, record in models.converted_folders()]
+    converted = models.converted_folders()
+    rows += [(record.get("file", folder.name), folder) for folder, record in converted]
     for name, place in rows:
         if place is None:
             write_text(f"{name}: not here; h2okv models pull {name}\n")
