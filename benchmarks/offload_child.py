@@ -130,8 +130,7 @@ def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from h2okv.offload.checkpoint import CheckpointFiles
-    from h2okv.offload.conversion import map_weights
-    from h2okv.offload.meta_model import make_meta_model
+    from h2okv.offload.meta_model import make_meta_model, map_weights
     from h2okv.offload.weight_stream import WeightReader, materialise
 
     folder = setting["folder"]

@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
-from h2okv.offload import conversion
+from h2okv.offload import meta_model
 from h2okv.offload.batch_runner import ForwardScheduler, Limits
 from h2okv.offload.checkpoint import CheckpointFiles
-from h2okv.offload.conversion import (
+from h2okv.offload.meta_model import (
     NeedsConversion,
     convert,
+    make_meta_model,
     map_weights,
     open_converted,
     untie_if_stored_apart,
 )
-from h2okv.offload.meta_model import make_meta_model
 from h2okv.offload.planner import Placement, place_by_fractions
 from h2okv.offload.weight_stream import WeightReader, materialise
 
@@ -312,14 +312,14 @@ def test_a_damaged_copy_is_not_blamed_on_the_model(make_llama, tmp_path):
 
 def test_a_failure_of_ours_is_not_blamed_on_the_model(make_llama, tmp_path, monkeypatch):
     make_llama().to(torch.bfloat16).save_pretrained(tmp_path)
-    load = conversion.convert_and_load_state_dict_in_model
+    load = meta_model.convert_and_load_state_dict_in_model
 
     def fail(model, part, config):
         info, rest = load(model, {}, config)
         info.missing_keys.clear()
         return info, rest
 
-    monkeypatch.setattr(conversion, "convert_and_load_state_dict_in_model", fail)
+    monkeypatch.setattr(meta_model, "convert_and_load_state_dict_in_model", fail)
     with pytest.raises(ValueError, match="is in the weights, but.*give --weights device"):
         stream(tmp_path, everything_on_disk)
 

@@ -23,12 +23,6 @@ from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import cache_folder, default_dtype
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import CheckpointFiles, checkpoint_bytes, weights_digest
-from h2okv.offload.conversion import (
-    NeedsConversion,
-    map_weights,
-    open_converted,
-    untie_if_stored_apart,
-)
 from h2okv.offload.job import (
     Job,
     JobResultFile,
@@ -39,7 +33,14 @@ from h2okv.offload.job import (
     generate_records,
 )
 from h2okv.offload.kv_tiers import CacheStore
-from h2okv.offload.meta_model import MetaModel, make_meta_model
+from h2okv.offload.meta_model import (
+    MetaModel,
+    NeedsConversion,
+    make_meta_model,
+    map_weights,
+    open_converted,
+    untie_if_stored_apart,
+)
 from h2okv.offload.planner import Fractions, MemoryBudget, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import HardwareProfile, measure_hardware
 from h2okv.offload.quantized_linear import pack_layers
