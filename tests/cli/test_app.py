@@ -52,11 +52,10 @@ def test_names_that_are_written_down_are_those_that_exist():
     from h2okv.benchmarking.caches import RUNNERS as runners
     from h2okv.benchmarking.model import SHAPES as shapes
     from h2okv.cli.eval import NEEDLE, QUESTION
-    from h2okv.evaluation.tasks.needle import Needle
-    from h2okv.evaluation.tasks.ruler import MOST_TOKENS
+    from h2okv.evaluation.tasks.recall import NeedleTask, Recall
 
-    assert (Needle().statement, Needle().question) == (NEEDLE, QUESTION)
-    assert (Needle().max_new_tokens, MOST_TOKENS) == (16, 128)
+    assert (NeedleTask.statement, NeedleTask.question) == (NEEDLE, QUESTION)
+    assert (NeedleTask.max_new_tokens, Recall.max_new_tokens) == (16, 128)
     assert (tuple(runners), tuple(shapes)) == (RUNNERS, SHAPES)
 
 

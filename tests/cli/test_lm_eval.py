@@ -57,7 +57,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
     store = tmp_path / "answers"
     args = ("--data", data, "--use_cache", store)
     assert run(*args).code == 0
-    from h2okv.evaluation.lm_eval.scoring import Scorer
+    from h2okv.evaluation.lm_eval.model import Scorer
 
     monkeypatch.delattr(Scorer, "after_prompts")  # nothing is left to be computed
     assert run(*args).code == 0
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
 
 
 def test_ctrl_c_says_how_to_go_on(run, data, monkeypatch):
-    from h2okv.evaluation.lm_eval.scoring import Scorer
+    from h2okv.evaluation.lm_eval.model import Scorer
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -153,7 +153,7 @@ def test_what_is_left_out_is_filled_in(given, completed):
     ],
 )
 def test_the_tasks_asked_for_are_known_before_the_harness_is(args, names):
-    assert launcher.task_names(args) == names
+    assert launcher.values_of(args, "--tasks", "-t") == names
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from h2okv.evaluation.streaming import read_rows
+from h2okv.evaluation.streaming import COLUMNS, StreamRow
+from h2okv.records import read_csv
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +39,10 @@ def stream(h2okv_command, model_folder):
         return h2okv_command("stream", "--model", model, *budget, *args)
 
     return call
+
+
+def read_rows(path):
+    return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
 
 
 def nlls(path):

@@ -91,7 +91,7 @@ def test_two_budgets_share_no_stored_answer(client, tmp_path):
 
 def test_a_run_records_what_it_was_made_with(client, tmp_path):
     record = tmp_path / "out" / "record.json"
-    ask(client(**BUDGET, seed=7, record=str(record)), max_tokens=1)
+    ask(client(**BUDGET, policy="random", seed=7, record=str(record)), max_tokens=1)
     found = json.loads(record.read_text())
     assert found["cache"]["heavy"] == 0.1 and found["cache"]["seed"] == 7
     assert "crfm-helm" in found["versions"] and len(found["weights"]) == 64

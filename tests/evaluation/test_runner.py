@@ -5,10 +5,9 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from h2okv.config import CacheConfig
-from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.runner import Evaluation, Run, SampleFile
-from h2okv.evaluation.task import BatchOptions, TextPrompt
-from h2okv.evaluation.tasks.summarization import Article, Summarization
+from h2okv.evaluation.task import TextPrompt
+from h2okv.evaluation.tasks.generation import Summarization
 
 pytestmark = pytest.mark.slow
 
@@ -16,17 +15,23 @@ CONFIGS = [CacheConfig.from_budget(16), CacheConfig("full")]
 CODE = {"h2okv": "0"}
 
 
-def make_task(novel, limit=None, batch_size=2, temperature=0.0, too_long="refuse", most=6):
-    words = novel.split()
-    articles = [
-        Article(
-            TextPrompt(" ".join(words[20 * n : 20 * n + 30 + 5 * n]), most, (), f"line {n}"),
-            (" ".join(words[: 5 + n]), "the the"),
-        )
-        for n in range(5)
-    ]
-    options = BatchOptions(batch_size, limit, too_long)
-    return Summarization("words", articles, options, SamplingParams(temperature=temperature))
+@pytest.fixture
+def make_task(novel, tmp_path):
+    def make(most=6, **options):
+        words = novel.split()
+        articles = [
+            {
+                "article": " ".join(words[20 * n : 20 * n + 30 + 5 * n]),
+                "summary_gt": [" ".join(words[: 5 + n]), "the the"],
+                "max_tokens": most,
+            }
+            for n in range(5)
+        ]
+        path = tmp_path / "words.jsonl"
+        path.write_text("\n".join(map(json.dumps, articles)))
+        return Summarization("words", path, **{"batch_size": 2, "too_long": "refuse"} | options)
+
+    return make
 
 
 def evaluate(subject, path, task, stop_after=None, configs=CONFIGS, seed=0):
@@ -46,10 +51,10 @@ def evaluate(subject, path, task, stop_after=None, configs=CONFIGS, seed=0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stopped_run_goes_on_to_the_same_results(subject, novel, tmp_path, temperature):
-    whole, count = evaluate(subject, tmp_path / "a", make_task(novel, temperature=temperature))
+def test_a_stopped_run_goes_on_to_the_same_results(subject, make_task, tmp_path, temperature):
+    whole, count = evaluate(subject, tmp_path / "a", make_task(temperature=temperature))
     assert count == 10 and len(whole) == 2
-    again = make_task(novel, temperature=temperature, batch_size=3)
+    again = make_task(temperature=temperature, batch_size=3)
     partly, first = evaluate(subject, tmp_path / "b", again, stop_after=1)
     assert partly == {} and first == 3
     # A result that was half written is lost; all others are not computed again.
@@ -59,23 +64,23 @@ def test_a_stopped_run_goes_on_to_the_same_results(subject, novel, tmp_path, tem
     assert rest == whole
 
 
-def test_two_runs_with_one_seed_agree_and_others_differ(subject, novel, tmp_path):
-    task = make_task(novel, limit=2, temperature=1.0, most=20)
+def test_two_runs_with_one_seed_agree_and_others_differ(subject, make_task, tmp_path):
+    task = make_task(limit=2, temperature=1.0, most=20)
     runs = [evaluate(subject, tmp_path / f"{n}", task, seed=n // 2)[0] for n in range(3)]
     values = [[row["rouge1"] for row in run.values()] for run in runs]
     assert values[0] == values[1] != values[2]
 
 
-def test_a_larger_limit_keeps_what_there_is(subject, novel, tmp_path):
-    few, _ = evaluate(subject, tmp_path / "a", make_task(novel, limit=2))
+def test_a_larger_limit_keeps_what_there_is(subject, make_task, tmp_path):
+    few, _ = evaluate(subject, tmp_path / "a", make_task(limit=2))
     assert [row["samples"] for row in few.values()] == [2, 2]
-    more, count = evaluate(subject, tmp_path / "a", make_task(novel))
+    more, count = evaluate(subject, tmp_path / "a", make_task())
     assert count == 6
     assert [row["samples"] for row in more.values()] == [5, 5]
 
 
-def test_rows_say_all_that_they_come_from(subject, novel, tmp_path):
-    rows, _ = evaluate(subject, tmp_path / "a", make_task(novel, limit=2))
+def test_rows_say_all_that_they_come_from(subject, make_task, tmp_path):
+    rows, _ = evaluate(subject, tmp_path / "a", make_task(limit=2))
     row = rows["words: h2o, 16"]
     assert row.items() >= {
         "task": "words", "policy": "h2o", "budget": "16", "seed": 0, "model": "bundled",
@@ -84,8 +89,8 @@ def test_rows_say_all_that_they_come_from(subject, novel, tmp_path):
     assert row["revision"].startswith("weights-")
 
 
-def test_scores_are_the_means_of_rouge_score(subject, novel, tmp_path):
-    task = make_task(novel, limit=3)
+def test_scores_are_the_means_of_rouge_score(subject, make_task, tmp_path):
+    task = make_task(limit=3)
     with SampleFile(tmp_path / "a", CODE) as file:
         run = Run(task, CONFIGS[0])
         evaluation = Evaluation(subject, [run], file)
@@ -95,21 +100,23 @@ def test_scores_are_the_means_of_rouge_score(subject, novel, tmp_path):
     for name in ("rouge1", "rouge2", "rougeL"):
         best = [
             max(scorer.score(ref, results[n]["text"])[name].fmeasure for ref in refs)
-            for n, refs in enumerate(article.references for article in task.articles[:3])
+            for n, refs in enumerate(prompt.references for prompt in task.prompts[:3])
         ]
         assert row[name] == pytest.approx(sum(best) / 3)
 
 
-def test_a_cache_is_asked_for_once(subject, novel, tmp_path):
+def test_a_cache_is_asked_for_once(subject, make_task, tmp_path):
     with pytest.raises(ValueError, match="asked for twice"):
-        evaluate(subject, tmp_path / "a", make_task(novel), configs=[CacheConfig("full")] * 2)
+        evaluate(subject, tmp_path / "a", make_task(), configs=[CacheConfig("full")] * 2)
 
 
-def test_a_sample_above_the_window_is_refused_by_line_or_left_out(subject, novel, tmp_path):
-    many = TextPrompt(novel, 6, (), "line 9")
+def test_a_sample_above_the_window_is_refused_by_line_or_left_out(
+    subject, make_task, novel, tmp_path
+):
+    many = TextPrompt(novel, 6, (), "line 9", ("a",))
     for too_long, configs in (("refuse", CONFIGS), ("skip", CONFIGS)):
-        task = make_task(novel, limit=6, too_long=too_long)
-        task.articles = [*task.articles[:1], Article(many, ("a",))]
+        task = make_task(limit=6, too_long=too_long)
+        task.prompts = [*task.prompts[:1], many]
         if too_long == "refuse":
             with pytest.raises(ValueError, match="line 9 has .* 'h2o, 16' that is more than the"):
                 evaluate(subject, tmp_path / "a", task, configs=configs)
@@ -117,14 +124,14 @@ def test_a_sample_above_the_window_is_refused_by_line_or_left_out(subject, novel
             rows, count = evaluate(subject, tmp_path / "a", task, configs=configs)
             assert count == 2 and all(row["samples"] == 1 for row in rows.values())
     rolling = [CacheConfig.from_budget(16, positions="rolling")]
-    task = make_task(novel, limit=6)
-    task.articles = [Article(many, ("a",))]
+    task = make_task(limit=6)
+    task.prompts = [many]
     assert evaluate(subject, tmp_path / "b", task, configs=rolling)[1] == 1
 
 
-def test_none_left_is_refused(subject, novel, tmp_path):
-    task = make_task(novel, too_long="skip")
-    task.articles = [Article(TextPrompt(novel, 6, (), "line 9"), ("a",))]
+def test_none_left_is_refused(subject, make_task, novel, tmp_path):
+    task = make_task(too_long="skip")
+    task.prompts = [TextPrompt(novel, 6, (), "line 9", ("a",))]
     with pytest.raises(
         ValueError, match="every sample is above the model's context window of 2048"
     ):

@@ -5,7 +5,6 @@ import pytest
 from h2okv.evaluation.stream_data import (
     ConversationSource,
     Message,
-    TextSegment,
     TextSource,
     chat_segments,
     read_conversations,
@@ -26,12 +25,12 @@ RECORDED = (
 
 def test_without_a_template(plain_tokenizer):
     assert chat_segments(plain_tokenizer, TWO_TURNS) == [
-        TextSegment("User: one\n\nAssistant:", True),
-        TextSegment("\n\nUser:  two \n\nAssistant:", True),
+        ("User: one\n\nAssistant:", True),
+        ("\n\nUser:  two \n\nAssistant:", True),
     ]
     assert chat_segments(plain_tokenizer, RECORDED) == [
-        TextSegment("be kind\n\nUser: one\n\nAssistant: yes\n\nUser: two\n\nAssistant:", True),
-        TextSegment("\n\nUser: three\n\nAssistant: no\n\n", False),
+        ("be kind\n\nUser: one\n\nAssistant: yes\n\nUser: two\n\nAssistant:", True),
+        ("\n\nUser: three\n\nAssistant: no\n\n", False),
     ]
 
 
@@ -43,7 +42,7 @@ def test_segments_and_answers_together_are_what_the_template_makes(chat_tokenize
         {"role": "user", "content": " two "},
     ]
     whole = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert f"{first.text}ANSWER{second.text}" == whole
+    assert f"{first[0]}ANSWER{second[0]}" == whole
 
 
 def test_a_template_that_refuses_or_forgets(chat_tokenizer):

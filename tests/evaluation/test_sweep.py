@@ -69,7 +69,7 @@ def test_options_of_a_cache_reach_it(tmp_path):
     ("content", "message"),
     [
         ({"chaches": []}, "did you mean caches"),
-        ({"caches": [{"policy": "h20"}]}, r"caches\[0\].*'h2o'"),
+        ({"caches": [{"policy": "h20"}]}, r"caches\[0\].*did you mean h2o"),
         ({"caches": [{"polcy": "h2o"}]}, r"caches\[0\].*did you mean policy"),
         ({"caches": [{"policy": "h2o", "entropy": 4}]}, r"caches\[0\].*'entropy' is unknown"),
         ({"caches": []}, "caches: List should have at least 1 item"),

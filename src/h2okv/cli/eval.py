@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from h2okv.evaluation.model import ModelUnderTest
     from h2okv.evaluation.runner import Evaluation
     from h2okv.evaluation.sweep import Experiment
-    from h2okv.evaluation.task import Compression, Task
+    from h2okv.evaluation.task import Task
+    from h2okv.evaluation.tasks.recall import Compression
 
 NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
@@ -75,21 +76,27 @@ def needle(
     """
     from h2okv.assets import sample_prompt
     from h2okv.evaluation.plots import check_plot, plot_needles
-    from h2okv.evaluation.tasks.needle import Grid, Needle, NeedleTask
+    from h2okv.evaluation.tasks.recall import NeedleTask
 
     args.check_file("csv", csv)
     if plot is not None:
         check_plot(plot)
-    numbers = (
-        args.parse_numbers("lengths", lengths, int),
-        args.parse_numbers("depths", depths, float, "0,1"),
-    )
-    grid = Grid(*numbers, tries)
-    hidden = Needle(needle, question.replace("\\n", "\n"), answer, max_new_tokens)
     haystack = sample_prompt() if text is None else args.read_text("text", text)
     name = "needle" if text is None else f"needle in {text.stem}"
     tasks = [
-        NeedleTask(name, haystack, grid, hidden, own, seed)
+        NeedleTask(
+            name,
+            haystack,
+            lengths=args.parse_numbers("lengths", lengths, int),
+            depths=args.parse_numbers("depths", depths, float, "0,1"),
+            tries=tries,
+            statement=needle,
+            question=question.replace("\\n", "\n"),
+            answer=answer,
+            max_new_tokens=max_new_tokens,
+            compression=own,
+            seed=seed,
+        )
         for own in parse_compression(compression)
     ]
     tested = model_under_test(model, caches, seed)
@@ -123,12 +130,12 @@ def perplexity(
         h2okv eval perplexity --text book.txt --policy h2o,recent --prefill-chunk 1 --csv ppl.csv
     """
     from h2okv.assets import sample_prompt
-    from h2okv.evaluation.tasks.perplexity import Perplexity, Windows
+    from h2okv.evaluation.tasks.perplexity import Perplexity
 
     args.check_file("csv", csv)
-    cut = Windows(length, windows, every)
     name = "sample_prompt" if text is None else text.stem
-    task = Perplexity(name, sample_prompt() if text is None else args.read_text("text", text), cut)
+    content = sample_prompt() if text is None else args.read_text("text", text)
+    task = Perplexity(name, content, length, windows, every)
     tested = model_under_test(model, caches, seed)
     return run_tasks(tested, [task], caches, seed, csv, detailed=True)[0]
 
@@ -195,7 +202,7 @@ def fidelity(
     code, details = run_tasks(tested, [task], caches, seed, csv, detailed=True, shown=False)
     found = []
     for own in caches:
-        columns = {**Run(task, own, seed).cache_columns(), "data": ALL}.items()
+        columns = {**Run(task, own, seed).columns(), "data": ALL}.items()
         rows = [row for row in details if columns <= row.items()]  # none if it is not done
         found += [dict(row, cache=own.policy_label, flags=args.cache_flags(own)) for row in rows]
     if found:
@@ -232,13 +239,13 @@ def recall(
         h2okv eval recall --input niah_multikey_3.jsonl --budget 20%,50%,full --csv recall.csv
         h2okv eval recall --input niah_multikey_3.jsonl --positions rolling --budget 512 --csv r.csv
     """
-    from h2okv.evaluation.tasks.ruler import Recall, read_ruler
+    from h2okv.evaluation.tasks.recall import Recall
 
     args.check_file("csv", csv)
     how = args.parse_choice("too-long", too_long, _TOO_LONG)
-    questions = read_ruler(input)
+    options: dict[str, Any] = {"limit": limit, "too_long": how, "max_new_tokens": max_new_tokens}
     tasks = [
-        Recall(input.stem, questions, own, limit, how, max_new_tokens)
+        Recall(input.stem, input, compression=own, **options)
         for own in parse_compression(compression)
     ]
     return run_tasks(model_under_test(model, caches, seed), tasks, caches, seed, csv)[0]
@@ -277,15 +284,24 @@ def summarize(
         h2okv eval summarize --input cnndm_src.txt --references cnndm_refs.jsonl --csv cnndm.csv
         h2okv eval summarize --input long.jsonl --positions rolling --budget 512 --csv long.csv
     """
-    from h2okv.evaluation.task import BatchOptions
-    from h2okv.evaluation.tasks.summarization import Summarization, read_articles
+    from h2okv.evaluation.task import SAMPLING
+    from h2okv.evaluation.tasks.generation import Summarization
 
     args.check_file("csv", csv)
     how = args.parse_choice("too-long", too_long, _TOO_LONG)
-    options = BatchOptions(batch_size, limit, how, max_new_tokens)
     params = sampling.params()  # greedy unless asked for: results must not hang on a model's wish
-    articles = read_articles(input, references, template)
-    task = Summarization(input.stem, articles, options, params, stemmer)
+    task = Summarization(
+        input.stem,
+        input,
+        references,
+        template,
+        stemmer,
+        batch_size=batch_size,
+        limit=limit,
+        too_long=how,
+        max_new_tokens=max_new_tokens,
+        **{name: getattr(params, name) for name in SAMPLING},
+    )
     return run_tasks(model_under_test(model, caches, seed), [task], caches, seed, csv)[0]
 
 
@@ -393,7 +409,7 @@ def model_under_test(
 
 def parse_compression(text: str) -> tuple[Compression, ...]:
     """Reads whether a cache is compressed with the question at hand."""
-    from h2okv.evaluation.task import COMPRESSIONS
+    from h2okv.evaluation.tasks.recall import COMPRESSIONS
 
     chosen = args.parse_choice("compression", text, (*COMPRESSIONS, "both"))
     return tuple(name for name in COMPRESSIONS if chosen in (name, "both"))

@@ -17,34 +17,11 @@ from helm.common.request import Request, RequestResult
 from helm.tokenizers.tokenizer import Tokenizer
 from transformers import set_seed
 
-from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.launcher import check_arguments
-from h2okv.evaluation.lm_eval.model import provenance
-from h2okv.evaluation.lm_eval.scoring import SETTINGS, EvictingModel, Protocol, split_settings
+from h2okv.evaluation.lm_eval.model import EvictingModel, provenance, split_settings
 from h2okv.integration.models import resolve_model
 from h2okv.provenance import digest
 from h2okv.records import write_json
-
-
-class H2OServer(HuggingFaceServer):
-    """A loaded model that answers HELM's requests on evicting caches.
-
-    Args:
-        path: what `from_pretrained` takes.
-        tokenizer: HELM's tokenizer.
-        config: the cache.
-        protocol: recorded only.
-        **options: what HELM's server takes.
-    """
-
-    def __init__(
-        self, path: str, tokenizer: Any, config: CacheConfig, protocol: Protocol, **options: Any
-    ) -> None:
-        super().__init__(path, tokenizer, **options)
-        loaded: Any = self.model
-        self.record = provenance(loaded, path, config, protocol)
-        set_seed(config.seed)
-        self.model: Any = EvictingModel(loaded, config)
 
 
 class H2OClient(HuggingFaceClient):
@@ -75,7 +52,7 @@ class H2OClient(HuggingFaceClient):
         record: str | None = None,
         **options: Any,
     ) -> None:
-        check_arguments([name for name in options if name not in SETTINGS], SETTINGS)
+        check_arguments(options)
         self.cache, self.protocol = split_settings(options)
         if pretrained_model_name_or_path is not None:
             pretrained_model_name_or_path = resolve_model(pretrained_model_name_or_path)
@@ -108,16 +85,18 @@ class H2OClient(HuggingFaceClient):
         return super().make_request(replace(request, model=known_as))
 
     def _load(self, known_as: str, path: str) -> None:
-        """Loads the model where HELM looks for loaded models, once."""
+        """Loads the model once, where HELM looks for loaded models; writes the record."""
         factory = HuggingFaceServerFactory
         with factory._servers_lock:
             if known_as not in factory._servers:
-                factory._servers[known_as] = H2OServer(
-                    path, self._wrapped_tokenizer, self.cache, self.protocol, **self._kwargs
-                )
-            server = factory._servers[known_as]
+                server = HuggingFaceServer(path, self._wrapped_tokenizer, **self._kwargs)
+                loaded: Any = server.model
+                set_seed(self.cache.seed)
+                server.model = EvictingModel(loaded, self.cache)
+                factory._servers[known_as] = server
+            evicting: Any = factory._servers[known_as].model
         if self._record is not None:
             file = Path(self._record)
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, server.record)
+            write_json(file, provenance(evicting.model, path, self.cache, self.protocol))
             self._record = None

@@ -1,34 +1,31 @@
-"""The model under test and its caches."""
+"""The model under test, its caches, and its answers to prompts and questions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+import h2okv
 from h2okv.cache import H2OCache
 from h2okv.cache.validation import check_positions, context_window
 from h2okv.config import CacheConfig
+from h2okv.engine.sampler import PenaltyOfText, RefuseNaN, SeededSampling, eos_token_ids
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.evaluation.shared_prefill import read_together
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint
 
 _ROLLING_BLOCK = 512
-_SHORT = 12
 
 
 def settled(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
-    """What a cache is made with: a full one has few options, rolling positions need blocks.
-
-    Args:
-        config: As the user has it.
-        model_config: The model's config.
-
-    Returns:
-        The same, with the blocks that rolling positions need: 512 tokens or a quarter of the
-        context window, unless ``prefill_chunk`` says otherwise.
-    """
+    """What a cache is made with: a full one has few options, rolling positions need blocks."""
     if config.is_full:
         return CacheConfig(**config.identity())
     if config.prefill_chunk is not None or config.positions != "rolling":
@@ -39,19 +36,7 @@ def settled(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
 
 
 def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
-    """Makes an empty cache; where each query chooses for itself, by masking.
-
-    Args:
-        config: Which cache.
-        model_config: The model's config.
-        seed: For policies that draw at random.
-
-    Returns:
-        The cache.
-
-    Raises:
-        ValueError: If the budget, policy or model makes no sense.
-    """
+    """Makes an empty cache; where each query chooses for itself, by masking."""
     # Nothing can be dropped that another query may choose.
     simulate = get_policy(config.policy).per_query
     own = settled(config, model_config).seeded(seed)
@@ -71,6 +56,7 @@ def tokenize(
     return ids
 
 
+@dataclass(eq=False)
 class ModelUnderTest:
     """A model with its tokenizer; its weights are loaded when they are first needed.
 
@@ -83,32 +69,22 @@ class ModelUnderTest:
             for no fixed limit.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], PreTrainedModel],
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        window: int | None,
-    ) -> None:
-        self._load = load
-        self.config = config
-        self.tokenizer = tokenizer
-        self.name = name
-        self.window = window
+    load: Callable[[], PreTrainedModel]
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    window: int | None
 
     @cached_property
     def model(self) -> PreTrainedModel:
         """The model, in evaluation mode."""
-        return self._load()
+        return self.load()
 
     @property
     def pad_token_id(self) -> int:
         """What fills the shorter sequences of a batch; masked, so that any token will do."""
-        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token_id is not None:
-                return int(token_id)
-        return 0
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokenizes a text."""
@@ -124,7 +100,7 @@ class ModelUnderTest:
         revision = getattr(self.model.config, "_commit_hash", None)
         if revision is None:
             weights = fingerprint(self.model)
-            revision = "" if weights is None else f"weights-{weights[:_SHORT]}"
+            revision = "" if weights is None else f"weights-{weights[:12]}"
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model": self.name, "revision": revision, "dtype": dtype}
 
@@ -143,18 +119,141 @@ class ModelUnderTest:
             return None
         if self.window is None or tokens <= self.window or own.positions == "clamped":
             return None
-        if own.prefill_chunk is not None and not self._has_learned_positions:
+        if own.prefill_chunk is not None and not has_learned_positions(self.config):
             return None  # asked for: the text is read on past the window, in blocks
         remedy = "use a cache of fixed size with --positions rolling"
         if not own.is_full:
             remedy = "add --positions rolling or --prefill-chunk 512"
         return f"that is more than the model's context window of {self.window}; {remedy}"
 
-    @property
-    def _has_learned_positions(self) -> bool:
-        """Whether there are no positions past the last one."""
-        try:
-            check_positions(self.config, "clamped", get_policy("h2o"))
-        except ValueError:
-            return False
-        return True
+
+def has_learned_positions(config: PreTrainedConfig) -> bool:
+    """Whether there are no positions past the last one; rotary ones just go on."""
+    try:
+        check_positions(config, "clamped", get_policy("h2o"))
+    except ValueError:
+        return False
+    return True
+
+
+class Prompt(NamedTuple):
+    """A tokenized prompt; in a batch, all have the same sampling options and stop strings."""
+
+    ids: Sequence[int]
+    params: SamplingParams
+
+
+class Answer(NamedTuple):
+    """A text up to its first stop string, and how many tokens it took, that string included."""
+
+    text: str
+    tokens: int
+
+
+def left_padded(
+    texts: Sequence[Sequence[int]], padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as one batch, padded on their left, and its mask; int64 ``[B, T]`` each."""
+    rows = [torch.tensor(list(text), dtype=torch.int64) for text in texts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+    ones = [torch.ones_like(row) for row in rows]
+    return ids, pad_sequence(ones, batch_first=True, padding_side="left")
+
+
+def answer_batch(
+    model: ModelUnderTest, config: CacheConfig, prompts: Sequence[Prompt], seed: int = 0
+) -> list[Answer]:
+    """Answers prompts in one left-padded batch; each gets what it would get alone."""
+    ids, mask = left_padded([prompt.ids for prompt in prompts], model.pad_token_id)
+    cache = make_cache(config, model.config, seed)
+    # Without padding the model too reads no more than a block at a time.
+    chunk = cache.prefill_chunk if bool(mask.all()) else None
+    if chunk is not None:
+        cache.expect(ids.shape[1])
+    with h2okv.enable(model.model):
+        return _generate(model, cache, ids, mask, prompts, chunk)
+
+
+def answer_question(
+    model: ModelUnderTest,
+    configs: Sequence[CacheConfig],
+    context: Sequence[int],
+    question: Prompt,
+    query_aware: bool,
+    seed: int = 0,
+) -> list[Answer]:
+    """Answers a question about a context with several caches, each compressing it for itself.
+
+    Query-aware: the question is read in one block with the context (but for its last token, so
+    that the whole answer comes from the compressed cache). Query-agnostic: the context is read and
+    evicted from first, as where one context serves many questions. With blocks of
+    ``prefill_chunk`` tokens only the last block knows the question. A budget in fractions is of
+    context and question, but of what is read first for a policy that evicts once, after the prompt.
+    """
+    ids = torch.tensor([[*context, *question.ids]])
+    length = ids.shape[1]
+    first = length - 1 if query_aware else len(context)
+    caches = [make_cache(config, model.config, seed) for config in configs]
+    for cache in caches:
+        if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
+            cache.expect(length)
+    with h2okv.enable(model.model):
+        read_together(model.model, ids[:, :first], caches)
+        answers = []
+        for cache in caches:
+            if length - 1 > first:
+                h2okv.prefill(model.model, ids[:, first : length - 1], cache)
+            answers += _generate(model, cache, ids, torch.ones_like(ids), [question])
+    return answers
+
+
+def _generate(
+    subject: ModelUnderTest,
+    cache: H2OCache,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    prompts: Sequence[Prompt],
+    prefill_chunk: int | None = None,
+) -> list[Answer]:
+    """Generates from ``ids [B, T]``, of which the cache may hold the beginning."""
+    model, params = subject.model, prompts[0].params
+    processors: list[LogitsProcessor] = [RefuseNaN()]
+    if params.repetition_penalty != 1:
+        processors.append(PenaltyOfText(params.repetition_penalty, mask))
+    if not params.is_greedy:
+        processors.append(SeededSampling([prompt.params for prompt in prompts]))
+    generate: Any = model.generate  # its type gets lost on the way through torch's Module
+    written = generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        past_key_values=cache,
+        max_new_tokens=max(prompt.params.max_tokens or 1 for prompt in prompts),
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,  # of the model's own config
+        logits_processor=processors,
+        pad_token_id=subject.pad_token_id,
+        stop_strings=list(params.stop) or None,
+        tokenizer=subject.tokenizer,
+        prefill_chunk_size=prefill_chunk,
+    )
+    new = written[:, ids.shape[1] :].tolist()
+    return [_answer(subject, tokens, own.params) for tokens, own in zip(new, prompts, strict=True)]
+
+
+def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> Answer:
+    ids = ids[: params.max_tokens]
+    ends = eos_token_ids(subject.model)
+    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    if end is not None:
+        ids = ids[: end + 1]
+    else:
+        # After a stop string a sequence is padded until the last one has ended.
+        while ids and ids[-1] == subject.pad_token_id:
+            ids.pop()
+    return Answer(text_before(subject.decode(ids), params.stop), len(ids))
+
+
+def text_before(text: str, stops: Sequence[str]) -> str:
+    """Cuts a text where the first of some strings begins."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

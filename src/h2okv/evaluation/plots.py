@@ -8,24 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2okv.evaluation.streaming import StreamRow
+from h2okv.evaluation.task import optional
+from h2okv.records import file_error
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from h2okv.evaluation.sweep import Line
-
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which stay apart for colour-blind readers; the line styles help in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
+_MARKERS = "osD^vPX*"
 _GREY = "#555555"
 # Above that a number says nothing but "collapsed", and a float may not hold it.
 _LARGEST_NLL = 60.0
 _PANEL_COLUMNS = 3
+# Below that it is rounding, and a logarithmic axis has no place for zero.
 _LEAST_KL = 1e-6
-"""Below that it is rounding, and a logarithmic axis has no place for zero."""
-_MARKERS = "osD^vPX*"
 _DARK = 0.6
 FULL = "full"
 
@@ -34,7 +33,26 @@ def check_plot(path: Path) -> None:
     """Finds out before a long run whether its picture can be made."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"'{path}' is not a picture's name; let it end in {', '.join(SUFFIXES)}")
-    _figure_class()
+    new_figure(1, 1)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Makes an empty picture."""
+    figure = optional("matplotlib.figure", "a picture", extra="plot")
+    return figure.Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a picture."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise file_error(path, "written", error, "choose another place") from error
+
+
+def _look(number: int) -> dict[str, Any]:
+    """The colour and style of a picture's line."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
 
 
 def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title: str) -> None:
@@ -50,32 +68,32 @@ def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title
     speed.plot(positions, [1e3 * row.step_seconds for row in rows], _COLOURS[0], marker=marker)
     speed.set_ylabel("block, ms")
     speed.set_ylim(bottom=0)
-    for column, name, number in (("rss_bytes", "process", 0), ("cache_bytes", "cache", 1)):
+    for number, (name, column) in enumerate((("process", "rss_bytes"), ("cache", "cache_bytes"))):
         sizes = [getattr(row, column) for row in rows]
         if None not in sizes:
             megabytes = [size / 2**20 for size in sizes]
-            memory.plot(positions, megabytes, label=name, marker=marker, **line_look(number))
+            memory.plot(positions, megabytes, label=name, marker=marker, **_look(number))
     # The cache is a small part of the process; on one plain scale it would lie on the axis.
     memory.set_yscale("log")
     _plain_numbers(memory.yaxis, between_decades=False)
     memory.set_ylabel("memory, MiB")
     memory.legend(loc="best")
     memory.set_xlabel("position in the stream, tokens")
+    memory.xaxis.set_major_formatter("{x:,.0f}")
     for axes in (speed, memory):
         axes.grid(alpha=0.3)
-    _thousands(memory.xaxis)
     save_figure(figure, path)
 
 
 def draw_perplexity(
-    axes: Axes, curves: Mapping[str, Sequence[StreamRow]], window: int | None
+    axes: Any, curves: Mapping[str, Sequence[StreamRow]], window: int | None
 ) -> None:
     """Draws perplexity by position on a logarithmic scale; mutates the axes."""
     for number, (name, rows) in enumerate(curves.items()):
         axes.plot(
             [row.position for row in rows],
             [math.exp(min(row.nll, _LARGEST_NLL)) for row in rows],
-            **line_look(number),
+            **_look(number),
             marker="o" if len(rows) == 1 else "",
             label=name or None,
         )
@@ -99,6 +117,15 @@ def draw_perplexity(
         axes.legend(loc="best")
 
 
+def _plain_numbers(axis: Any, between_decades: bool) -> None:
+    """Writes 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
+    from matplotlib.ticker import LogFormatter, NullFormatter
+
+    axis.set_major_formatter("{x:,g}")
+    within = LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5))
+    axis.set_minor_formatter(within if between_decades else NullFormatter())
+
+
 def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
     """Draws scores against budgets, with the full cache as a dashed line."""
     tasks = list(dict.fromkeys(line.task for line in lines))
@@ -108,15 +135,14 @@ def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
     figure = new_figure(max(4 * columns, 6), 3 * rows + 1.2)
     figure.suptitle(title)
     panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    handles: dict[str, Any] = {}
     for axes, task in zip(panels, tasks, strict=False):
         _draw_task(axes, [line for line in lines if line.task == task], policies)
         axes.set_title(task, fontsize="medium")
-    for axes in panels[len(tasks) :]:
-        axes.set_visible(False)
-    handles: dict[str, Any] = {}
-    for axes in panels[: len(tasks)]:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
     save_figure(figure, path)
 
@@ -124,7 +150,6 @@ def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
 def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> None:
     """Draws one task; mutates the axes."""
     budgets = [budget for budget in sorted_budgets(lines) if budget != FULL]
-    place = {budget: number for number, budget in enumerate(budgets)}
     for line in lines:
         known = [budget for budget in budgets if budget in line.values]
         if not known:
@@ -133,13 +158,13 @@ def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> Non
             continue
         number = policies.index(line.policy)
         axes.errorbar(
-            [place[budget] for budget in known],
+            [budgets.index(budget) for budget in known],
             [line.values[budget] for budget in known],
             yerr=[line.stderrs.get(budget, 0.0) for budget in known],
             marker=_MARKERS[number % len(_MARKERS)],
             capsize=2,
             label=line.policy,
-            **line_look(number),
+            **_look(number),
         )
     axes.set_xticks(range(len(budgets)), budgets)
     axes.set_xlabel("budget")
@@ -211,7 +236,7 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
             bars = [[abs(kl - e) for kl, e in zip(kls, end, strict=True)] for end in ends]
         axes.errorbar(
             [points[n][0] for n in own], kls, bars, marker=_MARKERS[number % len(_MARKERS)],
-            capsize=2, label=name, **line_look(number),
+            capsize=2, label=name, **_look(number),
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -221,49 +246,3 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
     axes.grid(alpha=0.3, which="both")
     axes.legend(loc="best")
     save_figure(figure, path)
-
-
-def line_look(number: int) -> dict[str, Any]:
-    """Gives a line of a picture its colour and its style."""
-    return {
-        "color": _COLOURS[number % len(_COLOURS)],
-        "linestyle": _STYLES[number % len(_STYLES)],
-    }
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a picture."""
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ValueError(
-            f"'{path}' cannot be written ({error.strerror}); choose another place"
-        ) from error
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Makes an empty picture."""
-    return _figure_class()(figsize=(width, height), layout="constrained")
-
-
-def _thousands(axis: Any) -> None:
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-
-
-def _plain_numbers(axis: Any, between_decades: bool) -> None:
-    """Writes 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
-    from matplotlib.ticker import LogFormatter, NullFormatter
-
-    axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    within = LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5))
-    axis.set_minor_formatter(within if between_decades else NullFormatter())
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "a picture needs matplotlib, which is not installed; pip install 'h2okv[plot]'"
-        ) from error
-    return Figure

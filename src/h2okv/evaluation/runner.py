@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from h2okv.config import CacheConfig
 from h2okv.evaluation.model import ModelUnderTest, make_cache
-from h2okv.evaluation.task import Result, Score, Task
+from h2okv.evaluation.task import Result, Task
 from h2okv.records import Record, ResultFile, check_settings
 
 
@@ -28,16 +28,11 @@ class Run:
         seed = f", seed {self.seed}" if self.seed else ""
         return f"{self.task.label}: {self.config.label}{seed}"
 
-    def cache_columns(self) -> dict[str, Any]:
-        """Which cache, in columns."""
-        identity = self.config.identity()
-        policy = identity.pop("policy")
-        return {
-            "policy": policy,
-            "budget": self.config.budget_label,
-            **identity,
-            "seed": self.seed,
-        }
+    def columns(self) -> dict[str, Any]:
+        """Which task and cache, in columns."""
+        cache = self.config.identity()
+        head = {"task": self.task.name, **self.task.columns, "policy": cache.pop("policy")}
+        return {**head, "budget": self.config.budget_label, **cache, "seed": self.seed}
 
 
 class SampleFile(ResultFile):
@@ -106,30 +101,38 @@ class SampleFile(ResultFile):
 
 
 class Evaluation:
-    """Cells that are run one after another; what the file holds already is not run again."""
+    """Runs, one after another; what the file holds already is not run again."""
 
     def __init__(self, model: ModelUnderTest, runs: Sequence[Run], file: SampleFile) -> None:
         self.model = model
         self.runs = runs
         self.file = file
-        self._check_labels()
+        labels = [run.label for run in runs]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"{label} is asked for twice; give each policy and budget once")
         for run in runs:
             make_cache(run.config, model.config, run.seed)  # a bad budget is refused first
         for task in {id(run.task): run.task for run in runs}.values():
             task.prepare(model, [run.config for run in runs if run.task is task])
-        self._identity_of_model = model.identity()
+        self._identity = model.identity()
         for run in runs:
-            file.open_run(run.label, self._identity(run))
+            identity = {**self._identity, **run.columns(), **run.task.identity()}
+            file.open_run(run.label, identity)
 
     @property
     def total(self) -> int:
         """How many samples there are, in all runs."""
-        return sum(len(run.task.samples()) for run in self.runs)
+        return sum(len(run.task.samples) for run in self.runs)
 
     @property
     def done(self) -> int:
         """How many of them have a result."""
-        return sum(len(run.task.samples()) - len(self._missing(run)) for run in self.runs)
+        return self.total - sum(len(self._missing(run)) for run in self.runs)
+
+    def _missing(self, run: Run) -> list[int]:
+        have = self.file.results(run.label)
+        return [sample for sample in run.task.samples if sample not in have]
 
     def run(self, on_results: Callable[[Run, int], None] = lambda run, count: None) -> None:
         """Evaluates what has no result yet; appends to the file."""
@@ -149,72 +152,39 @@ class Evaluation:
         """Which runs of a task lack which samples."""
         missing = [set(self._missing(run)) for run in runs]
         lacking: dict[tuple[int, ...], list[int]] = {}
-        for sample in runs[0].task.samples():
+        for sample in runs[0].task.samples:
             wanted = tuple(n for n, own in enumerate(missing) if sample in own)
             lacking.setdefault(wanted, []).append(sample)
         return [([runs[n] for n in wanted], own) for wanted, own in lacking.items() if wanted]
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Makes one row for each run whose samples are all done: what it is, and its scores."""
+        """One row for each run whose samples are all done: what it is, and its scores."""
         found = {}
-        for run in self.runs:
-            results = self._results(run)
-            if results is not None:
-                scores = _headline(run.task, run.task.scores(results))
-                row = {**self._head(run, results), **scores, **self._code(run)}
-                found[run.label] = row
+        for run, results in self._finished():
+            scores = run.task.scores(results)
+            metric = run.task.headline or run.task.metrics[0]
+            headline = dict(zip(("value", "stderr"), scores[metric], strict=True))
+            values = {name: score.value for name, score in scores.items()}
+            found[run.label] = self._row(run, results, {"metric": metric, **headline, **values})
         return found
 
     def details(self) -> list[dict[str, Any]]:
-        """Makes the rows that a task's own table has, for each run that is done."""
-        found = []
+        """The rows that a task's own table has, for each run that is done."""
+        return [
+            self._row(run, results, row)
+            for run, results in self._finished()
+            for row in run.task.details(results)
+        ]
+
+    def _finished(self) -> Iterator[tuple[Run, dict[int, Result]]]:
+        """The runs that are done, with their results in the samples' order."""
         for run in self.runs:
-            results = self._results(run)
-            if results is None:
-                continue
-            for row in run.task.details(results):
-                found.append({**self._head(run, results), **row, **self._code(run)})
-        return found
+            if not self._missing(run):
+                results = self.file.results(run.label)
+                yield run, {sample: results[sample] for sample in run.task.samples}
 
-    def _results(self, run: Run) -> dict[int, Result] | None:
-        """A run's results, in the samples' order; None as long as some are missing."""
-        if self._missing(run):
-            return None
-        results = self.file.results(run.label)
-        return {sample: results[sample] for sample in run.task.samples()}
-
-    def _missing(self, run: Run) -> list[int]:
-        have = self.file.results(run.label)
-        return [sample for sample in run.task.samples() if sample not in have]
-
-    def _identity(self, run: Run) -> dict[str, Any]:
-        return {
-            **self._identity_of_model,
-            **run.cache_columns(),
-            "task": run.task.name,
-            **run.task.columns,
-            **run.task.identity(),
-        }
-
-    def _head(self, run: Run, results: Mapping[int, Result]) -> dict[str, Any]:
-        return {
-            "task": run.task.name,
-            **run.task.columns,
-            **run.cache_columns(),
-            "samples": run.task.size(results),
-        }
-
-    def _code(self, run: Run) -> dict[str, Any]:
-        return {**self._identity_of_model, **self.file.versions(run.label)}
-
-    def _check_labels(self) -> None:
-        labels = [run.label for run in self.runs]
-        twice = next((label for label in labels if labels.count(label) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{twice} is asked for twice; give each policy and budget once")
-
-
-def _headline(task: Task, scores: dict[str, Score]) -> dict[str, Any]:
-    first = task.headline or task.metrics[0]
-    named = {name: score.value for name, score in scores.items()}
-    return {"metric": first, "value": scores[first].value, "stderr": scores[first].stderr, **named}
+    def _row(
+        self, run: Run, results: Mapping[int, Result], scores: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        head = {**run.columns(), "samples": run.task.size(results)}
+        return {**head, **scores, **self._identity, **self.file.versions(run.label)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,36 +17,27 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.cache.validation import check_positions, context_window
+from h2okv.cache.validation import context_window
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
+from h2okv.evaluation.model import has_learned_positions
 from h2okv.evaluation.stream_data import Segment, StreamSource
 from h2okv.evaluation.task import check_counts
 from h2okv.integration import enable, read_blocks
 from h2okv.records import CsvFile, check_settings, read_csv, write_csv
 
 
-@dataclass(frozen=True)
-class StreamRow:
-    """What was measured since the row before.
+class StreamRow(NamedTuple):
+    """What was measured since the row before."""
 
-    Attributes:
-        position: Tokens of the stream that have been through the cache.
-        nll: Mean negative log-likelihood of the tokens that followed those read since the last
-            row, in nats for each token.
-        step_seconds: Median time of one block's forward pass in that interval, in seconds.
-        rss_bytes: Resident memory of the process at that position; None where it is not known.
-        cache_bytes: What the cache held at that position.
-    """
-
-    position: int
-    nll: float
-    step_seconds: float
-    rss_bytes: int | None
-    cache_bytes: int
+    position: int  # tokens of the stream that have been through the cache
+    nll: float  # in nats, the mean over the tokens that followed those read since the last row
+    step_seconds: float  # of one block's forward pass, the median
+    rss_bytes: int | None  # what the process holds; None where it is not known
+    cache_bytes: int  # what the cache holds
 
 
-COLUMNS = tuple(field.name for field in fields(StreamRow))
+COLUMNS = StreamRow._fields
 """The header of the CSV file."""
 
 
@@ -63,48 +55,27 @@ class StreamFile:
         # A new file in its place, not a file cut short: at no moment are rows missing.
         write_csv(path, map(_cells, rows or ()), COLUMNS)
         self._file = CsvFile(path, COLUMNS)
+        self.close = self._file.close
 
     def append(self, rows: Iterable[StreamRow]) -> None:
         """Adds rows; they are with the operating system when this returns."""
         for row in rows:
             self._file.append(_cells(row))
 
-    def close(self) -> None:
-        """Closes the file; its rows are there already."""
-        self._file.close()
-
-
-def read_rows(path: Path) -> list[StreamRow]:
-    """Reads the rows of a file that `StreamFile` wrote."""
-    rows = []
-    for number, cells in enumerate(read_csv(path, COLUMNS), start=2):
-        if any(isinstance(cell, str) for cell in cells.values()):
-            raise ValueError(f"line {number} of '{path}' is not a row of a stream")
-        rows.append(StreamRow(**cells))
-    return rows
-
 
 def _cells(row: StreamRow) -> dict[str, Any]:
     # repr gives a float back exactly.
-    return {**asdict(row), "nll": repr(row.nll)}
+    return {**row._asdict(), "nll": repr(row.nll)}
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How a stream is read.
+    """How a stream is read; a ``prefill_chunk`` of 1 is the paper's Algorithm 1."""
 
-    Attributes:
-        prefill_chunk: Tokens of given text that are read at once, with eviction after them; 1 is
-            the paper's Algorithm 1.
-        every: Tokens between two rows.
-        tokens: Where to stop; None for the source's end.
-        max_new_tokens: The most tokens of an answer.
-    """
-
-    prefill_chunk: int = 64
-    every: int = 1000
-    tokens: int | None = None
-    max_new_tokens: int = 128
+    prefill_chunk: int = 64  # tokens of given text that are read at once
+    every: int = 1000  # tokens between two rows
+    tokens: int | None = None  # where to stop; None for the source's end
+    max_new_tokens: int = 128  # the most tokens of an answer
 
     def __post_init__(self) -> None:
         check_counts(**asdict(self))
@@ -118,42 +89,28 @@ Setting = str | int | float | None
 
 @dataclass
 class StreamState:
-    """Where a stream stands between two blocks.
+    """Where a stream stands between two blocks; all of it is in a checkpoint."""
 
-    Attributes:
-        position: Tokens that have been through the cache.
-        sample: The sample that is being read.
-        segment: The segment of it that is being read.
-        read: Tokens of that segment that have been read, the pending ones before it included.
-        pending: The token before the segment, if it has not been through the cache yet.
-        answer: What the model has answered to the segment so far; its last token is not read yet.
-        total_nll: Sum over all tokens so far, in nats.
-        nll: Sum over the tokens since the last row.
-        count: How many these are.
-        steps: Seconds of each block that was read since the last row.
-        last_step: Seconds of the newest block.
-        seconds: Time spent in forward passes.
-        rows: The rows so far.
-    """
-
-    position: int = 0
-    sample: int = 0
-    segment: int = 0
-    read: int = 0
+    position: int = 0  # tokens that have been through the cache
+    sample: int = 0  # the sample that is being read
+    segment: int = 0  # the segment of it
+    read: int = 0  # tokens of that segment, the pending ones before it included
+    # The token before the segment, if it has not been through the cache yet.
     pending: list[int] = field(default_factory=list)
+    # What the model has answered so far; its last token is not read yet.
     answer: list[int] = field(default_factory=list)
-    total_nll: float = 0.0
-    nll: float = 0.0
-    count: int = 0
-    steps: list[float] = field(default_factory=list)
-    last_step: float = 0.0
-    seconds: float = 0.0
+    total_nll: float = 0.0  # of all tokens so far, in nats
+    nll: float = 0.0  # of the tokens since the last row,
+    count: int = 0  # and how many these are
+    steps: list[float] = field(default_factory=list)  # seconds of each block since the last row
+    last_step: float = 0.0  # of the newest block
+    seconds: float = 0.0  # in forward passes
     rows: list[StreamRow] = field(default_factory=list)
 
     def to_notes(self, settings: Mapping[str, Setting]) -> dict[str, str]:
         """Writes the state down, floats to the last bit."""
-        content = {"version": _VERSION, "settings": dict(settings), "state": asdict(self)}
-        return {_KEY: json.dumps(content)}
+        state = {**vars(self), "rows": [row._asdict() for row in self.rows]}
+        return {_KEY: json.dumps({"version": _VERSION, "settings": settings, "state": state})}
 
     @classmethod
     def from_notes(
@@ -184,22 +141,17 @@ class StreamState:
         return state
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one block brought.
+class Step(NamedTuple):
+    """What one block brought."""
 
-    Attributes:
-        rows: The rows that became complete with it; mostly none.
-        answer: The tokens of the answer that it completed.
-        precedes_cut: Whether it is no block, but the place before one that the stream's limit
-            cuts short: from here a longer stream reads what it would have read without that limit.
-    """
-
-    rows: tuple[StreamRow, ...] = ()
-    answer: tuple[int, ...] | None = None
+    rows: Sequence[StreamRow] = ()  # those that became complete with it; mostly none
+    answer: tuple[int, ...] | None = None  # the answer that it completed
+    # No block, but the place before one that the stream's limit cuts short: from here a longer
+    # stream reads what it would have read without that limit.
     precedes_cut: bool = False
 
 
+@dataclass(eq=False)
 class Stream:
     """Reads a source on one cache; between two blocks it can be saved, stopped and gone on with.
 
@@ -208,23 +160,19 @@ class Stream:
     the model itself chose for its answer, always the likeliest.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: H2OCache,
-        source: StreamSource,
-        settings: StreamSettings,
-        identity: Mapping[str, Setting] | None = None,
-        state: StreamState | None = None,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.source = source
-        self.settings = settings
-        self.state = state or StreamState()
-        self._identity = dict(identity or {})
-        self._end_ids = eos_token_ids(model)
-        self._last_position = _last_position(model, cache)
+    model: PreTrainedModel
+    cache: H2OCache
+    source: StreamSource
+    settings: StreamSettings
+    identity: Mapping[str, Setting] = field(default_factory=dict)  # what a checkpoint is bound to
+    state: StreamState = field(default_factory=StreamState)
+
+    def __post_init__(self) -> None:
+        self._end_ids = eos_token_ids(self.model)
+        # Where learned positions end, if they are the text's.
+        config = self.model.config
+        ends = self.cache.rule.positions == "original" and has_learned_positions(config)
+        self._last_position = context_window(config) if ends else None
 
     @classmethod
     def resume(
@@ -241,7 +189,7 @@ class Stream:
                 f"'{path}' does not exist, so there is nothing to go on with; begin without"
                 " --resume"
             )
-        stream = cls(model, H2OCache.load(path, model), source, settings, identity)
+        stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
         stream.state = StreamState.from_notes(read_notes(path), stream._fixed(), str(path))
         return stream
 
@@ -253,7 +201,7 @@ class Stream:
         """What a checkpoint is bound to."""
         settings = self.settings
         return {
-            **self._identity,
+            **self.identity,
             "text": self.source.digest,
             "prefill-chunk": settings.prefill_chunk,
             "every": settings.every,
@@ -275,6 +223,11 @@ class Stream:
         """Makes the row of what came after the last complete one; changes nothing."""
         return self._row() if self.state.count else None
 
+    def all_rows(self) -> list[StreamRow]:
+        """The rows so far, the last one too if it is not complete."""
+        last = self.last_row()
+        return self.state.rows + ([] if last is None else [last])
+
     @property
     def _room(self) -> int | None:
         """Tokens left before the stream's limit; None without one."""
@@ -290,70 +243,48 @@ class Stream:
             repeated = state.pending[0] in self._end_ids and ids[:1].tolist() == state.pending
             ids = torch.cat([torch.tensor(state.pending), ids[1:] if repeated else ids])
         # Without an answer the last token waits until it is known what follows it.
-        yield from self._read_given(ids, len(ids) if segment.answers else len(ids) - 1)
-        if self._room == 0:
-            return
-        while segment.answers and not self._is_answered:
-            yield from self._read_own()
-            if self._room == 0:
-                return
-        state.pending = state.answer[-1:] or ids[-1:].tolist()
-        state.answer = []
-        state.read = 0
-        state.segment += 1
-
-    def _read_given(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
-        """Reads `ids [T]` up to `end`; if that is its length, the model chooses what follows."""
-        start = self.state.read
-        limit = end if self._room is None else min(end, start + self._room)
+        end = len(ids) if segment.answers else len(ids) - 1
+        limit = end if self._room is None else min(end, state.read + self._room)
         # A block that the limit cuts short is another block than without the limit.
-        whole = limit if limit == end else limit - (limit - start) % self.settings.prefill_chunk
-        yield from self._read_blocks(ids, whole)
-        if whole < limit:
+        cut = 0 if limit == end else (limit - state.read) % self.settings.prefill_chunk
+        yield from self._read(ids, limit - cut)
+        if cut:
             yield Step(precedes_cut=True)
-            yield from self._read_blocks(ids, limit)
+            yield from self._read(ids, limit)
+        while self._room != 0 and segment.answers and not self._is_answered:
+            yield from self._read(torch.tensor(state.answer[-1:]), 1, own=True)
+        if self._room != 0:
+            state.pending = state.answer[-1:] or ids[-1:].tolist()
+            state.answer, state.read = [], 0
+            state.segment += 1
 
-    def _read_blocks(self, ids: torch.Tensor, end: int) -> Iterator[Step]:
-        """Reads `ids [T]` on to `end`, block by block."""
-        start = self.state.read
+    def _read(self, ids: torch.Tensor, end: int, own: bool = False) -> Iterator[Step]:
+        """Reads `ids [T]` on to `end`, block by block; what follows the last the model chooses.
+
+        They are the segment's, of which some have been read, or the newest of the model's own.
+        """
+        start = 0 if own else self.state.read
         if start >= end:
             return
-        self._check_positions(end - start)
-        began = time.perf_counter()
-        blocks = read_blocks(
-            self.model,
-            ids[None, start:end],
-            self.cache,
-            self.settings.prefill_chunk,
-            all_logits=True,
-        )
-        for done, logits in blocks:
-            following = ids[self.state.read + 1 : start + done + 1]
-            chosen = []
-            if start + done == len(ids):
-                chosen = [int(logits[0, -1].argmax())]
-            self.state.read = start + done
-            yield self._step(logits[0], following.tolist() + chosen, chosen, began)
-            began = time.perf_counter()
-
-    def _read_own(self) -> Iterator[Step]:
-        """Reads the last token of the answer, and chooses the one after it."""
-        self._check_positions(1)
-        began = time.perf_counter()
-        last = torch.tensor([self.state.answer[-1:]])
-        for _, logits in read_blocks(self.model, last, self.cache, 1):
-            chosen = [int(logits[0, -1].argmax())]
-            yield self._step(logits[0], chosen, chosen, began)
-
-    def _check_positions(self, count: int) -> None:
-        """Refuses tokens that learned positions do not reach, which would end in a crash."""
-        last = self.state.position + count
+        last = self.state.position + end - start
         if self._last_position is not None and last > self._last_position:
-            raise ValueError(
+            raise ValueError(  # which would end in a crash
                 f"the model has learned positions for {self._last_position} tokens, and the stream"
                 f" goes on to {last}; use --positions clamped, or stop by --tokens"
                 f" {self._last_position}"
             )
+        began = time.perf_counter()
+        chunk = self.settings.prefill_chunk
+        for done, logits in read_blocks(
+            self.model, ids[None, start:end], self.cache, chunk, all_logits=True
+        ):
+            read = start + done
+            following = ids[read - logits.shape[1] + 1 : read + 1].tolist()
+            chosen = [int(logits[0, -1].argmax())] if read == len(ids) else []
+            if not own:
+                self.state.read = read
+            yield self._step(logits[0], following + chosen, chosen, began)
+            began = time.perf_counter()
 
     def _step(
         self, logits: torch.Tensor, following: list[int], chosen: list[int], began: float
@@ -363,7 +294,7 @@ class Stream:
         nlls = F.cross_entropy(logits.float(), targets, reduction="none")
         values = nlls.tolist()  # waits for the device, so that the time is the block's
         seconds = time.perf_counter() - began
-        if not all(map(_is_number, values)):
+        if any(map(math.isnan, values)):
             raise ValueError(
                 f"the model's output is not a number after {self.state.position} tokens; its data"
                 " type may be too narrow, try --dtype float32"
@@ -372,7 +303,7 @@ class Stream:
         self.state.answer += chosen
         # At the stream's limit an answer may be complete only in part.
         done = chosen and (self._is_answered or self._room == 0)
-        return Step(tuple(rows), tuple(self.state.answer) if done else None)
+        return Step(rows, tuple(self.state.answer) if done else None)
 
     def _note(self, values: list[float], seconds: float) -> list[StreamRow]:
         """Adds a block's numbers to the state, and makes the rows that they complete."""
@@ -407,21 +338,6 @@ class Stream:
     def _is_answered(self) -> bool:
         answer = self.state.answer
         return len(answer) >= self.settings.max_new_tokens or answer[-1] in self._end_ids
-
-
-def _is_number(value: float) -> bool:
-    return value == value
-
-
-def _last_position(model: PreTrainedModel, cache: H2OCache) -> int | None:
-    """Where learned positions end, if they are the text's; rotary ones just go on."""
-    if cache.rule.positions != "original":
-        return None
-    try:
-        check_positions(model.config, "clamped", cache.policy)
-    except ValueError:
-        return None
-    return context_window(model.config)
 
 
 def run_stream(

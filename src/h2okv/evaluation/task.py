@@ -1,55 +1,51 @@
-"""What an evaluation task is."""
+"""What an evaluation task is, and the tasks whose samples are prompts to be answered."""
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import sample_seed
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.evaluation.generate import Answer, Prompt, answer_batch
-from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch
 
 Result = Mapping[str, Any]
 """What came of one sample: JSON values by name."""
-
 TooLong = Literal["refuse", "skip"]
-TOO_LONG: tuple[TooLong, ...] = ("refuse", "skip")
-Compression = Literal["query-aware", "query-agnostic"]
-COMPRESSIONS: tuple[Compression, ...] = ("query-aware", "query-agnostic")
-"""Whether the cache is compressed with the question at hand, or before it is known."""
-GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """One figure; its standard error is ``None`` where it is not a mean over samples."""
 
     value: float
     stderr: float | None = None
 
 
+@dataclass(eq=False)
 class Task(ABC):
-    """Something to evaluate.
+    """Something to evaluate. Its fields are its options, in experiment files too.
 
     Attributes:
         name: What tables call it.
-        columns: What tells it from others of the same name, for columns of its own.
+        samples: The numbers of its samples; known when `prepare` has run.
         metrics: The names of its scores.
         headline: The one of them that pictures show; the first if none is named.
-        higher_is_better: Whether a higher headline is a better one.
     """
 
     name: str
-    columns: Mapping[str, Any] = MappingProxyType({})
+    samples: Sequence[int] = field(init=False)
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str] = ""
-    higher_is_better: ClassVar[bool] = True
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """What tells it from others of the same name, for columns of its own."""
+        return {}
 
     @property
     def label(self) -> str:
@@ -63,10 +59,6 @@ class Task(ABC):
     @abstractmethod
     def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Makes the samples ready for a model, whose weights need not be loaded."""
-
-    @abstractmethod
-    def samples(self) -> Sequence[int]:
-        """The samples' numbers; known when `prepare` has run."""
 
     @abstractmethod
     def run(
@@ -86,9 +78,9 @@ class Task(ABC):
             for results in self.run(model, config, samples, seed):
                 yield number, results
 
-    @abstractmethod
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """The scores, by metric."""
+        """The scores, by metric; means over the samples unless a task says otherwise."""
+        return {name: mean(results.values(), name) for name in self.metrics}
 
     def size(self, results: Mapping[int, Result]) -> int:
         """What the scores are made of: the samples, unless said otherwise."""
@@ -97,21 +89,6 @@ class Task(ABC):
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
         """The rows of a more detailed table than `scores`; one row by default."""
         return [{name: score.value for name, score in self.scores(results).items()}]
-
-
-def mean(results: Mapping[int, Result], name: str) -> Score:
-    """Averages a figure over samples."""
-    values = [float(result[name]) for result in results.values()]
-    if len(values) < 2:
-        return Score(values[0])
-    return Score(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5)
-
-
-def check_counts(**counts: int | None) -> None:
-    """Refuses options that are less than 1."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {count} is too few; give 1 or more")
 
 
 class SharingTask(Task):
@@ -125,109 +102,106 @@ class SharingTask(Task):
             yield results
 
 
-@dataclass(frozen=True)
-class Length:
-    """A sample's length: tokens of the prompt and the most of the answer; and where it stands."""
+def mean(results: Iterable[Result], name: str) -> Score:
+    """Averages a figure over samples."""
+    values = [float(result[name]) for result in results]
+    if len(values) < 2:
+        return Score(values[0])
+    return Score(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5)
 
-    tokens: int
-    place: str
+
+def optional(module: str, what: str, extra: str = "eval") -> Any:
+    """Imports a module that an extra brings; without it, says how it is installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"{what} needs {package}, which is not installed; pip install 'h2okv[{extra}]'"
+        ) from error
+
+
+def check_counts(least: int = 1, **counts: int | None) -> None:
+    """Refuses options that are less than 1, or than another least number."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {count} is too few; give {least} or more")
 
 
 def filter_by_length(
     model: ModelUnderTest,
     configs: Sequence[CacheConfig],
-    lengths: Sequence[Length],
+    lengths: Sequence[tuple[int, str]],
     too_long: TooLong | None = None,
 ) -> list[int]:
-    """Chooses the samples that are run, the same ones for all caches.
+    """The numbers of the samples that are run.
 
     Args:
         model: What reads them.
         configs: The caches.
-        lengths: Of all samples.
+        lengths: Of all samples the tokens, the most of the answer included, and their place.
         too_long: Whether samples above the context window are left out or refused; ``None`` if
             they are refused and the user cannot choose.
-
-    Returns:
-        The numbers of those that are run.
-
-    Raises:
-        ValueError: If none is left, or one is too long.
     """
     kept = list(range(len(lengths)))
     if too_long == "skip" and model.window is not None:
-        kept = [n for n in kept if lengths[n].tokens <= model.window]
+        kept = [n for n in kept if lengths[n][0] <= model.window]
         if not kept:
-            shortest = min(length.tokens for length in lengths)
             raise ValueError(
                 f"every sample is above the model's context window of {model.window} tokens (the"
-                f" shortest has {shortest}, its answer included), so that none is left; use"
+                f" shortest has {min(lengths)[0]}, its answer included), so that none is left; use"
                 " --positions rolling"
             )
     for config in configs:
-        for n in kept:
-            tokens = lengths[n].tokens
+        for tokens, place in (lengths[n] for n in kept):
             reason = model.too_long(config, tokens)
             if reason is not None:
                 skip = ", or --too-long skip" if too_long == "refuse" else ""
                 raise ValueError(
-                    f"{lengths[n].place} has {tokens} tokens, the most of its answer included; for"
-                    f" the cache {config.label!r} {reason}{skip}"
+                    f"{place} has {tokens} tokens, the most of its answer included; for the cache"
+                    f" {config.label!r} {reason}{skip}"
                 )
     return kept
 
 
 @dataclass(frozen=True)
-class BatchOptions:
-    """How prompts are run.
+class TextPrompt:
+    """A prompt before it is tokenized."""
 
-    Attributes:
-        batch_size: Prompts at a time.
-        limit: Run the first so many samples only; ``None`` for all.
-        too_long: What to do with samples above the context window.
-        max_new_tokens: The most tokens of an answer; ``None`` for what the sample says.
-    """
+    text: str
+    max_new_tokens: int
+    stops: tuple[str, ...]  # strings that end the answer
+    place: str  # file and line, for messages
+    references: tuple[str, ...] = ()  # answers that people wrote
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+"""What of `SamplingParams` a task of prompts may be given."""
+
+
+@dataclass(eq=False, kw_only=True)
+class GenerationTask(Task):
+    """Prompts that a model answers, each a sample; subclasses read them and score the answers."""
 
     batch_size: int = 8
-    limit: int | None = None
-    too_long: TooLong = "refuse"
-    max_new_tokens: int | None = None
+    limit: int | None = None  # run the first so many samples only
+    too_long: TooLong = "skip"  # what becomes of samples above the context window
+    max_new_tokens: int | None = None  # None for what the sample says
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()  # beside those of the prompt
+    prompts: Sequence[TextPrompt] = field(init=False)
 
     def __post_init__(self) -> None:
         check_counts(
             batch_size=self.batch_size, limit=self.limit, max_new_tokens=self.max_new_tokens
         )
-
-
-@dataclass(frozen=True)
-class TextPrompt:
-    """A prompt before it is tokenized.
-
-    Attributes:
-        text: What the model goes on from.
-        max_new_tokens: The most tokens of the answer.
-        stops: Strings that end it.
-        place: The sample, for messages.
-    """
-
-    text: str
-    max_new_tokens: int
-    stops: tuple[str, ...]
-    place: str
-
-
-class GenerationTask(Task):
-    """Prompts that a model answers, each a sample."""
-
-    def __init__(self, options: BatchOptions, params: SamplingParams) -> None:
-        self.options = options
-        self.params = params
-        self._prompts: list[Prompt] = []
-        self._samples: Sequence[int] = ()
-
-    @abstractmethod
-    def prompts(self) -> Sequence[TextPrompt]:
-        """All prompts."""
+        self._params = SamplingParams(**{name: getattr(self, name) for name in SAMPLING})
+        self._encoded: list[Prompt] = []
 
     @abstractmethod
     def result(self, sample: int, answer: Answer) -> Result:
@@ -235,52 +209,44 @@ class GenerationTask(Task):
 
     def identity(self) -> Mapping[str, Any]:
         """How prompts are answered; tasks add what they are."""
-        params = self.params
-        settings = {
-            "max_new_tokens": self.options.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
+        settings = {name: getattr(self._params, name) for name in SAMPLING}
+        # The others only where they were asked for, so that results without them stay known.
+        kept = ("temperature", "top_p")
+        asked = {
+            name: value
+            for name, value in settings.items()
+            if name in kept or value != getattr(SamplingParams, name)
         }
-        # Only where they were asked for, so that results without them stay known.
-        for name in ("top_k", "min_p", "repetition_penalty", "stop"):
-            if getattr(params, name) != getattr(SamplingParams, name):
-                settings[name] = getattr(params, name)
-        return settings
+        return {"max_new_tokens": self.max_new_tokens, **asked}
 
     def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
         """Tokenizes the prompts, and chooses those that are run."""
-        wanted = self.prompts()[: self.options.limit]
-        self._prompts = [Prompt(model.encode(p.text), self._params_of(p)) for p in wanted]
-        lengths = [
-            Length(len(prompt.ids) + prompt.max_new_tokens, text.place)
-            for prompt, text in zip(self._prompts, wanted, strict=True)
-        ]
-        self._samples = filter_by_length(model, configs, lengths, self.options.too_long)
-
-    def samples(self) -> Sequence[int]:
-        """The numbers of the prompts that are run."""
-        return self._samples
+        self._encoded = []
+        lengths: list[tuple[int, str]] = []
+        for prompt in self.prompts[: self.limit]:
+            most = self.max_new_tokens or prompt.max_new_tokens
+            ids = model.encode(prompt.text)
+            stop = tuple(dict.fromkeys((*prompt.stops, *self.stop)))
+            params = replace(self._params, max_tokens=most, stop=stop)
+            self._encoded.append(Prompt(ids, params))
+            lengths.append((len(ids) + most, prompt.place))
+        self.samples = filter_by_length(model, configs, lengths, self.too_long)
 
     def run(
         self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
     ) -> Iterator[dict[int, Result]]:
         """Answers prompts, those of about the same length together."""
-        by_length = sorted(samples, key=lambda n: (self._stops(n), -len(self._prompts[n].ids)))
-        while by_length:
-            stops = self._stops(by_length[0])
-            batch = [n for n in by_length[: self.options.batch_size] if self._stops(n) == stops]
-            by_length = by_length[len(batch) :]
-            answers = answer_batch(model, config, [self._seeded(n, seed) for n in batch], seed)
+
+        def stops(n: int) -> tuple[str, ...]:
+            return self._encoded[n].params.stop
+
+        left = sorted(samples, key=lambda n: (stops(n), -len(self._encoded[n].ids)))
+        while left:
+            batch = [n for n in left[: self.batch_size] if stops(n) == stops(left[0])]
+            left = left[len(batch) :]
+            prompts = []
+            for n in batch:
+                ids, params = self._encoded[n]
+                prompts.append(Prompt(ids, replace(params, seed=sample_seed(seed, n))))
+            answers = answer_batch(model, config, prompts, seed)
             yield {n: self.result(n, answer) for n, answer in zip(batch, answers, strict=True)}
-
-    def _params_of(self, prompt: TextPrompt) -> SamplingParams:
-        most = self.options.max_new_tokens or prompt.max_new_tokens
-        stop = tuple(dict.fromkeys((*prompt.stops, *self.params.stop)))
-        return replace(self.params, max_tokens=most, stop=stop)
-
-    def _seeded(self, sample: int, seed: int) -> Prompt:
-        prompt = self._prompts[sample]
-        return replace(prompt, params=replace(prompt.params, seed=sample_seed(seed, sample)))
-
-    def _stops(self, sample: int) -> tuple[str, ...]:
-        return self._prompts[sample].params.stop

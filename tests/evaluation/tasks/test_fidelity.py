@@ -21,7 +21,7 @@ def compared(subject, sources, configs=CONFIGS, **reading):
     task = Fidelity(sources, Reading(**reading))
     task.prepare(subject, configs)
     results = [{} for _ in configs]
-    for number, found in task.run_together(subject, configs, task.samples(), 0):
+    for number, found in task.run_together(subject, configs, task.samples, 0):
         results[number] |= found
     return task, results
 
@@ -62,7 +62,7 @@ def test_a_text_s_tokens_are_predicted_as_from_a_reading_of_one_s_own(subject, n
         subject, [Source("novel", novel)], prompt_tokens=80, new_tokens=9, texts=2,
         protocol=protocol,
     )  # fmt: skip
-    assert task.samples() == [0, 1]
+    assert task.samples == [0, 1]
     for sample, own in task._samples.items():
         assert (len(own.prompt), len(own.following)) == (80, 10)
         for config, found in zip(CONFIGS, results, strict=True):

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from h2okv.config import CacheConfig
-from h2okv.evaluation.tasks.perplexity import Perplexity, Windows
+from h2okv.evaluation.tasks.perplexity import Perplexity
 
 
 def run(subject, novel, config, **windows):
-    task = Perplexity("novel", novel, Windows(**windows))
+    task = Perplexity("novel", novel, **windows)
     task.prepare(subject, [config])
     results = {}
-    for found in task.run(subject, config, task.samples(), 0):
+    for found in task.run(subject, config, task.samples, 0):
         results |= found
     return task, results
 
@@ -27,7 +27,7 @@ def losses(subject, novel, length, count):
     "config", [CacheConfig("full", prefill_chunk=32), CacheConfig.from_budget(96, prefill_chunk=32)]
 )
 def test_a_full_cache_has_the_model_s_own_perplexity(subject, novel, config):
-    task, results = run(subject, novel, config, length=96, count=2, every=40)
+    task, results = run(subject, novel, config, length=96, windows=2, every=40)
     wanted = losses(subject, novel, 96, 2)
     assert task.scores(results)["perplexity"].value == pytest.approx(
         math.exp(wanted.mean()), rel=1e-4
@@ -40,9 +40,11 @@ def test_a_full_cache_has_the_model_s_own_perplexity(subject, novel, config):
 
 def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):
     _, small = run(
-        subject, novel, CacheConfig.from_budget(0.125, prefill_chunk=1), length=64, count=1
+        subject, novel, CacheConfig.from_budget(0.125, prefill_chunk=1), length=64, windows=1
     )
-    _, tokens = run(subject, novel, CacheConfig.from_budget(6, prefill_chunk=1), length=64, count=1)
+    _, tokens = run(
+        subject, novel, CacheConfig.from_budget(6, prefill_chunk=1), length=64, windows=1
+    )
     # A window of 64 tokens is read but for its last one: a sixteenth of 63 are 3.
     assert small[0]["positions"] == tokens[0]["positions"] == [63]
     assert small[0]["nlls"][0] == pytest.approx(tokens[0]["nlls"][0], abs=1e-6)
@@ -52,9 +54,9 @@ def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):
     ("windows", "message"),
     [
         ({"length": 1}, "--length 1 is too few"),
-        ({"length": 64, "count": 0}, "--windows 0 is too few"),
-        ({"length": 5000, "count": 1}, "0 windows of 5000"),
-        ({"length": 2049, "count": 1}, "more than the model's context window of 2048"),
+        ({"length": 64, "windows": 0}, "--windows 0 is too few"),
+        ({"length": 5000, "windows": 1}, "0 windows of 5000"),
+        ({"length": 2049, "windows": 1}, "more than the model's context window of 2048"),
     ],
 )
 def test_what_cannot_be_read_is_refused(subject, novel, windows, message):
@@ -65,6 +67,6 @@ def test_what_cannot_be_read_is_refused(subject, novel, windows, message):
 
 def test_a_window_that_evicts_nothing_is_refused(subject, novel):
     with pytest.raises(ValueError, match="--length 65 is read as one block of 64 tokens"):
-        run(subject, novel, CacheConfig.from_budget(8), length=65, count=1)
-    run(subject, novel, CacheConfig("full"), length=65, count=1)
-    run(subject, novel, CacheConfig.from_budget(8), length=66, count=1)
+        run(subject, novel, CacheConfig.from_budget(8), length=65, windows=1)
+    run(subject, novel, CacheConfig("full"), length=65, windows=1)
+    run(subject, novel, CacheConfig.from_budget(8), length=66, windows=1)

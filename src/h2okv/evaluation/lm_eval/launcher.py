@@ -1,19 +1,33 @@
-"""Runs lm-evaluation-harness."""
+"""Runs lm-evaluation-harness: by its own command line, and as tasks of an evaluation."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import importlib.util
+import json
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from tqdm import tqdm
 
 from h2okv.config import CacheConfig
+from h2okv.evaluation.model import ModelUnderTest, settled
+from h2okv.evaluation.shared_prefill import shares_prompt
+from h2okv.evaluation.task import Result, Score, SharingTask, check_counts
+from h2okv.provenance import digest
+from h2okv.records import unknown_name
+
+if TYPE_CHECKING:
+    from h2okv.evaluation.lm_eval.model import Scorer
 
 DATA_VARIABLE = "H2OKV_EVAL_DATA"
 """The environment variable that names the folder; ``h2okv lm-eval --data`` sets it."""
@@ -21,6 +35,8 @@ TASKS = Path(__file__).parent / "task_files"
 """The folder of the task files, for ``lm_eval --include_path``."""
 
 MODEL = "h2okv"
+_PREFIX = f"{MODEL}_"
+"""What the names of this package's own tasks begin with."""
 _SUBCOMMANDS = ("run", "ls", "validate")
 _FILES = {
     "copa": ("copa_balanced_dev.xml",),
@@ -31,27 +47,10 @@ _FILES = {
     "mathqa": ("llm_adapters/mathqa_test.json",),
 }
 """What each of this package's tasks reads from the data folder."""
-
-
-def run_harness(args: Sequence[str], data: Path | None = None) -> int:
-    """Registers model and tasks and hands over to the harness's own command line.
-
-    Releases up to 0.4.13 look for no models outside themselves, and read ``--include_path`` when
-    the model has been looked up already.
-    """
-    if not _is_installed():
-        raise ValueError(
-            "lm-evaluation-harness is not installed; run pip install 'h2okv[eval]' first."
-        )
-    if data is not None and not data.is_dir():
-        raise ValueError(f"--data {str(data)!r} is no folder; name the one with the data files.")
-    words = completed(list(args))
-    with data_folder(data):
-        tasks = task_names(words)
-        _check_early(words, tasks)
-        own_only = bool(tasks) and all(name.startswith(f"{MODEL}_") for name in tasks)
-        with _in_place_of(sys, "argv", ["lm_eval", *words]), _tasks_known(own_only):
-            return _evaluate()
+SETTINGS = ("protocol", *(field.name for field in fields(CacheConfig)))
+"""The arguments of a harness's model that are not the harness's own."""
+_FEWSHOT_SEED = 1234
+"""The harness's own seed for the examples of a prompt; a run's seed is added to it."""
 
 
 def data_file(name: str) -> Path:
@@ -71,27 +70,62 @@ def data_file(name: str) -> Path:
     return path
 
 
-@contextmanager
-def data_folder(folder: Path | None) -> Iterator[None]:
-    """Names the data folder to the tasks, where one is given."""
-    before = os.environ.get(DATA_VARIABLE)
-    if folder is not None:
-        os.environ[DATA_VARIABLE] = str(folder)
-    try:
-        yield
-    finally:
-        if folder is not None:
-            os.environ.pop(DATA_VARIABLE)
-            if before is not None:
-                os.environ[DATA_VARIABLE] = before
-
-
-def check_arguments(names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses names that look like one of a cache's."""
+def check_arguments(names: Iterable[str]) -> None:
+    """Refuses names that look like one of `SETTINGS`."""
     for name in names:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        if near and name not in known:
+        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.7)
+        if near and name not in SETTINGS:
             raise ValueError(f"model argument {name!r} is unknown; perhaps {near[0]!r} is meant.")
+
+
+def run_harness(args: Sequence[str], data: Path | None = None) -> int:
+    """Registers model and tasks and hands over to the harness's own command line.
+
+    Releases up to 0.4.13 look for no models outside themselves, and read ``--include_path`` when
+    the model has been looked up already.
+    """
+    if not _is_installed():
+        raise ValueError(
+            "lm-evaluation-harness is not installed; run pip install 'h2okv[eval]' first."
+        )
+    if data is not None and not data.is_dir():
+        raise ValueError(f"--data {str(data)!r} is no folder; name the one with the data files.")
+    words = completed(list(args))
+    tasks = values_of(words, "--tasks", "-t")
+    with _data_folder(data), patch.object(sys, "argv", ["lm_eval", *words]):
+        _check_early(words, tasks)
+        # Where all tasks are this package's, the harness's need not be listed.
+        own_only = bool(tasks) and all(name.startswith(_PREFIX) for name in tasks)
+        with _tasks_known(own_only):
+            return _evaluate()
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("lm_eval") is not None
+
+
+def completed(args: list[str]) -> list[str]:
+    """Adds the subcommand and the model type where they are left out."""
+    if not args or args[0] in ("-h", "--help") or args[0] in _SUBCOMMANDS[1:]:
+        return args or ["--help"]
+    if args[0] != "run":
+        args = ["run", *args]
+    names = ("--model", "-M", "--config", "-C")
+    if not any(word.split("=")[0] in names for word in args):
+        args = [args[0], "--model", MODEL, *args[1:]]
+    return args
+
+
+def values_of(args: list[str], *names: str) -> list[str]:
+    """What follows an option, taken apart at spaces and commas."""
+    found: list[str] = []
+    for place, word in enumerate(args):
+        option, equals, value = word.partition("=")
+        if option in names:
+            following = takewhile(lambda word: not word.startswith("-"), args[place + 1 :])
+            rest = [value] if equals else following
+            found += [part for own in rest for part in own.split(",")]
+    return found
 
 
 def _check_early(words: list[str], tasks: list[str]) -> None:
@@ -103,15 +137,11 @@ def _check_early(words: list[str], tasks: list[str]) -> None:
         elsewhere = ("--help", "-h", "--config", "-C")
         if "pretrained" not in given and not any(w.split("=")[0] in elsewhere for w in words):
             raise ValueError("--model_args names no model; add pretrained=bundled, or another one.")
-        check_arguments(given, ("protocol", *(field.name for field in fields(CacheConfig))))
+        check_arguments(given)
     for task, files in _FILES.items():
-        if f"{MODEL}_{task}" in tasks or f"{MODEL}_tasks" in tasks:
+        if f"{_PREFIX}{task}" in tasks or f"{_PREFIX}tasks" in tasks:
             for name in files:
                 data_file(name)
-
-
-def _is_installed() -> bool:
-    return importlib.util.find_spec("lm_eval") is not None
 
 
 def _evaluate() -> int:
@@ -128,40 +158,7 @@ def _evaluate() -> int:
     return 0
 
 
-def completed(args: list[str]) -> list[str]:
-    """Adds the subcommand and the model type where they are left out."""
-    if not args or args[0] in ("-h", "--help") or args[0] in _SUBCOMMANDS[1:]:
-        return args or ["--help"]
-    if args[0] != "run":
-        args = ["run", *args]
-    names = ("--model", "-M", "--config", "-C")
-    if not any(word.split("=")[0] in names for word in args):
-        args = [args[0], "--model", MODEL, *args[1:]]
-    return args
-
-
-def task_names(args: list[str]) -> list[str]:
-    """The tasks asked for; where all are this package's, the harness's need not be listed."""
-    return values_of(args, "--tasks", "-t")
-
-
-def values_of(args: list[str], *names: str) -> list[str]:
-    """What follows an option, taken apart at spaces and commas."""
-    found: list[str] = []
-    for place, word in enumerate(args):
-        option, equals, value = word.partition("=")
-        if option in names:
-            rest = [value] if equals else list(takewhile(_is_value, args[place + 1 :]))
-            found += [part for own in rest for part in own.split(",")]
-    return found
-
-
-def _is_value(word: str) -> bool:
-    return not word.startswith("-")
-
-
-@contextmanager
-def _tasks_known(own_only: bool) -> Iterator[None]:
+def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
     """Lets the harness find the six tasks beside its own and the user's."""
     import lm_eval.tasks
 
@@ -186,15 +183,169 @@ def _tasks_known(own_only: bool) -> Iterator[None]:
                 )
             return found
 
-    with _in_place_of(lm_eval.tasks, "TaskManager", Tasks):
-        yield
+    return patch.object(lm_eval.tasks, "TaskManager", Tasks)
+
+
+def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
+    """Names the data folder to the tasks, where one is given."""
+    return patch.dict(os.environ, {} if folder is None else {DATA_VARIABLE: str(folder)})
+
+
+@dataclass(eq=False)
+class HarnessTask(SharingTask):
+    """A task of lm-evaluation-harness with so many examples in the prompt, as one sample.
+
+    The harness makes the prompts and the scores. It is one sample, because the examples that a
+    prompt gets depend on the prompts before it; answers that the model has given are kept in the
+    harness's own store, so that a stopped task does not ask for them again.
+    """
+
+    data: Path | None  # the folder with the data files of this package's tasks
+    work: Path  # the folder of the harness's store
+    shots: int = 0  # examples in a prompt
+    prefill_chunk: int | None = 1  # None evicts once, after the prompt
+    batch_size: int = 16
+    limit: int | None = None  # take the first so many documents only
+    own: bool = True  # whether it is one of this package's tasks, not one of the harness's
+    metrics = ("acc", "acc_norm")
+
+    def __post_init__(self) -> None:
+        if not _is_installed():
+            raise ValueError(
+                f"the task {self.name!r} is run by lm-evaluation-harness, which is not installed;"
+                " pip install 'h2okv[eval]'"
+            )
+        if self.own and self.name not in _FILES:
+            raise unknown_name("task of the harness", self.name, sorted(_FILES))
+        check_counts(least=0, shots=self.shots)
+        check_counts(batch_size=self.batch_size, limit=self.limit, prefill_chunk=self.prefill_chunk)
+        self.samples = (0,)
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """How many examples there are."""
+        return {"shots": self.shots}
+
+    def identity(self) -> Mapping[str, Any]:
+        """Names the protocol, the number of documents and the harness's version."""
+        return {
+            "task_prefill_chunk": self.prefill_chunk,
+            "limit": self.limit,
+            "lm_eval": importlib.metadata.version("lm_eval"),
+        }
+
+    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+        """Looks whether all that the harness needs is there."""
+        with quietly(), _data_folder(self.data):
+            self._manager().load([self._task_name])
+
+    def run_together(
+        self,
+        model: ModelUnderTest,
+        configs: Sequence[CacheConfig],
+        samples: Sequence[int],
+        seed: int,
+    ) -> Iterator[tuple[int, dict[int, Result]]]:
+        """Runs the task with each cache; contexts that are read at once are read once for all."""
+        from h2okv.evaluation.lm_eval.model import Scorer
+
+        scorers = {
+            number: Scorer(model.model, settled(config, model.config).seeded(seed))
+            for number, config in enumerate(configs)
+            if (config.is_full or self.prefill_chunk is None) and shares_prompt(config)
+        }
+        for scorer in scorers.values():
+            scorer.group = list(scorers.values())
+        for number, config in enumerate(configs):
+            yield number, {0: self._run(model, config, seed, scorers.pop(number, None))}
+
+    def _run(
+        self, model: ModelUnderTest, config: CacheConfig, seed: int, scorer: Scorer | None
+    ) -> Result:
+        """Runs the task with one cache."""
+        from lm_eval.evaluator import simple_evaluate
+
+        from h2okv.evaluation.lm_eval.model import H2OLM
+
+        cache = settled(config, model.config).seeded(seed)
+        protocol = None
+        if not config.is_full:
+            cache = replace(cache, prefill_chunk=self.prefill_chunk or cache.prefill_chunk)
+            protocol = None if self.prefill_chunk in (None, 1) else "whole"
+        stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
+        store = f"{self.name}-{self.shots}-{digest(json.dumps(stored))}"
+        attention = model.config._attn_implementation
+        with quietly(), _data_folder(self.data):
+            harness_model = H2OLM(
+                model.model,
+                tokenizer=model.tokenizer,
+                batch_size=self.batch_size,
+                protocol=protocol,
+                **cache.to_dict(),
+            )
+            harness_model.scorer = scorer or harness_model.scorer
+            try:
+                found: Any = simple_evaluate(
+                    harness_model,
+                    tasks=[self._task_name],
+                    num_fewshot=self.shots,
+                    limit=self.limit,
+                    use_cache=str(self.work / store),
+                    task_manager=self._manager(),
+                    fewshot_random_seed=_FEWSHOT_SEED + seed,
+                    log_samples=False,
+                )
+            finally:
+                model.model.set_attn_implementation(attention)
+        scores = {
+            name.removesuffix(",none"): value
+            for name, value in found["results"][self._task_name].items()
+            if name.endswith(",none") and isinstance(value, float)
+        }
+        return {**scores, "documents": found["n-samples"][self._task_name]["effective"]}
+
+    def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
+        """Returns the harness's scores with its standard errors."""
+        result = results[0]
+        return {
+            name: Score(value, result.get(f"{name}_stderr"))
+            for name, value in result.items()
+            if name != "documents" and not name.endswith("_stderr")
+        }
+
+    def size(self, results: Mapping[int, Result]) -> int:
+        """Returns how many documents the scores are made of."""
+        return int(results[0]["documents"])
+
+    @property
+    def _task_name(self) -> str:
+        return f"{_PREFIX}{self.name}" if self.own else self.name
+
+    def _manager(self) -> Any:
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_path=str(TASKS), include_defaults=not self.own)
 
 
 @contextmanager
-def _in_place_of(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+def quietly() -> Iterator[None]:
+    """Keeps the harness's bars and remarks back, and what it would find out about the machine."""
+    from lm_eval import evaluator
+
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    init = tqdm.__init__
+
+    def silent(bar: tqdm, *args: Any, **options: Any) -> None:
+        init(bar, *args, **{**options, "disable": True})
+
     try:
-        yield
+        with (
+            patch.object(tqdm, "__init__", silent),
+            patch.object(evaluator, "add_env_info", lambda results: None),
+            patch.object(evaluator, "get_git_commit_hash", lambda: ""),
+        ):
+            yield
     finally:
-        setattr(owner, name, before)
+        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""The model type h2okv of lm-evaluation-harness."""
+"""The model type h2okv of lm-evaluation-harness: log-likelihoods and texts under eviction."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import importlib.metadata
 import inspect
 import json
 import platform
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lm_eval.api.registry import register_model
@@ -18,23 +21,24 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import h2okv.provenance
+from h2okv.cache import H2OCache
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.rope import PositionRule
+from h2okv.cache.validation import check_model
 from h2okv.config import CacheConfig
-from h2okv.evaluation.lm_eval.launcher import check_arguments
-from h2okv.evaluation.lm_eval.scoring import (
-    SETTINGS,
-    Protocol,
-    Scorer,
-    TokenScores,
-    batches,
-    prepare_model,
-    split_settings,
-)
-from h2okv.evaluation.model import make_cache
+from h2okv.evaluation.lm_eval.launcher import SETTINGS, check_arguments
+from h2okv.evaluation.model import left_padded, make_cache
+from h2okv.evaluation.shared_prefill import SharedPrefill
+from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable
 from h2okv.integration.models import default_dtype, resolve_model
+from h2okv.policy import get_policy
+from h2okv.policy.scoring import get_scoring
 from h2okv.provenance import fingerprint
 
-_PACKAGES = ("tokenizers", "lm_eval", "crfm-helm")
+Protocol = Literal["prompt", "whole"]
+"""What continuations are scored on: the prompt, evicted before them, or the whole text, evicted
+block by block."""
 
 
 def provenance(
@@ -43,11 +47,9 @@ def provenance(
     """Describes model, cache and software of a run."""
     versions = {"python": platform.python_version()} | h2okv.provenance.versions()
     commit = versions.pop("commit")
-    for package in _PACKAGES:
-        try:
+    for package in ("tokenizers", "lm_eval", "crfm-helm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "model": name,
         "revision": getattr(model.config, "_commit_hash", None) or "",
@@ -59,14 +61,218 @@ def provenance(
     }
 
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A text pair (``None`` inside a rolling score), the context's tokens, the continuation's."""
+def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
+    """Takes cache and protocol out of a model's arguments, which lose those of `SETTINGS`.
 
-Pair = tuple[tuple[int, ...], tuple[int, ...]]
-"""A context's and a continuation's tokens, as they fit in the window."""
+    Blocks of one token are the paper's protocol, ``whole``, unless said otherwise.
+    """
+    given = {name: options.pop(name) for name in SETTINGS if name in options}
+    protocol = given.pop("protocol", None)
+    config = CacheConfig.from_dict(given)
+    # What the cache would refuse is refused before a model's weights are loaded.
+    get_policy(config.policy, config.seed)
+    get_scoring(config.scoring, config.decay)
+    rule: Any = PositionRule
+    rule(config.positions, config.prefill_chunk)
+    if protocol is None:
+        protocol = "whole" if config.prefill_chunk == 1 else "prompt"
+    if protocol not in ("prompt", "whole"):
+        raise ValueError(f"protocol={protocol!r} is unknown; choose one of prompt, whole.")
+    if protocol == "whole" and config.prefill_chunk is None and not config.is_full:
+        raise ValueError(
+            "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
+            "after it, so that no score would change; give prefill_chunk=1 (the paper's way) "
+            "or a larger block."
+        )
+    return config, protocol
 
+
+class TokenScores(NamedTuple):
+    """What the model says of given tokens."""
+
+    log_probs: torch.Tensor  # [n], of each token
+    greedy: torch.Tensor  # bool [n], whether the token is the likeliest one
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all tokens together."""
+        return float(self.log_probs.sum())
+
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""The tokens of a context and of its continuation."""
 Scored = Iterator[tuple[int, TokenScores]]
-"""Numbers of requests, with what the model says of their continuations."""
+"""Numbers of pairs, with the scores of their continuations."""
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Scorer:
+    """Scores tokens on a cache that evicts; every text of a batch as it would be alone."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: CacheConfig, dtype: torch.dtype | None = torch.float32
+    ) -> None:
+        self.model, self.config, self.dtype = model, config, dtype
+        # Scorers that read contexts together: what one of them is asked for is scored by all, and
+        # kept until they are asked too.
+        self.group = [self]
+        self._known: dict[_Key, TokenScores] = {}
+        # Recurrent and sliding layers are transformers' own, and not all of them see padding.
+        self.takes_padding = all(isinstance(layer, CacheLayer) for layer in self._cache().layers)
+
+    def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
+        """Scores continuations on what eviction left of their contexts, each of which is read once.
+
+        A context is read up to its last token, then evicted; the last token is read again with
+        the continuation, so that the first token of a continuation is predicted from the evicted
+        cache too. A continuation is one block (of at most ``prefill_chunk`` tokens).
+        """
+        size = size if self.takes_padding else 1
+        numbers: dict[_Key, list[int]] = {}
+        for number, (context, continuation) in enumerate(pairs):
+            numbers.setdefault((tuple(context), tuple(continuation)), []).append(number)
+        users: dict[tuple[int, ...], list[_Key]] = {}
+        for key, own in numbers.items():
+            if key in self._known:
+                yield from ((number, self._known[key]) for number in own)
+            else:
+                users.setdefault(key[0], []).append(key)
+        # A context of one token leaves nothing to evict before its continuation.
+        for alike in ([c for c in users if len(c) > 1], [c for c in users if len(c) == 1]):
+            for members in batches([len(context) for context in alike], size):
+                contexts = [alike[index] for index in members]
+                caches, seen = self._read([context[:-1] for context in contexts])
+                jobs = [(slot, key) for slot, own in enumerate(contexts) for key in users[own]]
+                for scorer, cache in zip(self.group, caches, strict=True):
+                    scorer._continue(cache, seen, jobs, size)
+                for _, key in jobs:
+                    yield from ((number, self._known[key]) for number in numbers[key])
+                if len(self.group) == 1:
+                    self._known.clear()
+
+    def _read(self, contexts: Sequence[Sequence[int]]) -> tuple[list[H2OCache], torch.Tensor]:
+        """Reads contexts onto empty caches of the group; with them, the mask ``[B, tokens]``."""
+        caches = [scorer._cache() for scorer in self.group]
+        together = caches[0] if len(caches) == 1 else SharedPrefill(caches)
+        ids, mask = self._padded(contexts)
+        if ids.shape[1]:
+            self._forward(ids, mask, together, keep=1)
+            if isinstance(together, SharedPrefill):
+                together.split()
+        return caches, mask
+
+    def _continue(
+        self, cache: H2OCache, seen: torch.Tensor, jobs: Sequence[tuple[int, _Key]], size: int
+    ) -> None:
+        """Scores continuations of the contexts that a cache has read, so many at a time."""
+        for start in range(0, len(jobs), size):
+            part = jobs[start : start + size]
+            slots = [slot for slot, _ in part]
+            branch = cache if start + size >= len(jobs) else cache.fork(1)
+            if seen.shape[1] and slots != list(range(len(seen))):
+                branch.batch_select_indices(torch.tensor(slots, device=seen.device))
+            after = [(context[-1:], continuation) for _, (context, continuation) in part]
+            scores = self._score(after, branch, seen[slots])
+            self._known.update(zip([key for _, key in part], scores, strict=True))
+
+    def whole(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
+        """Scores continuations in texts that are evicted from their first block on.
+
+        One forward each: the layers cut the text into blocks of ``prefill_chunk`` tokens
+        themselves, attending and evicting as they go. The budget is of the tokens read, all but
+        the text's last one, which nothing follows.
+        """
+        lengths = [len(context) + len(continuation) for context, continuation in pairs]
+        for members in batches(lengths, size if self.takes_padding else 1):
+            scores = self._score([pairs[number] for number in members], self._cache())
+            yield from zip(members, scores, strict=True)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, T, V]`` of texts ``[B, T]`` without padding, read on an empty cache."""
+        ids = input_ids.to(self.model.device)
+        return self._forward(ids, torch.ones_like(ids), self._cache())
+
+    def _cache(self) -> H2OCache:
+        return make_cache(self.config, self.model.config, self.config.seed)
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
+    ) -> torch.Tensor:
+        """Reads ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with enable(self.model), torch.no_grad():
+            logits: torch.Tensor = self.model(
+                ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=keep,
+            ).logits
+        return logits
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Texts with padding on their left, and the mask; int64 ``[B, T]`` each."""
+        input_ids, mask = left_padded(texts)
+        return input_ids.to(self.model.device), mask.to(self.model.device)
+
+    def _score(
+        self, pairs: Sequence[Pair], cache: H2OCache, seen: torch.Tensor | None = None
+    ) -> list[TokenScores]:
+        """One forward over texts without their last tokens, and what it says of continuations."""
+        texts = [[*context, *continuation] for context, continuation in pairs]
+        counts = [len(continuation) for _, continuation in pairs]
+        input_ids, mask = self._padded([text[:-1] for text in texts])
+        if seen is not None:
+            mask = torch.cat([seen, mask], dim=1)
+        with warnings.catch_warnings():
+            # What follows a context is not of the prompt that fractions are taken of.
+            warnings.filterwarnings("ignore", ".*fractions were taken of the first forward")
+            logits = self._forward(input_ids, mask, cache, max(counts))
+        scores = []
+        for own, text, count in zip(logits, texts, counts, strict=True):
+            predicted = own[-count:].log_softmax(dim=-1, dtype=self.dtype)
+            given = torch.tensor(text[-count:], device=predicted.device)
+            log_probs = predicted.gather(1, given.unsqueeze(1)).squeeze(1)
+            scores.append(TokenScores(log_probs.cpu(), (predicted.argmax(-1) == given).cpu()))
+        return scores
+
+
+class EvictingModel:
+    """What HELM calls in the place of a model: ``generate``, and a forward for scores."""
+
+    def __init__(self, model: PreTrainedModel, config: CacheConfig) -> None:
+        prepare_model(model)
+        self.model: Any = model
+        self.config = config
+        # A text in one block would not be evicted before its scores are made: it is read by
+        # one token at a time, unless the user has larger blocks.
+        self._whole = replace(config, prefill_chunk=config.prefill_chunk or 1)
+
+    def generate(self, **inputs: Any) -> Any:
+        """Generates on a new cache; see `transformers.GenerationMixin.generate`."""
+        cache = make_cache(self.config, self.model.config, self.config.seed)
+        with enable(self.model):
+            return self.model.generate(past_key_values=cache, **inputs)
+
+    def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        """Logits ``[B, T, V]`` of whole texts ``[B, T]`` without padding, evicting as it goes."""
+        return SimpleNamespace(logits=Scorer(self.model, self._whole).logits(input_ids))
+
+
+def prepare_model(model: PreTrainedModel) -> None:
+    """Gives a supported model H2O attention, and takes back a cache that its checkpoint wants."""
+    check_model(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.generation_config is not None:
+        model.generation_config.cache_implementation = None
+
+
+def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Puts texts of like lengths together, the longest first, so that memory ends early."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
 
 _SETTINGS_KEY = "h2okv settings"
 _ENDLESS = 1 << 30
@@ -83,7 +289,15 @@ class H2OLM(HFLM):
     """
 
     def __init__(self, pretrained: str | PreTrainedModel, **options: Any) -> None:
-        _check_options(options)
+        # What the harness or transformers would fail on in words of their own.
+        known = inspect.signature(HFLM.__init__).parameters
+        check_arguments(name for name in options if name not in known)
+        rolls = options.get("positions") == "rolling"
+        if rolls and str(options.get("batch_size")).startswith("auto"):
+            raise ValueError(
+                "batch_size=auto tries the longest text, which positions='rolling' does not have; "
+                "give a number."
+            )
         self.cache_config, self.protocol = split_settings(options)
         if isinstance(pretrained, str):
             self.name = pretrained
@@ -100,16 +314,9 @@ class H2OLM(HFLM):
         self.scorer = Scorer(self.model, self.cache_config, dtype)
 
     @property
-    def _rolls(self) -> bool:
-        return self.cache_config.positions == "rolling"
-
-    def _describe(self) -> dict[str, Any]:
-        return {"protocol": self.protocol} | self.cache_config.to_dict()
-
-    @property
     def max_length(self) -> int:
         """The most tokens of a text; no limit where positions roll."""
-        if self._rolls and self._max_length is None:
+        if self.cache_config.positions == "rolling" and self._max_length is None:
             return _ENDLESS
         return super().max_length
 
@@ -122,9 +329,9 @@ class H2OLM(HFLM):
         store = getattr(cache_hook, "dbdict", None)
         if store is None:
             return
+        settings = {"protocol": self.protocol} | self.cache_config.to_dict()
         mine = json.dumps(
-            {"model": self.name, "revision": self.revision} | self._describe(),
-            sort_keys=True,
+            {"model": self.name, "revision": self.revision} | settings, sort_keys=True
         )
         stored = store.get(_SETTINGS_KEY)
         if stored is None and len(store):
@@ -178,56 +385,36 @@ class H2OLM(HFLM):
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
-        """Generates with a new cache for the batch; the budget is of each row's prompt."""
+        """Generates with a new cache for the batch; the budget is of each one's prompt."""
         cache = make_cache(self.cache_config, self.model.config, self.cache_config.seed)
-        with enable(self.model) if cache.needs_enabling else nullcontext():
+        with enable(self.model):
             return super()._model_generate(
                 context, max_length, stop, past_key_values=cache, **generation_kwargs
             )
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """Scores continuations of contexts under eviction, as `Scorer` does."""
         pairs = [self._fitting(number, request) for number, request in enumerate(requests)]
-        size = override_bs or self._contexts_at_once(pairs)
-        answers: list[tuple[float, bool] | None] = [None] * len(requests)
+        size = override_bs or self._batch_size(pairs)
+        answers: dict[int, tuple[float, bool]] = {}
         hidden = disable_tqdm or self.rank != 0
         bar = tqdm(total=len(requests), disable=hidden, desc="Scoring under eviction")
-        score = self._score_whole if self.protocol == "whole" else self._score_prompts
+        score = self.scorer.whole if self.protocol == "whole" else self.scorer.after_prompts
         for number, scores in score(pairs, size):
-            answers[number] = (scores.total, scores.is_greedy)
+            answers[number] = (scores.total, bool(scores.greedy.all()))
             texts = requests[number][0]
             if texts is not None:  # rolling windows are stored by their text, not here
                 self.cache_hook.add_partial("loglikelihood", texts, answers[number])
             bar.update()
         bar.close()
-        return [answer for answer in answers if answer is not None]
+        return [answers[number] for number in range(len(requests))]
 
-    def _score_whole(self, pairs: list[Pair], size: int) -> Scored:
-        """Yields each request's number and scores, every text scanned once."""
-        for members in batches([len(context) + len(rest) for context, rest in pairs], size):
-            texts = [pairs[number][0] + pairs[number][1] for number in members]
-            counts = [len(pairs[number][1]) for number in members]
-            yield from zip(members, self.scorer.whole(texts, counts), strict=True)
-
-    def _score_prompts(self, pairs: list[Pair], size: int) -> Scored:
-        """Yields each request's number and scores, every context read once."""
-        users: dict[tuple[int, ...], list[int]] = {}
-        for number, (context, _) in enumerate(pairs):
-            users.setdefault(context, []).append(number)
-        contexts = list(users)
-        for members in batches([len(context) for context in contexts], size):
-            chosen = [contexts[index] for index in members]
-            continuations = [[pairs[number][1] for number in users[own]] for own in chosen]
-            results = self.scorer.after_prompts(chosen, continuations, size)
-            for own, scores in zip(chosen, results, strict=True):
-                yield from zip(users[own], scores, strict=True)
-
-    def _fitting(self, number: int, request: Request) -> Pair:
+    def _fitting(self, number: int, request: tuple[Any, list[int], list[int]]) -> Pair:
         """Context and continuation, the context cut from the left where the user allows it."""
         texts, context, continuation = request
         if not continuation:
@@ -240,7 +427,7 @@ class H2OLM(HFLM):
             if not self.truncation or len(continuation) >= room:
                 self._refuse(number, texts, length - 1, self.max_length)
             context = context[length - room :]
-        return tuple(context), tuple(continuation)
+        return context, continuation
 
     def _refuse(self, number: int, texts: Sequence[Any] | None, length: int, room: int) -> None:
         """Raises for a text that is too long, before anything is computed."""
@@ -250,30 +437,16 @@ class H2OLM(HFLM):
             "prefill_chunk, or truncation=True to cut such texts from the left."
         )
 
-    def _contexts_at_once(self, pairs: list[Pair]) -> int:
+    def _batch_size(self, pairs: list[Pair]) -> int:
         """The batch size asked for, or found out on the longest text."""
-        if self.batch_size != "auto":
-            return int(self.batch_size)
-        longest = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]), default=None)
-        if longest is None:
-            return 1
-        found = self._detect_batch_size([(None, list(longest[0]), list(longest[1]))])
+        if self.batch_size != "auto" or not pairs:
+            return 1 if self.batch_size == "auto" else int(self.batch_size)
+        longest = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+        found = int(self._detect_batch_size([(None, *map(list, longest))]))
         self.batch_sizes = {0: found}
-        return int(found)
+        return found
 
 
 def _opening(texts: Sequence[Any] | None) -> str:
     """The first words of a request's text, quoted."""
     return repr(" ".join(str(texts[0]).split())[:40]) if texts else "part of a long text"
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuses what the harness or transformers would fail on in words of their own."""
-    known = inspect.signature(HFLM.__init__).parameters
-    check_arguments([name for name in options if name not in known], SETTINGS)
-    rolls = options.get("positions") == "rolling"
-    if rolls and str(options.get("batch_size")).startswith("auto"):
-        raise ValueError(
-            "batch_size=auto tries the longest text, which positions='rolling' does not have; "
-            "give a number."
-        )

@@ -17,7 +17,7 @@ from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.evaluation.stream_data import Conversation, Message, read_conversations
-from h2okv.evaluation.task import Length, Result, Score, SharingTask, check_counts, filter_by_length
+from h2okv.evaluation.task import Result, Score, SharingTask, check_counts, filter_by_length
 from h2okv.integration.chat_template import chat_text
 from h2okv.integration.enable import enable
 from h2okv.provenance import digest
@@ -105,7 +105,7 @@ class Fidelity(SharingTask):
     metrics = ("agreement", "kl", "perplexity_ratio", "bytes_fraction")
 
     def __init__(self, sources: Sequence[Source], reading: Reading) -> None:
-        self.name = "fidelity"
+        super().__init__("fidelity")
         self.sources, self.reading = sources, reading
         self._samples: dict[int, _Sample] = {}
 
@@ -126,10 +126,11 @@ class Fidelity(SharingTask):
             for number, sample in enumerate(found):
                 self._samples[number * len(self.sources) + place] = sample
         lengths = [
-            Length(len(own.prompt) + self.reading.new_tokens + 1, f"a text of {own.source!r}")
+            (len(own.prompt) + self.reading.new_tokens + 1, f"a text of {own.source!r}")
             for own in self._samples.values()
         ]
         filter_by_length(model, configs, lengths)
+        self.samples = sorted(self._samples)
 
     def _cut(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
         """Windows of a text, far from each other, and the same ones first if more are wanted."""
@@ -170,16 +171,12 @@ class Fidelity(SharingTask):
                 ids = model.encode(prompt)
             else:
                 said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-                text = chat_text(model.tokenizer, [vars(message) for message in said])
+                text = chat_text(model.tokenizer, [message._asdict() for message in said])
                 ids = model.encode(text, special=not has_template)
             if len(ids) < 2:
                 raise ValueError(f"prompt {number} of {source.name!r} is too short; lengthen it")
             found.append(_Sample(source.name, ids, []))
         return found
-
-    def samples(self) -> Sequence[int]:
-        """The numbers of the texts."""
-        return sorted(self._samples)
 
     def run_together(
         self,

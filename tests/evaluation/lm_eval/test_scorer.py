@@ -6,15 +6,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import h2okv
 from h2okv.config import CacheConfig
-from h2okv.evaluation.lm_eval.launcher import check_arguments
-from h2okv.evaluation.lm_eval.scoring import (
-    SETTINGS,
+from h2okv.integration import read_blocks
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
+
+from h2okv.evaluation.lm_eval.launcher import check_arguments  # noqa: E402
+from h2okv.evaluation.lm_eval.model import (  # noqa: E402
     EvictingModel,
     Scorer,
     batches,
     split_settings,
 )
-from h2okv.integration import read_blocks
 
 VOCAB = 97
 TOLERANCE = 2e-5
@@ -28,6 +30,25 @@ def draw(length, seed):
 def scorer(model, **options):
     options = {"heavy": 4, "recent": 3} | options
     return Scorer(model, CacheConfig(**options))
+
+
+def in_order(scored):
+    return [scores for _, scores in sorted(scored)]
+
+
+def cut(text, count=None):
+    """A text as its beginning and its scored tokens, by default all but the first."""
+    place = 1 if count is None else len(text) - count
+    return text[:place], text[place:]
+
+
+def assert_as_alone(score, pairs, size=64):
+    """Whatever is in the batch, each pair has the scores that it has alone."""
+    results = in_order(score(pairs, size))
+    assert len(results) == len(pairs)
+    for pair, together in zip(pairs, results, strict=True):
+        assert_equal(together, in_order(score([pair]))[0])
+        assert len(together.log_probs) == len(pair[1])
 
 
 def assert_equal(one, other):
@@ -50,9 +71,10 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
             log_prob(model(torch.tensor([[token]]), past_key_values=cache).logits, following)
             for token, following in zip(text, text[1:], strict=False)
         ]
-    scanned = scorer(model, heavy=heavy, recent=recent, prefill_chunk=1).whole([text])[0]
+    scanned = scorer(model, heavy=heavy, recent=recent, prefill_chunk=1).whole([cut(text)])
+    scanned = in_order(scanned)[0]
     assert scanned.log_probs.tolist() == pytest.approx(expected, abs=TOLERANCE)
-    full = scorer(model, policy="full").whole([text])[0]
+    full = in_order(scorer(model, policy="full").whole([cut(text)]))[0]
     assert (full.log_probs - scanned.log_probs).abs().max() > 1e-3  # eviction is felt
 
 
@@ -61,11 +83,9 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
 def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     options = {"heavy": 0.2, "recent": 0.2, "sink": 1, "policy": policy, "prefill_chunk": chunk}
     scoring = scorer(make_llama(), **options)
-    texts = [draw(length, length) for length in (33, 2, 17, 33)]
-    counts = [5, 1, 16, 1]
-    for text, count, together in zip(texts, counts, scoring.whole(texts, counts), strict=True):
-        assert_equal(together, scoring.whole([text], [count])[0])
-        assert len(together.log_probs) == count
+    lengths, counts = (33, 2, 17, 33), (5, 1, 16, 1)
+    pairs = [cut(draw(n, n), count) for n, count in zip(lengths, counts, strict=True)]
+    assert_as_alone(scoring.whole, pairs)
 
 
 def test_a_policy_for_prompts_alone_scores_no_whole_text(make_llama):
@@ -76,28 +96,23 @@ def test_a_policy_for_prompts_alone_scores_no_whole_text(make_llama):
 @pytest.mark.parametrize("policy", h2okv.policy_names())
 def test_any_policy_serves_continuations_as_alone(make_llama, policy):
     scoring = scorer(make_llama(), policy=policy)
-    contexts, continuations = [draw(21, 1), draw(30, 2)], [[draw(3, 3), draw(5, 4)], [draw(4, 5)]]
-    results = scoring.after_prompts(contexts, continuations)
-    for context, own, together in zip(contexts, continuations, results, strict=True):
-        for continuation, scores in zip(own, together, strict=True):
-            assert_equal(scores, scoring.after_prompt(context, [continuation])[0])
+    one, other = draw(21, 1), draw(30, 2)
+    pairs = [(one, draw(3, 3)), (one, draw(5, 4)), (other, draw(4, 5))]
+    assert_as_alone(scoring.after_prompts, pairs)
 
 
-@pytest.mark.parametrize("rows", [64, 2])
+@pytest.mark.parametrize("size", [64, 2])
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("chunk", [None, 1, 6])
-def test_continuations_share_a_context_as_alone(make_llama, rows, positions, chunk):
+def test_continuations_share_a_context_as_alone(make_llama, size, positions, chunk):
     options = {"positions": positions, "prefill_chunk": chunk}
     scoring = scorer(make_llama(), **options)
     contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(2, 4)]
     continuations = [
         [draw(1, 5), draw(7, 6), draw(3, 7)], [draw(4, 8)], [draw(2, 9), draw(5, 10)], [draw(6, 11)]
     ]  # fmt: skip
-    results = scoring.after_prompts(contexts, continuations, rows)
-    for context, own, together in zip(contexts, continuations, results, strict=True):
-        assert len(together) == len(own)
-        for continuation, scores in zip(own, together, strict=True):
-            assert_equal(scores, scoring.after_prompt(context, [continuation])[0])
+    pairs = [(c, t) for c, own in zip(contexts, continuations, strict=True) for t in own]
+    assert_as_alone(scoring.after_prompts, pairs, size)
 
 
 def test_scorers_of_a_group_read_a_context_once_and_answer_as_alone(make_llama):
@@ -106,8 +121,9 @@ def test_scorers_of_a_group_read_a_context_once_and_answer_as_alone(make_llama):
         CacheConfig("full"), CacheConfig("h2o", 4, 3), CacheConfig("h2o", 3, 2, scoring="decay"),
         CacheConfig("snapkv", 5, 4), CacheConfig("recent", 0.1, 0.1),
     ]  # fmt: skip
-    contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(30, 2)]
-    continuations = [[draw(3, 3), draw(5, 4)], [draw(4, 5)], [draw(2, 6)], [draw(4, 5)]]
+    one, other, short = draw(21, 1), draw(30, 2), draw(1, 3)
+    pairs = [(one, draw(3, 3)), (one, draw(5, 4)), (other, draw(4, 5)), (short, draw(2, 6))]
+    pairs.append(pairs[2])
     group = [Scorer(model, config) for config in configs]
     for own in group:
         own.group = group
@@ -115,16 +131,15 @@ def test_scorers_of_a_group_read_a_context_once_and_answer_as_alone(make_llama):
     hook = model.register_forward_pre_hook(
         lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
     )
-    found = [own.after_prompts(contexts, continuations) for own in group]
+    found = [in_order(own.after_prompts(pairs)) for own in group]
     hook.remove()
     # Contexts with padding in one forward; then continuations, long and short contexts apart.
     assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
     for config, results in zip(configs, found, strict=True):
-        alone = Scorer(model, config).after_prompts(contexts, continuations)
-        for own, other in zip(results, alone, strict=True):
-            assert len(own) == len(other)
-            for one, two in zip(own, other, strict=True):
-                assert_equal(one, two)
+        alone = in_order(Scorer(model, config).after_prompts(pairs))
+        assert len(results) == len(alone) == len(pairs)
+        for one, two in zip(results, alone, strict=True):
+            assert_equal(one, two)
 
 
 def test_a_continuation_follows_on_the_evicted_context(make_llama):
@@ -135,32 +150,30 @@ def test_a_continuation_follows_on_the_evicted_context(make_llama):
         model(torch.tensor([context[:-1]]), past_key_values=cache)
         assert cache.num_cached_tokens == 7
         logits = model(block, past_key_values=cache).logits[0].log_softmax(-1)
-    scores = scorer(model).after_prompt(context, [continuation])[0]
+    scores = in_order(scorer(model).after_prompts([(context, continuation)]))[0]
     expected = [float(logits[place, token]) for place, token in enumerate(continuation)]
     assert scores.log_probs.tolist() == pytest.approx(expected, abs=TOLERANCE)
     assert scores.total == pytest.approx(sum(expected), abs=1e-4)
-    full = scorer(model, policy="full").after_prompt(context, [continuation])[0]
+    full = in_order(scorer(model, policy="full").after_prompts([(context, continuation)]))[0]
     # The first token of a continuation is predicted from the evicted cache too.
     assert abs(float(full.log_probs[0] - scores.log_probs[0])) > 1e-3
 
 
 def test_a_budget_above_the_length_gives_the_full_scores(make_llama):
     model = make_llama()
-    contexts, continuations = [draw(20, 1), draw(9, 2)], [[draw(4, 3), draw(2, 4)], [draw(1, 5)]]
+    one, other = draw(20, 1), draw(9, 2)
+    pairs = [(one, draw(4, 3)), (one, draw(2, 4)), (other, draw(1, 5))]
+    expected = []
     with torch.no_grad():
         model.set_attn_implementation("sdpa")
-        expected = []
-        for context, own in zip(contexts, continuations, strict=True):
-            for tokens in own:
-                logits = model(torch.tensor([context + tokens])).logits[0, -len(tokens) - 1 : -1]
-                given = torch.tensor(tokens).unsqueeze(1)
-                expected.append(float(logits.log_softmax(-1).gather(1, given).sum()))
-    prompt = scorer(model, heavy=100, recent=100).after_prompts(contexts, continuations)
-    assert [score.total for own in prompt for score in own] == pytest.approx(expected, abs=1e-4)
-    texts = [c + t for c, own in zip(contexts, continuations, strict=True) for t in own]
-    counts = [len(tokens) for own in continuations for tokens in own]
-    whole = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole(texts, counts)
-    assert [score.total for score in whole] == pytest.approx(expected, abs=1e-4)
+        for context, tokens in pairs:
+            logits = model(torch.tensor([context + tokens])).logits[0, -len(tokens) - 1 : -1]
+            given = torch.tensor(tokens).unsqueeze(1)
+            expected.append(float(logits.log_softmax(-1).gather(1, given).sum()))
+    prompt = scorer(model, heavy=100, recent=100).after_prompts(pairs)
+    assert [score.total for score in in_order(prompt)] == pytest.approx(expected, abs=1e-4)
+    whole = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole(pairs)
+    assert [score.total for score in in_order(whole)] == pytest.approx(expected, abs=1e-4)
 
 
 def test_layers_of_other_kinds_are_not_padded(make_llama):
@@ -175,20 +188,15 @@ def test_layers_of_other_kinds_are_not_padded(make_llama):
     model.set_attn_implementation("h2o")
     scoring = scorer(model)
     assert not scoring.takes_padding
-    contexts, continuations = [draw(20, 1), draw(9, 2)], [[draw(4, 3), draw(2, 4)], [draw(3, 5)]]
-    results = scoring.after_prompts(contexts, continuations)
-    for context, own, together in zip(contexts, continuations, results, strict=True):
-        for tokens, scores in zip(own, together, strict=True):
-            assert_equal(scores, scoring.after_prompt(context, [tokens])[0])
-    scan = scorer(model, prefill_chunk=1)
-    texts = [draw(20, 6), draw(12, 7)]
-    for text, scores in zip(texts, scan.whole(texts), strict=True):
-        assert_equal(scores, scan.whole([text])[0])
+    one, other = draw(20, 1), draw(9, 2)
+    pairs = [(one, draw(4, 3)), (one, draw(2, 4)), (other, draw(3, 5))]
+    assert_as_alone(scoring.after_prompts, pairs)
+    assert_as_alone(scorer(model, prefill_chunk=1).whole, [cut(draw(20, 6)), cut(draw(12, 7))])
 
 
 def test_a_model_without_h2o_attention_gets_it_for_the_call(make_llama):
     model = make_llama(attention="sdpa")
-    scorer(model, prefill_chunk=1).whole([draw(9, 1)])
+    list(scorer(model, prefill_chunk=1).whole([cut(draw(9, 1))]))
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -210,7 +218,7 @@ def test_batches_hold_every_text_once_and_like_lengths():
 )
 def test_settings_that_make_no_sense_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        check_arguments(options, SETTINGS)
+        check_arguments(options)
         split_settings(options)
 
 

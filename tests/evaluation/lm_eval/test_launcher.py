@@ -4,21 +4,21 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from h2okv.config import CacheConfig
-from h2okv.evaluation.lm_eval.launcher import TASKS
-from h2okv.evaluation.tasks.lm_eval_task import HarnessTask
+from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE, TASKS, HarnessTask, quietly
 
 
 def run(task, subject, config):
     task.prepare(subject, [config])
-    (found,) = task.run(subject, config, task.samples(), 0)
+    (found,) = task.run(subject, config, task.samples, 0)
     return task.scores(found), task.size(found)
 
 
-def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path):
+def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path, monkeypatch):
     data = shared / "data" / "eval"
     before = subject.config._attn_implementation
-    task = HarnessTask("openbookqa", 1, data, tmp_path, limit=8)
-    with task._quietly():
+    task = HarnessTask("openbookqa", data, tmp_path, shots=1, limit=8)
+    monkeypatch.setenv(DATA_VARIABLE, str(data))
+    with quietly():
         theirs = simple_evaluate(
             HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
             tasks=["h2okv_openbookqa"],
@@ -38,8 +38,8 @@ def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path):
 def test_caches_that_read_prompts_at_once_share_them(shared, subject, tmp_path):
     data = shared / "data" / "eval"
     configs = [CacheConfig("full"), CacheConfig.from_budget(0.1), CacheConfig("recent", 8, 8)]
-    task = HarnessTask("openbookqa", 0, data, tmp_path / "a", prefill_chunk=None, limit=6)
-    alone = HarnessTask("openbookqa", 0, data, tmp_path / "b", prefill_chunk=None, limit=6)
+    task = HarnessTask("openbookqa", data, tmp_path / "a", prefill_chunk=None, limit=6)
+    alone = HarnessTask("openbookqa", data, tmp_path / "b", prefill_chunk=None, limit=6)
     for own in (tmp_path / "a", tmp_path / "b"):
         own.mkdir()
     task.prepare(subject, configs)
@@ -47,23 +47,23 @@ def test_caches_that_read_prompts_at_once_share_them(shared, subject, tmp_path):
     hook = subject.model.register_forward_pre_hook(
         lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
     )
-    found = dict(task.run_together(subject, configs, task.samples(), 0))
+    found = dict(task.run_together(subject, configs, task.samples, 0))
     hook.remove()
-    # Six contexts for all caches; then on each 24 continuations, 16 at a time.
+    # The contexts for all caches at once, and 24 continuations on each, 16 at a time.
     assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
     for number, config in enumerate(configs):
-        ((_, wanted),) = alone.run_together(subject, [config], alone.samples(), 0)
+        ((_, wanted),) = alone.run_together(subject, [config], alone.samples, 0)
         assert found[number] == wanted
 
 
 def test_unknown_tasks_and_nonsense_are_refused(tmp_path):
     with pytest.raises(ValueError, match="did you mean winogrande"):
-        HarnessTask("winogrand", 0, tmp_path, tmp_path)
+        HarnessTask("winogrand", tmp_path, tmp_path)
     with pytest.raises(ValueError, match="shots -1"):
-        HarnessTask("copa", -1, tmp_path, tmp_path)
+        HarnessTask("copa", tmp_path, tmp_path, shots=-1)
 
 
 def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
-    task = HarnessTask("copa", 0, tmp_path, tmp_path)
+    task = HarnessTask("copa", tmp_path, tmp_path)
     with pytest.raises(ValueError, match="'copa_balanced_dev.xml' is not in"):
         task.prepare(subject, [CacheConfig("full")])

@@ -1,0 +1,170 @@
+"""Generated texts: summaries scored by ROUGE, and the diversity of what is written."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from h2okv.evaluation.model import Answer
+from h2okv.evaluation.stream_data import read_conversations
+from h2okv.evaluation.task import (
+    GenerationTask,
+    Result,
+    Score,
+    TextPrompt,
+    check_counts,
+    mean,
+    optional,
+)
+from h2okv.provenance import digest
+from h2okv.records import Record, read_jsonl, read_text_file
+
+_TOKENS = 64
+_TOKENS_OF_SEVERAL = 128
+_TOKENS_OF_DOCUMENTS = 512
+ONE_ARTICLE = "###\nArticle: {article}\n\nSummarize the above article in 3 sentences.\n"
+"""The recipe's form of a prompt, for articles that come bare."""
+SEVERAL_DOCUMENTS = "{article}\n\nA summary of the passages above in one page:\n"
+_PLACE = "{article}"
+
+
+def read_articles(
+    path: Path, references: Path | None = None, template: str | None = None
+) -> list[TextPrompt]:
+    """Reads articles in one of these forms.
+
+    - the recipe's: JSONL with ``article`` (the whole prompt), ``summary_gt``, and if they like
+      ``stop`` and ``max_tokens``;
+    - LongBench's: JSONL with ``context`` and ``answers``;
+    - two files: a text with one article on each line, and JSONL with ``refs``.
+    """
+    if template is not None and _PLACE not in template:
+        raise ValueError(f"--template {template!r} has no {_PLACE} to put the article in; add it")
+    if references is not None:
+        return _pairs(path, references, template or ONE_ARTICLE)
+    wanted = "an object with article and summary_gt, or with context and answers"
+    return [_article(line, template, wanted) for line in read_jsonl(path, wanted)]
+
+
+def _article(line: Record, template: str | None, wanted: str) -> TextPrompt:
+    if "article" in line.fields:
+        if template is not None:
+            raise ValueError(
+                f"{line.place}: field article is a whole prompt already; leave out --template"
+            )
+        stops = line.texts("stop") if line.fields.get("stop") is not None else ()
+        most = line.number("max_tokens", _TOKENS)
+        return TextPrompt(line.text("article"), most, stops, line.place, line.texts("summary_gt"))
+    if "context" in line.fields:
+        text = (template or SEVERAL_DOCUMENTS).replace(_PLACE, line.text("context").strip())
+        return TextPrompt(text, _TOKENS_OF_DOCUMENTS, (), line.place, line.texts("answers"))
+    raise ValueError(f"{line.place} has neither field article nor field context; give {wanted}")
+
+
+def _pairs(path: Path, references: Path, template: str) -> list[TextPrompt]:
+    texts = read_text_file(path).rstrip("\n").split("\n")
+    lines = read_jsonl(references, "an object with refs")
+    if len(texts) != len(lines):
+        raise ValueError(
+            f"'{path}' has {len(texts)} lines and '{references}' has {len(lines)}; each article"
+            " needs its line of references"
+        )
+    found = []
+    for number, (text, line) in enumerate(zip(texts, lines, strict=True), start=1):
+        place = f"line {number} of '{path}'"
+        if not text.strip():
+            raise ValueError(f"{place} is empty; give one article on each line")
+        prompt = template.replace(_PLACE, text.strip())
+        found.append(TextPrompt(prompt, _TOKENS_OF_SEVERAL, ("###",), place, line.texts("refs")))
+    return found
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def load_rouge(stemmer: bool = False) -> Any:
+    """Finds ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) in rouge-score."""
+    return optional("rouge_score.rouge_scorer", "ROUGE").RougeScorer(list(ROUGE), stemmer)
+
+
+@dataclass(eq=False)
+class Summarization(GenerationTask):
+    """A model summarizes articles; as in H2O's section 5 and the llama recipe's table."""
+
+    input: Path  # see `read_articles`, also for the next two
+    references: Path | None = None
+    template: str | None = None
+    stemmer: bool = False  # whether stems of words are compared
+    metrics = ROUGE
+    headline = "rouge2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prompts = read_articles(self.input, self.references, self.template)
+        self._rouge = load_rouge(self.stemmer)
+
+    def identity(self) -> Mapping[str, Any]:
+        """Names the articles and how they are summarized and scored."""
+        content = repr([(p.text, p.stops, p.references) for p in self.prompts])
+        return {"data": digest(content), **super().identity(), "stemmer": self.stemmer}
+
+    def result(self, sample: int, answer: Answer) -> Result:
+        """Scores a summary."""
+        found = self._rouge.score_multi(list(self.prompts[sample].references), answer.text)
+        scores = {name: float(found[name].fmeasure) for name in ROUGE}
+        return {**scores, "tokens": answer.tokens, "text": answer.text}
+
+
+@dataclass(eq=False)
+class Diversity(GenerationTask):
+    """The first questions of conversations are answered several times, and the answers compared.
+
+    Self-BLEU (Zhu et al., arXiv 1802.01886, section 3.3): each answer's BLEU with the other answers
+    to the same prompt as references, averaged; the lower, the more the answers differ.
+    """
+
+    input: Path  # see `read_conversations`
+    copies: int = 4  # answers to each question
+    temperature: float = field(default=1.0, kw_only=True)
+    metrics = ("self_bleu",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(least=2, copies=self.copies)
+        if self._params.is_greedy:
+            raise ValueError("temperature 0 gives the same answer each time; give 1, for example")
+        self._questions = [
+            TextPrompt(f"{talk[0].content}\n", _TOKENS, (), f"line {n} of '{self.input}'")
+            for n, talk in enumerate(read_conversations(self.input), start=1)
+        ]
+        self.prompts = [one for one in self._questions for _ in range(self.copies)]
+        self.limit = None if self.limit is None else self.limit * self.copies
+        self._bleu = optional("sacrebleu.metrics", "Self-BLEU").BLEU(effective_order=True)
+
+    def identity(self) -> Mapping[str, Any]:
+        """Names the prompts and how they are answered."""
+        data = digest(repr([(p.text, p.stops) for p in self._questions]))
+        return {"data": data, "copies": self.copies, **super().identity()}
+
+    def result(self, sample: int, answer: Answer) -> Result:
+        """Keeps an answer; it is scored with the others to its prompt."""
+        return {"prompt": sample // self.copies, "tokens": answer.tokens, "text": answer.text}
+
+    def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
+        """Averages Self-BLEU over the prompts; 0 to 100, as BLEU is counted."""
+        answers: dict[int, list[str]] = {}
+        for result in results.values():
+            answers.setdefault(result["prompt"], []).append(result["text"])
+        of_prompts = [
+            {
+                "self_bleu": statistics.fmean(
+                    self._bleu.sentence_score(text, [*texts[:n], *texts[n + 1 :]]).score
+                    for n, text in enumerate(texts)
+                )
+            }
+            for texts in answers.values()
+        ]
+        return {"self_bleu": mean(of_prompts, "self_bleu")}
