@@ -51,7 +51,7 @@ test-upstream: $(VENV)/.test
 	$(BIN)/python tests/upstream/upstream_suite.py $(FAMILIES)
 
 bench: $(VENV)/.demo
-	$(BIN)/python benchmarks/cpu_generate.py
+	$(BIN)/h2okv bench --contexts 2048,8192 --batches 4 --dtype float32,bfloat16
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

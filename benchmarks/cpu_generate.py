@@ -1,16 +1,9 @@
-"""H2O against transformers' own caches on the CPU: steps, prompts, turns, peak memory.
+"""What `h2okv bench` does not measure of H2O on the CPU: attention alone, rolling steps, turns.
 
 A Llama with random weights (12 layers, hidden 768, 12 heads of 64, SwiGLU with intermediate 3072,
-vocabulary 32000), batch 4, prompt 2048, a budget of 20 %. (--intermediate 2048 is the size that
-Llama's own rule of 8/3 gives.) Comparisons, each within one run:
+vocabulary 32000). Comparisons, each within one run:
 
-- decode: a step of h2o against `StaticCache` with exactly as many entries, and against
-  `DynamicCache` with SDPA over the whole context (the target is 0.9 of the speed-up that the bytes
-  read allow);
-- prefill: h2o against `DynamicCache` with SDPA;
 - attention: of one layer's prompt, batch 1, with the scores and without (SDPA);
-- memory: peak (resident) of a long prompt, batch 1, each in a process of its own;
-- kv-bits: a step with slots in 8 and 4 bits against slots in the model's dtype;
 - rolling: a step at rolling positions against original ones, a full cache of --entries each, and
   with --compile both once more in compiled steps (``h2okv.enable(model, compile=True)``);
 - turns: time to the first token of turn 10 against turn 2, of equal length, on one rolling cache;
@@ -31,22 +24,18 @@ import torch
 from record import RESULTS, Target, environment, interleave, progress, report, rows_for
 from transformers import PreTrainedModel
 
-from h2okv.benchmarking.caches import CacheRunner, CacheSpec
-from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
-from h2okv.benchmarking.memory import footprint_of, speedup_limit
+from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
+from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv.benchmarking.model import ModelSource, parse_shape
-from h2okv.benchmarking.peak import PeakRun, measure_peak, prompt_ids
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.offload.profile import Clock
 from h2okv.ops import dispatch
 from h2okv.ops.attention import Visibility
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MEASURES = ("decode", "prefill", "attention", "memory", "kv-bits", "rolling", "turns")
-FRACTION_OF_LIMIT = 0.9
+MEASURES = ("attention", "rolling", "turns")
 # The scores may take 0.9 of the time that attention takes without them.
-LIMITS = {"static": 1.02, "dynamic": 1.1, "sdpa": 1.9, "memory": 1.05, 8: 1.1, 4: 1.3}
-ROLLING_LIMIT, TURN_LIMIT = 1.15, 1.2
+ATTENTION_LIMIT, ROLLING_LIMIT, TURN_LIMIT = 1.9, 1.15, 1.2
 Samples = dict[str, list[float]]
 CPU = torch.device("cpu")
 
@@ -63,10 +52,9 @@ class Subject:
         self.setting = environment() | {
             "model": f"llama-{args.layers}x768-{args.intermediate}", "dtype": dtype,
             "kv_heads": args.kv_heads, "batch": args.batch, "prompt": args.prompt,
-            "budget": args.budget,
         }  # fmt: skip
 
-    def runner(self, name: str, budget: int | float | None = None, **options: Any) -> CacheRunner:
+    def runner(self, name: str, budget: int | None = None, **options: Any) -> CacheRunner:
         """Makes the runner of a cache."""
         return CacheSpec.of(name, budget, **options).runner(self.model)
 
@@ -99,45 +87,6 @@ class Subject:
         report(self.args.csv, rows_for(measure, unit, samples, list(targets), setting, own))
 
 
-def decode(subject: Subject) -> None:
-    """One decode step of each implementation."""
-    args = subject.args
-    specs = {"h2o": args.budget, "static": args.budget, "dynamic": None}
-    runs = {
-        name: subject.ready(subject.runner(name, budget), args.batch, args.prompt)
-        for name, budget in specs.items()
-    }
-    footprint = footprint_of(subject.model.config, DTYPES[subject.dtype])
-    entries = CacheSpec.of("h2o", args.budget).entries(args.prompt)
-    limit = speedup_limit(
-        footprint.step_weight_bytes,
-        footprint.full_bytes(args.batch, args.prompt),
-        footprint.h2o_bytes(args.batch, entries, args.prompt),
-    )
-    print(f"limit of the speed-up over dynamic: {limit:.3f}", flush=True)
-    targets = (
-        Target("static", LIMITS["static"]),
-        Target("dynamic", round(FRACTION_OF_LIMIT * limit, 3), at_least=True),
-    )
-    samples = interleave(runs, args.decode_rounds, 3, "decode")
-    subject.report("decode step", "s", samples, *targets)
-
-
-def prefill(subject: Subject) -> None:
-    """The forward pass over the prompt."""
-    args = subject.args
-    ids = prompt_ids(subject.model, args.batch, args.prompt)
-
-    def read(runner: CacheRunner) -> None:
-        runner.prepare(args.prompt)
-        runner.prefill(ids)
-
-    runners = {"h2o": subject.runner("h2o", args.budget), "dynamic": subject.runner("dynamic")}
-    runs = {name: partial(read, runner) for name, runner in runners.items()}
-    samples = interleave(runs, args.prefill_rounds, 1, "prefill")
-    subject.report("prefill", "s", samples, Target("dynamic", LIMITS["dynamic"]))
-
-
 def attention(subject: Subject) -> None:
     """The attention of one layer's prompt, with scores and without."""
     args = subject.args
@@ -154,46 +103,9 @@ def attention(subject: Subject) -> None:
         "h2o": lambda: operations.attend(query, key, value, Visibility(), 0.125),
         "sdpa": lambda: sdpa(query, key, value, is_causal=True, enable_gqa=args.kv_heads < 12),
     }
-    samples = interleave(runs, 4 * args.prefill_rounds, 2, "attention")
-    target = Target("sdpa", LIMITS["sdpa"])
+    samples = interleave(runs, args.attention_rounds, 2, "attention")
+    target = Target("sdpa", ATTENTION_LIMIT)
     subject.report("attention of a prompt", "s", samples, target, batch=1)
-
-
-def memory(subject: Subject) -> None:
-    """Peak resident memory of a long prompt in GiB, each implementation in a fresh process."""
-    args, samples = subject.args, {}
-    for name, budget in (("h2o", args.budget), ("dynamic", None)):
-        progress(f"memory: {name}, prompt of {args.long_prompt}")
-        spec = CacheSpec.of(name, budget)
-        peak = measure_peak(
-            PeakRun.on(subject.model, subject.source, spec, args.long_prompt, 1, None)
-        )
-        if peak is None:
-            raise SystemExit("this system does not tell a process's memory; leave out memory")
-        samples[name] = [peak.peak / 2**30]
-        samples["loaded"] = [peak.loaded / 2**30]
-    progress("")
-    target = Target("dynamic", LIMITS["memory"])
-    other = {"batch": 1, "prompt": args.long_prompt}
-    subject.report("peak memory", "GiB", samples, target, **other)
-
-
-def kv_bits(subject: Subject) -> None:
-    """A decode step with packed slots; each kind is held to the same rounds of whole ones."""
-    args, runs = subject.args, {}
-    for bits in (None, 8, 4):
-        if bits is not None:
-            subject.check(kv_bits=bits)
-        runner = subject.runner("h2o", args.budget, kv_bits=bits)
-        name = subject.dtype if bits is None else f"int{bits}"
-        runs[name] = subject.ready(runner, args.batch, args.prompt)
-        share = runner.cache.nbytes / runner.cache.full_nbytes
-        print(f"\r\033[K{name}: {share:.4f} of the full cache's bytes", flush=True)
-    samples = interleave(runs, args.decode_rounds, 3, "kv-bits")
-    for bits in (8, 4):
-        pair = {name: samples[name] for name in (f"int{bits}", subject.dtype)}
-        target = Target(subject.dtype, LIMITS[bits])
-        subject.report("decode step", "s", pair, target, own=f"int{bits}")
 
 
 def rolling(subject: Subject) -> None:
@@ -255,23 +167,22 @@ def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="example: python benchmarks/cpu_generate.py --dtype bf16 --measure decode prefill",
+        epilog="example: python benchmarks/cpu_generate.py --dtype bf16 --measure turns",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES[:4]))
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
     for name, size, told in (
         ("kv-heads", 12, "12 (MHA) or 4 (GQA)"), ("layers", 12, "at most 12"),
         ("intermediate", 3072, "size of the MLP"), ("batch", 4, "sequences"),
-        ("prompt", 2048, "tokens of each sequence"), ("long-prompt", 32768, "for peak memory"),
+        ("prompt", 2048, "tokens of each sequence"),
         ("entries", 1024, "of rolling and turns, heavy and recent"),
         ("context", 2048, "tokens of the first turn"), ("turn", 128, "tokens of a later turn"),
-        ("answer", 8, "tokens of an answer"), ("decode-rounds", 60, "of decode, kv-bits, rolling"),
-        ("prefill-rounds", 5, "of prefill; attention has four times as many"),
+        ("answer", 8, "tokens of an answer"), ("decode-rounds", 60, "of rolling"),
+        ("attention-rounds", 20, "of attention"),
         ("turn-rounds", 5, "conversations"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{told} [{size}]")
-    parser.add_argument("--budget", type=float, default=0.2, help="fraction of the prompt [0.2]")
     parser.add_argument("--compile", action="store_true", help="compiled rolling steps too")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=RESULTS / "cpu_generate.csv")
@@ -283,8 +194,7 @@ def main() -> None:
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)
-    measures = (decode, prefill, attention, memory, kv_bits, rolling, turns)
-    by_name = dict(zip(MEASURES, measures, strict=True))
+    by_name = dict(zip(MEASURES, (attention, rolling, turns), strict=True))
     with torch.inference_mode():
         for dtype in args.dtype:
             subject = Subject(args, dtype)

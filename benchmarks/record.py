@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from h2okv.benchmarking.timing import Spread, interleaved
+from h2okv.benchmarking.results import interleaved, quartiles, ratios
 from h2okv.offload.profile import Clock
 from h2okv.ops.dispatch import wanted
 from h2okv.provenance import environment as describe
@@ -83,26 +83,21 @@ def rows_for(
     rows = []
     by_name = {target.against: target for target in targets}
     for name, values in samples.items():
-        spread = Spread.of(values)
-        row = {
-            **setting, "measure": measure, "implementation": name, "unit": unit,
-            "median": f"{spread.median:.6g}", "lower_quartile": f"{spread.lower:.6g}",
-            "upper_quartile": f"{spread.upper:.6g}", "rounds": len(values),
-        }  # fmt: skip
+        row = {**setting, "measure": measure, "implementation": name, "unit": unit}
+        found = quartiles("found", values).values()
+        names = ("median", "lower_quartile", "upper_quartile")
+        row |= {key: f"{value:.6g}" for key, value in zip(names, found, strict=True)}
+        row["rounds"] = len(values)
         target = by_name.get(name)
         if target is not None:
             pair = (values, samples[own]) if target.at_least else (samples[own], values)
-            ratio = Spread.of_ratios(*pair)
-            row |= {
-                "against": f"{name} / {own}" if target.at_least else f"{own} / {name}",
-                "ratio": f"{ratio.median:.3f}", "ratio_lower": f"{ratio.lower:.3f}",
-                "ratio_upper": f"{ratio.upper:.3f}",
-            }  # fmt: skip
+            ratio = quartiles("ratio", ratios(*pair))
+            row["against"] = f"{name} / {own}" if target.at_least else f"{own} / {name}"
+            row |= {key: f"{value:.3f}" for key, value in ratio.items()}
             if target.limit is not None:
-                holds = ratio.median >= target.limit if target.at_least else (
-                    ratio.median <= target.limit)  # fmt: skip
+                gap = ratio["ratio"] - target.limit
                 row["target"] = f"{'>=' if target.at_least else '<='} {target.limit}"
-                row["met"] = "yes" if holds else "no"
+                row["met"] = "yes" if (gap >= 0 if target.at_least else gap <= 0) else "no"
         rows.append(row)
     return rows
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import h2okv
-from h2okv.benchmarking.memory import Footprint, footprint_of
+from h2okv.benchmarking.model import Footprint
 from h2okv.engine.memory import MemoryModel, ServingMemory
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -83,7 +83,7 @@ class Subject:
 
     def __init__(self, config: PreTrainedConfig, name: str) -> None:
         self.config, self.name = config, name
-        self.footprint: Footprint = footprint_of(config, torch.bfloat16)
+        self.footprint = Footprint(config, torch.bfloat16)
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -3,8 +3,7 @@ import sys
 import pytest
 import torch
 
-from h2okv.benchmarking.caches import RUNNERS, CacheSpec, held_bytes
-from h2okv.benchmarking.peak import prompt_ids
+from h2okv.benchmarking.caches import RUNNERS, CacheSpec, held_bytes, prompt_ids
 
 CONTEXT, BATCH = 100, 2
 ENTRY = 2 * 2 * 2 * 16 * 4  # layers, KV heads, key and value, head size, fp32

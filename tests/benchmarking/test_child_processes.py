@@ -3,9 +3,9 @@
 import subprocess
 
 import pytest
+import torch
 
-from h2okv.benchmarking.caches import CacheSpec
-from h2okv.benchmarking.peak import PeakRun, PeakRunFailedError, measure_peak
+from h2okv.benchmarking.caches import CacheSpec, PeakRun, PeakRunFailedError, measure_peak
 from h2okv.benchmarking.serving import own_server, transformers_server
 from h2okv.engine.memory import peak_resident_bytes
 
@@ -21,12 +21,12 @@ def _a_folder_with_a_module_of_its_own(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command",
+    "server",
     [own_server("bundled"), transformers_server("folder", "float32", "cpu", None)],
-    ids=lambda command: command.name,
+    ids=lambda server: server.name,
 )
-def test_a_server(command):
-    words = command.words[: command.words.index("-m") + 1]
+def test_a_server(server):
+    words = server.words[: server.words.index("-m") + 1]
     done = subprocess.run([*words, "stray"], capture_output=True, text=True)
     assert done.returncode == 1 and "No module named stray" in done.stderr
 
@@ -34,7 +34,7 @@ def test_a_server(command):
 def test_a_run(source, monkeypatch):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
-    monkeypatch.setattr("h2okv.benchmarking.peak._CHILD", "stray")
-    run = PeakRun(source, "float32", "cpu", 1, CacheSpec("dynamic"), 100, 1)
+    monkeypatch.setattr("h2okv.benchmarking.caches._CHILD", "stray")
+    run = PeakRun(source, torch.float32, torch.device("cpu"), 1, CacheSpec("dynamic"), 100, 1)
     with pytest.raises(PeakRunFailedError, match="No module named stray"):
         measure_peak(run)

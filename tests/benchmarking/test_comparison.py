@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import h2okv.benchmarking.caches as caches
-from h2okv.benchmarking.comparison import Comparison, Row, Settings, count_units
-from h2okv.benchmarking.memory import footprint_of, speedup_limit
+from h2okv.benchmarking.comparison import COLUMNS, Comparison, Settings
+from h2okv.benchmarking.model import Footprint, speedup_limit
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +21,12 @@ def compare(source, build):
             "steps": 2, "peak": False,
         }  # fmt: skip
         settings = Settings(**(defaults | options))
-        footprint = footprint_of(source.config(), torch.float32)
+        footprint = Footprint(source.config(), torch.float32)
         reports = []
-        comparison = Comparison(build(), source, footprint, settings, BANDWIDTH, reports.append)
+        comparison = Comparison(build(), source, footprint, settings, reports.append, BANDWIDTH)
         rows = list(comparison.rows())
-        assert len(reports) == count_units(settings)
-        return {(row.cache, row.context, row.batch): row for row in rows}, footprint
+        assert len(reports) == Comparison.count_units(settings)
+        return {(row["cache"], row["context"], row["batch"]): row for row in rows}, footprint
 
     return call
 
@@ -35,17 +35,17 @@ def test_the_figures_follow_from_the_samples(compare):
     rows, footprint = compare()
     full, static, own = (rows[name, CONTEXT, BATCH] for name in ("dynamic", "static", "h2o"))
     weights = footprint.step_weight_bytes
-    assert full.limit == full.share == full.speedup.median == 1
-    assert own.limit == speedup_limit(weights, 2 * 100 * 512, 2 * 20 * (512 + 32))
-    assert own.share == own.speedup.median / own.limit
-    assert own.step_bytes == weights + 2 * 20 * (512 + 32)
-    assert own.achieved == pytest.approx(own.step_bytes / own.decode.median)
-    assert own.tokens_per_second == pytest.approx(BATCH / own.decode.median)
-    assert own.entries == static.entries == 20
-    assert own.cache_bytes == 2 * 21 * (512 + 32)
-    assert static.prefill is None and static.prefill_ratio is None
-    assert own.prefill_ratio is not None
-    assert own.bandwidth == BANDWIDTH
+    assert full["limit"] == full["share"] == full["speedup"] == 1
+    assert own["limit"] == speedup_limit(weights, 2 * 100 * 512, 2 * 20 * (512 + 32))
+    assert own["share"] == own["speedup"] / own["limit"]
+    assert own["step_bytes"] == weights + 2 * 20 * (512 + 32)
+    assert own["achieved"] == pytest.approx(own["step_bytes"] / own["decode"])
+    assert own["tokens_per_second"] == pytest.approx(BATCH / own["decode"])
+    assert own["entries"] == static["entries"] == 20
+    assert own["cache_bytes"] == 2 * 21 * (512 + 32)
+    assert static["prefill"] is None and static["prefill_ratio"] is None
+    assert own["prefill_ratio"] is not None
+    assert own["bandwidth"] == BANDWIDTH
 
 
 def test_every_combination_has_its_rows(compare):
@@ -57,13 +57,13 @@ def test_every_combination_has_its_rows(compare):
 def test_without_the_full_cache_there_is_no_ratio(compare):
     rows, _ = compare(caches=("h2o",))
     own = rows["h2o", CONTEXT, BATCH]
-    assert own.speedup is None and own.share is None and own.limit > 1
+    assert own["speedup"] is None and own["share"] is None and own["limit"] > 1
 
 
 def test_cells_have_the_columns(compare):
     rows, _ = compare(caches=("h2o",), rounds=1)
-    cells = rows["h2o", CONTEXT, BATCH].cells()
-    assert tuple(cells) == Row.columns()
+    cells = rows["h2o", CONTEXT, BATCH]
+    assert tuple(cells) == COLUMNS
     assert cells["decode"] == cells["decode_lower"] == cells["decode_upper"] > 0
     assert cells["speedup"] is None
 
@@ -73,26 +73,26 @@ def test_what_is_missing_gets_a_row_without_figures(compare, monkeypatch):
     monkeypatch.setattr(caches, "is_hqq_available", lambda: False)
     rows, _ = compare(caches=("dynamic", "quantized"))
     row = rows["quantized", CONTEXT, BATCH]
-    assert row.status.startswith("not installed") and row.decode is None
+    assert row["status"].startswith("not installed") and row["decode"] is None
 
 
 def test_what_fails_in_another_package_ends_that_cache_alone(compare, monkeypatch):
     def fail(self, context):
         raise RuntimeError("their\nbug")
 
-    monkeypatch.setattr(caches.QuantizedRunner, "obstacle", classmethod(lambda cls: None))
-    monkeypatch.setattr(caches.QuantizedRunner, "new_cache", fail)
+    monkeypatch.setattr(caches.RUNNERS["quantized"], "obstacle", classmethod(lambda cls: None))
+    monkeypatch.setattr(caches.RUNNERS["quantized"], "new_cache", fail)
     rows, _ = compare(caches=("dynamic", "quantized", "h2o"))
     row = rows["quantized", CONTEXT, BATCH]
-    assert row.status == "failed: RuntimeError: their bug" and row.decode is None
-    assert rows["h2o", CONTEXT, BATCH].speedup is not None
+    assert row["status"] == "failed: RuntimeError: their bug" and row["decode"] is None
+    assert rows["h2o", CONTEXT, BATCH]["speedup"] is not None
 
 
 def test_what_fails_in_h2o_is_not_hidden(compare, monkeypatch):
     def fail(self, context):
         raise RuntimeError("our bug")
 
-    monkeypatch.setattr(caches.H2ORunner, "new_cache", fail)
+    monkeypatch.setattr(caches.RUNNERS["h2o"], "new_cache", fail)
     with pytest.raises(RuntimeError, match="our bug"):
         compare()
 
@@ -110,9 +110,11 @@ def test_steps_on_slots_are_compiled_on_request(compare, monkeypatch):
     monkeypatch.setattr(caches.h2okv, "enable", enable)
     rows, _ = compare(caches=("dynamic", "h2o"), compiled=True)
     assert entered == [True, True]
-    assert rows["h2o", CONTEXT, BATCH].compiled and not rows["dynamic", CONTEXT, BATCH].compiled
+    assert (
+        rows["h2o", CONTEXT, BATCH]["compiled"] and not rows["dynamic", CONTEXT, BATCH]["compiled"]
+    )
 
 
 def test_rolling_positions_are_measured(compare):
     rows, _ = compare(caches=("dynamic", "h2o"), positions="rolling")
-    assert rows["h2o", CONTEXT, BATCH].positions == "rolling"
+    assert rows["h2o", CONTEXT, BATCH]["positions"] == "rolling"

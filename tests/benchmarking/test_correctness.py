@@ -3,7 +3,7 @@ import torch
 
 import h2okv.cache.slots as slots
 import h2okv.ops.decode as step
-from h2okv.benchmarking.correctness import CheckFailedError, check_h2o
+from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])

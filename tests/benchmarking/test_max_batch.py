@@ -1,15 +1,11 @@
-import json
-from dataclasses import asdict
-
 import pytest
 import torch
 
-import h2okv.benchmarking.max_batch as module
-from h2okv.benchmarking.caches import CacheSpec
+import h2okv.benchmarking.comparison as module
+from h2okv.benchmarking.caches import CacheSpec, Peak, PeakRun, PeakRunFailedError, measure_peak
 from h2okv.benchmarking.comparison import Settings
-from h2okv.benchmarking.max_batch import BatchMemory, MaxBatch, MaxBatchRow
-from h2okv.benchmarking.memory import footprint_of
-from h2okv.benchmarking.peak import Peak, PeakRun, PeakRunFailedError, measure_peak
+from h2okv.benchmarking.max_batch import COLUMNS, BatchMemory, MaxBatch
+from h2okv.benchmarking.model import Footprint
 from h2okv.engine.memory import peak_resident_bytes
 
 pytestmark = pytest.mark.slow
@@ -41,7 +37,7 @@ def find(source, build, monkeypatch):
     """Finds batches with peaks that follow a rule, so that the right answer is known."""
 
     def call(batch_of_full, surplus=0, most=64, failing=None):
-        footprint = footprint_of(source.config(), torch.float32)
+        footprint = Footprint(source.config(), torch.float32)
         weights = footprint.weight_bytes
 
         def peak(run, model):
@@ -58,59 +54,58 @@ def find(source, build, monkeypatch):
         settings = Settings(
             (CONTEXT,), (1,), (0.2,), ("dynamic",), (torch.float32,), rounds=1, steps=1
         )
-        finder = MaxBatch(build(), source, footprint, settings, memory, most, lambda _: None)
-        return {f"{row.cache}{row.kv_bits or ''}": row for row in finder.rows()}
+        finder = MaxBatch(build(), source, footprint, settings, lambda _: None, memory, most)
+        return {f"{row['cache']}{row['kv_bits'] or ''}": row for row in finder.rows()}
 
     return call
 
 
 def test_the_largest_batches_by_hand(find):
     rows = find(4)
-    assert rows["dynamic"].max_batch == rows["dynamic"].run_batch == 4
-    assert rows["h2o"].max_batch == 4 * (FULL + ACTIVATION) // (OWN + ACTIVATION)
+    assert rows["dynamic"]["max_batch"] == rows["dynamic"]["run_batch"] == 4
+    assert rows["h2o"]["max_batch"] == 4 * (FULL + ACTIVATION) // (OWN + ACTIVATION)
     for row in rows.values():
-        assert row.is_verified and row.peak_bytes <= row.memory_bytes
-        assert row.tokens_per_second == pytest.approx(row.run_batch / row.decode.median)
-        assert tuple(row.cells()) == MaxBatchRow.columns()
-    ratio = rows["h2o"].tokens_per_second / rows["dynamic"].tokens_per_second
-    assert rows["h2o"].throughput_ratio.median == pytest.approx(ratio)
-    assert rows["dynamic"].throughput_ratio.median == 1
+        assert row["is_verified"] and row["peak_bytes"] <= row["memory_bytes"]
+        assert row["tokens_per_second"] == pytest.approx(row["run_batch"] / row["decode"])
+        assert tuple(row) == COLUMNS
+    ratio = rows["h2o"]["tokens_per_second"] / rows["dynamic"]["tokens_per_second"]
+    assert rows["h2o"]["throughput_ratio"] == pytest.approx(ratio)
+    assert rows["dynamic"]["throughput_ratio"] == 1
 
 
 def test_a_batch_that_needs_more_than_foretold_is_corrected(find):
     row = find(8, surplus=FULL + ACTIVATION)["dynamic"]
-    assert row.max_batch == 7 and row.is_verified
+    assert row["max_batch"] == 7 and row["is_verified"]
 
 
 def test_a_batch_that_needs_less_than_foretold_is_corrected(find):
     row = find(8, surplus=-(FULL + ACTIVATION))["dynamic"]
-    assert row.max_batch == 9 and row.is_verified
+    assert row["max_batch"] == 9 and row["is_verified"]
 
 
 def test_a_cap_limits_what_is_run(find):
     row = find(4, most=3)["dynamic"]
-    assert (row.max_batch, row.run_batch, row.is_verified) == (4, 3, False)
+    assert (row["max_batch"], row["run_batch"], row["is_verified"]) == (4, 3, False)
 
 
 def test_a_run_that_ends_early_verifies_nothing(find):
     row = find(4, failing=4)["dynamic"]
-    assert row.max_batch == 4 and not row.is_verified
+    assert row["max_batch"] == 4 and not row["is_verified"]
 
 
 def test_a_memory_for_no_sequence_runs_none(find):
     rows = find(0)
-    assert rows["dynamic"].max_batch == 0 and rows["dynamic"].decode is None
-    assert rows["h2o"].throughput_ratio is None
+    assert rows["dynamic"]["max_batch"] == 0 and rows["dynamic"]["decode"] is None
+    assert rows["h2o"]["throughput_ratio"] is None
 
 
 def test_a_real_process_tells_its_peak(source):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
     choice = CacheSpec.of("h2o", 0.2)
-    run = PeakRun(source, "float32", "cpu", 1, choice, CONTEXT, 3)
-    assert PeakRun.from_json(json.dumps(asdict(run))) == run
+    run = PeakRun(source, torch.float32, torch.device("cpu"), 1, choice, CONTEXT, 3)
     peak = measure_peak(run)
-    assert peak.peak >= peak.loaded > footprint_of(source.config(), torch.float32).weight_bytes
+    assert peak.peak >= peak.loaded > Footprint(source.config(), torch.float32).weight_bytes
     assert peak.cache == 3 * OWN
 
 
@@ -118,7 +113,7 @@ def test_a_process_that_fails_says_why(source, monkeypatch):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
     # A process that ends before it has imported torch, for the test's sake.
-    monkeypatch.setattr("h2okv.benchmarking.peak._CHILD", "no_such_module")
-    run = PeakRun(source, "float32", "cpu", 1, CacheSpec("dynamic"), CONTEXT, 1)
+    monkeypatch.setattr("h2okv.benchmarking.caches._CHILD", "no_such_module")
+    run = PeakRun(source, torch.float32, torch.device("cpu"), 1, CacheSpec("dynamic"), CONTEXT, 1)
     with pytest.raises(PeakRunFailedError, match="dynamic: .*no_such_module"):
         measure_peak(run)

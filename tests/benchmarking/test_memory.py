@@ -3,8 +3,7 @@ import torch
 from transformers import DynamicCache
 
 import h2okv
-from h2okv.benchmarking.memory import footprint_of, speedup_limit
-from h2okv.benchmarking.model import parse_shape
+from h2okv.benchmarking.model import Footprint, parse_shape, speedup_limit
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 64, 4, 2, 16, 96, 300, 2
 
@@ -19,7 +18,7 @@ def by_hand(tied):
 @pytest.mark.parametrize("tied", [0, 1])
 def test_bytes_of_weights_by_hand(tied):
     text = f"hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,tied={tied}"
-    footprint = footprint_of(parse_shape(text).config(), torch.float32)
+    footprint = Footprint(parse_shape(text).config(), torch.float32)
     everything, read = by_hand(tied)
     assert footprint.weight_bytes == 4 * everything
     assert footprint.step_weight_bytes == 4 * read
@@ -27,10 +26,12 @@ def test_bytes_of_weights_by_hand(tied):
 
 def test_bytes_of_an_entry_by_hand(source):
     config = source.config()
-    footprint = footprint_of(config, torch.bfloat16)
-    assert footprint.entry_bytes == LAYERS * KV_HEADS * 2 * HEAD * 2
-    assert footprint.metadata_bytes == LAYERS * KV_HEADS * 8
-    assert footprint_of(config, torch.bfloat16, rolls=True).metadata_bytes == LAYERS * KV_HEADS * 12
+    footprint = Footprint(config, torch.bfloat16)
+    entry = LAYERS * KV_HEADS * 2 * HEAD * 2
+    assert footprint.full_bytes(1, 1) == entry
+    assert footprint.h2o_bytes(1, 1, 1) == entry + LAYERS * KV_HEADS * 8
+    rolling = Footprint(config, torch.bfloat16, "rolling")
+    assert rolling.h2o_bytes(1, 1, 1) == entry + LAYERS * KV_HEADS * 12
     assert footprint.full_bytes(3, 100) == 3 * 100 * 256
     assert footprint.h2o_bytes(3, 20, 100) == 3 * 20 * (256 + 32)
 
@@ -40,7 +41,7 @@ def test_bytes_of_an_entry_by_hand(source):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_the_arithmetic_is_what_the_caches_hold(build, positions, dtype, bits):
     model = build(dtype)
-    footprint = footprint_of(model.config, dtype, rolls=positions == "rolling")
+    footprint = Footprint(model.config, dtype, positions)
     options = {"positions": positions, "kv_bits": bits}
     cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, **options)
     ids = torch.randint(300, (3, 100))
@@ -58,7 +59,7 @@ def test_windowed_layers_hold_no_more_than_their_window():
         hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, intermediate_size=96, vocab_size=300, sliding_window=32,
     )  # fmt: skip
-    footprint = footprint_of(config, torch.float32)
+    footprint = Footprint(config, torch.float32)
     cache = DynamicCache(config=config)
     assert sum(type(layer).__name__ == "DynamicLayer" for layer in cache.layers) == 2
     entry = 2 * 2 * 16 * 4
@@ -73,9 +74,10 @@ def test_the_limit_by_hand():
     full, own = 16 * 16384 * entry, 16 * 3276 * (entry + notes)
     limit = speedup_limit(weights, full, own)
     assert limit == pytest.approx((weights + full) / (weights + own))
-    footprint = footprint_of(parse_shape("llama-3-8b").config(), torch.bfloat16)
+    footprint = Footprint(parse_shape("llama-3-8b").config(), torch.bfloat16)
     assert footprint.step_weight_bytes == weights
-    assert (footprint.entry_bytes, footprint.metadata_bytes) == (entry, notes)
+    assert footprint.full_bytes(1, 1) == entry
+    assert footprint.h2o_bytes(1, 1, 1) == entry + notes
     assert limit == pytest.approx(2.24, abs=0.01)
 
 

@@ -1,11 +1,7 @@
-import json
-from dataclasses import asdict
-
 import pytest
 import torch
 
-from h2okv.benchmarking.memory import footprint_of
-from h2okv.benchmarking.model import SHAPES, ModelSource, parse_shape
+from h2okv.benchmarking.model import SHAPES, Footprint, parse_shape
 
 # The number of parameters that the checkpoints on the Hub have.
 PUBLISHED = {
@@ -18,7 +14,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_named_shapes_have_the_published_number_of_parameters(name):
-    footprint = footprint_of(SHAPES[name].config(), torch.bfloat16)
+    footprint = Footprint(SHAPES[name].config(), torch.bfloat16)
     assert footprint.weight_bytes == 2 * PUBLISHED[name]
 
 
@@ -35,10 +31,6 @@ def test_sizes_override_a_named_shape():
 def test_a_shape_of_ones_own_has_defaults():
     shape = parse_shape("hidden=64, layers=2, heads=4, intermediate=96, vocab=300")
     assert (shape.kv_heads, shape.head_dim, shape.tied) == (4, 16, 0)
-
-
-def test_a_source_comes_back_from_json(source):
-    assert ModelSource.from_json(json.loads(json.dumps(asdict(source)))) == source
 
 
 def test_random_weights_are_the_same_every_time(source, build):

@@ -3,7 +3,7 @@ import torch
 
 from h2okv.benchmarking.caches import CacheSpec
 from h2okv.benchmarking.comparison import Settings
-from h2okv.benchmarking.memory import footprint_of
+from h2okv.benchmarking.model import Footprint
 
 
 def make(**options):
@@ -66,7 +66,7 @@ def test_prompts_and_steps_must_fit_the_window():
 
 
 def test_memory_is_counted_before_anything_is_allocated(source):
-    footprint = footprint_of(source.config(), torch.float32)
+    footprint = Footprint(source.config(), torch.float32)
     settings = make()
     wanted = settings.needed_bytes(footprint, 2, 128, second_process=False)
     caches = 2 * 128 * 512 + 2 * 33 * (512 + 32)
@@ -78,13 +78,13 @@ def test_memory_is_counted_before_anything_is_allocated(source):
 
 
 def test_a_second_process_has_weights_of_its_own(source):
-    footprint = footprint_of(source.config(), torch.float32)
+    footprint = Footprint(source.config(), torch.float32)
     settings = make(contexts=(8,), batches=(1,), peak=True)
     alone, beside = (settings.needed_bytes(footprint, 1, 8, flag) for flag in (False, True))
     assert beside > 2 * footprint.weight_bytes > alone
 
 
 def test_eager_attention_makes_a_matrix(source):
-    footprint = footprint_of(source.config(), torch.float32)
+    footprint = Footprint(source.config(), torch.float32)
     settings = make(caches=("dynamic", "kvpress"))
     assert settings.needed_bytes(footprint, 1, 1000, False) > 4 * 1000 * 1000 * 4

@@ -1,25 +1,37 @@
-"""The caches that are compared: H2O, and transformers' own and kvpress as baselines."""
+"""The caches that are compared, H2O and transformers' own and kvpress, and the memory of each.
+
+Peak memory is measured in a process of its own: `python -P -m h2okv.benchmarking.caches`.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import json
+import pickle
+import subprocess
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
+from transformers.utils import logging as transformers_logging
 
 import h2okv
+from h2okv.benchmarking.model import ModelSource
 from h2okv.config import CacheConfig
+from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.integration.attention import ATTENTION_NAME
 
-_NOT_INSTALLED = "not installed"
-_QUANTIZED_BITS = 4
+_CHILD = "h2okv.benchmarking.caches"
 
 
 def cache_label(name: str, budget: int | float | None, kv_bits: int | None = None) -> str:
@@ -66,12 +78,6 @@ class CacheSpec:
     def entries(self, context: int) -> int:
         """Entries that one KV head holds after a prompt of so many tokens: K, or all."""
         return context if self.config is None else self.config.entries(context)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> CacheSpec:
-        """Makes the spec that `dataclasses.asdict` described."""
-        config = values["config"]
-        return cls(values["name"], config and CacheConfig.from_dict(config))
 
     def runner(
         self, model: PreTrainedModel, prefill_chunk: int | None = None, compiled: bool = False
@@ -150,15 +156,14 @@ class CacheRunner(ABC):
         return held_bytes(self.cache)
 
 
-class DynamicRunner(CacheRunner):
+class _Dynamic(CacheRunner):
     """transformers' `DynamicCache`: everything, appended token by token."""
 
     def new_cache(self, context: int) -> Any:
-        """See `CacheRunner`."""
         return DynamicCache(config=self.model.config)
 
 
-class StaticRunner(CacheRunner):
+class _Static(CacheRunner):
     """transformers' `StaticCache` with as many entries as H2O holds, kept full.
 
     It cannot evict: it reads the end of the prompt, as much as it holds, and every step overwrites
@@ -169,43 +174,31 @@ class StaticRunner(CacheRunner):
     reads_prompt = False
 
     def new_cache(self, context: int) -> Any:
-        """See `CacheRunner`; one entry more than K, as H2O has one free slot."""
-        self.entries = self.spec.entries(context) + 1
+        self.entries = self.spec.entries(context) + 1  # as H2O has one free slot
         return StaticCache(config=self.model.config, max_cache_len=self.entries)
 
     def prefill(self, ids: torch.Tensor) -> None:
-        """Fills all entries but one."""
         super().prefill(ids[:, -(self.entries - 1) :])
 
     def step(self, token: torch.Tensor) -> None:
-        """See `CacheRunner`."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.entries - 1)
         super().step(token)
 
-    @contextmanager
-    def compiled_steps(self) -> Iterator[None]:
-        """Compiles the forward as `generate` does, with CUDA graphs on a GPU."""
-        model = self.model
-        mode = "reduce-overhead" if model.device.type == "cuda" else "default"
-        own_forward = vars(model).get("forward")
-        vars(model)["forward"] = torch.compile(model.forward, fullgraph=True, mode=mode)
-        try:
-            yield
-        finally:
-            del vars(model)["forward"]
-            if own_forward is not None:
-                vars(model)["forward"] = own_forward
+    def compiled_steps(self) -> AbstractContextManager[Any]:
+        # As `generate` does, with CUDA graphs on a GPU.
+        mode = "reduce-overhead" if self.model.device.type == "cuda" else "default"
+        forward = torch.compile(self.model.forward, fullgraph=True, mode=mode)
+        return patch.object(self.model, "forward", forward)
 
 
-class H2ORunner(CacheRunner):
+class _H2O(CacheRunner):
     """`h2okv.H2OCache`."""
 
     attention = ATTENTION_NAME
     has_budget = can_compile = True
 
     def new_cache(self, context: int) -> Any:
-        """See `CacheRunner`."""
         assert self.spec.config is not None
         config = replace(self.spec.config, prefill_chunk=self.prefill_chunk)
         cache = h2okv.H2OCache.from_config(self.model.config, config)
@@ -213,33 +206,29 @@ class H2ORunner(CacheRunner):
         return cache
 
     def compiled_steps(self) -> AbstractContextManager[Any]:
-        """See `CacheRunner`."""
         return h2okv.enable(self.model, compile=True)
 
     @property
     def nbytes(self) -> int:
-        """See `CacheRunner`; scores and positions included."""
         return int(self.cache.nbytes)
 
 
-class QuantizedRunner(CacheRunner):
+class _Quantized(CacheRunner):
     """transformers' `QuantizedCache` with 4 bits, by quanto or HQQ."""
 
     @classmethod
     def obstacle(cls) -> str | None:
-        """See `CacheRunner`."""
         if is_optimum_quanto_available() or is_hqq_available():
             return None
-        return f"{_NOT_INSTALLED} (optimum-quanto or hqq)"
+        return "not installed (optimum-quanto or hqq)"
 
     def new_cache(self, context: int) -> Any:
-        """See `CacheRunner`."""
+        # The axes stay as they are by default: HQQ counts them from the front only.
         backend = "quanto" if is_optimum_quanto_available() else "hqq"
-        # HQQ counts axes from the front only.
-        return QuantizedCache(backend, self.model.config, nbits=_QUANTIZED_BITS)
+        return QuantizedCache(backend, self.model.config, nbits=4)
 
 
-class KvpressRunner(CacheRunner):
+class _Kvpress(CacheRunner):
     """kvpress's `ObservedAttentionPress`, which is H2O's score on the prompt alone.
 
     It needs eager attention, and so the T x T matrix, for the prompt; steps run on a `DynamicCache`
@@ -251,25 +240,23 @@ class KvpressRunner(CacheRunner):
 
     @classmethod
     def obstacle(cls) -> str | None:
-        """See `CacheRunner`."""
         try:
             _import_kvpress()
         except ModuleNotFoundError as error:
             if error.name == "kvpress":
-                return _NOT_INSTALLED
+                return "not installed"
             return f"installed, but needs the module {error.name}"
         except Exception as error:  # whatever another package's import may raise
             return f"installed, but fails: {one_line(error)}"
         return None
 
     def new_cache(self, context: int) -> Any:
-        """See `CacheRunner`."""
         self.seen = 0
         self.kept_fraction = self.spec.entries(context) / context
         return DynamicCache(config=self.model.config)
 
     def prefill(self, ids: torch.Tensor) -> None:
-        """Reads the prompt at once; blocks would be scored one by one."""
+        # The prompt at once: blocks would be scored one by one.
         press_class = _import_kvpress().ObservedAttentionPress
         with press_class(compression_ratio=1 - self.kept_fraction)(self.model):
             # kvpress 0.5 asks the attention's arguments for it; transformers made it up to 5.2.
@@ -279,12 +266,11 @@ class KvpressRunner(CacheRunner):
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """See `CacheRunner`; steps need no matrix, and run on SDPA."""
         self.model.set_attn_implementation("sdpa")
         yield
 
     def step(self, token: torch.Tensor) -> None:
-        """See `CacheRunner`; the cache does not know how many tokens there were before."""
+        # The cache does not know how many tokens there were before.
         self.logits = self.forward(token, position_ids=torch.full_like(token, self.seen))
         self.seen += 1
 
@@ -303,11 +289,11 @@ def _import_kvpress() -> Any:
 
 
 RUNNERS: dict[str, type[CacheRunner]] = {
-    "dynamic": DynamicRunner,
-    "static": StaticRunner,
-    "quantized": QuantizedRunner,
-    "h2o": H2ORunner,
-    "kvpress": KvpressRunner,
+    "dynamic": _Dynamic,
+    "static": _Static,
+    "quantized": _Quantized,
+    "h2o": _H2O,
+    "kvpress": _Kvpress,
 }
 """Every cache that can be measured, by name."""
 
@@ -337,3 +323,106 @@ def _nbytes(value: Any) -> int:
 def one_line(error: BaseException) -> str:
     """Says what happened, on one line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+class PeakRunFailedError(Exception):
+    """The process of a run ended without a result, most likely for want of memory."""
+
+
+@dataclass(frozen=True)
+class PeakRun:
+    """What to run; other processes understand it."""
+
+    source: ModelSource
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+    spec: CacheSpec
+    context: int
+    batch: int
+    steps: int = 2
+    prefill_chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes before anything was read, the most of the run, and the cache's at the end."""
+
+    loaded: int
+    peak: int
+    cache: int
+
+
+def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
+    """Draws token ids, int64 ``[B, T]``, the same every time, on the model's device."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
+
+
+def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | None:
+    """Measures the largest memory of one cache; ``None`` where the system does not tell.
+
+    On a GPU it runs here, as torch counts that memory. On a CPU resident memory is of a whole
+    process, so that each run gets its own.
+    """
+    if model is not None and model.device.type == "cuda":
+        return _peak_on_gpu(run, model)
+    if peak_resident_bytes() is None:
+        return None
+    done = subprocess.run(
+        # -P: nothing of the current folder is imported in place of an installed package.
+        [sys.executable, "-P", "-m", _CHILD],
+        input=pickle.dumps(run),
+        capture_output=True,
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        told = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        reason = told[-1] if told else "it was ended by the system"
+        raise PeakRunFailedError(f"peak memory of {run.spec.label}: {reason[:200]}")
+    return Peak(**json.loads(lines[-1]))
+
+
+def _run(model: PreTrainedModel, run: PeakRun) -> CacheRunner:
+    """Reads the prompt and takes the steps; the runner's cache is still there."""
+    runner = run.spec.runner(model, run.prefill_chunk)
+    ids = prompt_ids(model, run.batch, run.context)
+    runner.prepare(run.context)
+    runner.prefill(ids)
+    with runner.decoding():
+        for _ in range(run.steps):
+            runner.step(ids[:, :1])
+    return runner
+
+
+def _peak_in_this_process(run: PeakRun) -> Peak:
+    """What the other process does: builds the model, runs, and reads its own peak."""
+    torch.set_num_threads(run.threads)
+    model = run.source.build(run.dtype, run.device)
+    # A first small run brings in libraries and scratch memory that every process has once.
+    _run(model, replace(run, context=min(16, run.context), batch=1, steps=1)).release()
+    gc.collect()
+    reset_peak()
+    loaded = resident_bytes() or 0
+    runner = _run(model, run)
+    return Peak(loaded, peak_resident_bytes() or 0, runner.nbytes)
+
+
+def _peak_on_gpu(run: PeakRun, model: PreTrainedModel) -> Peak:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    loaded = torch.cuda.memory_allocated(model.device)
+    runner = _run(model, run)
+    torch.cuda.synchronize(model.device)
+    peak = Peak(loaded, torch.cuda.max_memory_allocated(model.device), runner.nbytes)
+    runner.release()
+    return peak
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    print(json.dumps(asdict(_peak_in_this_process(pickle.load(sys.stdin.buffer)))))

@@ -9,22 +9,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from h2okv.benchmarking.caches import RUNNERS, CacheRunner, CacheSpec, one_line
-from h2okv.benchmarking.memory import Footprint, speedup_limit
-from h2okv.benchmarking.model import ModelSource
-from h2okv.benchmarking.peak import (
+import h2okv
+from h2okv.benchmarking.caches import (
+    RUNNERS,
+    CacheRunner,
+    CacheSpec,
+    Peak,
     PeakRun,
     PeakRunFailedError,
-    dtype_name,
     measure_peak,
+    one_line,
     prompt_ids,
 )
-from h2okv.benchmarking.timing import ResultRow, Spread, interleaved
+from h2okv.benchmarking.model import Footprint, ModelSource, speedup_limit
+from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import check_kv_bits
 from h2okv.config import Positions
+from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
+from h2okv.records import Row
 
 _OWN = ("dynamic", "static", "h2o")
 """A failure of these ends the run; one in another package's cache ends that cache alone."""
@@ -32,21 +38,10 @@ _OWN = ("dynamic", "static", "h2o")
 
 @dataclass(frozen=True)
 class Settings:
-    """The combinations to measure, and how.
+    """The combinations to measure, and how; the fields are options of `h2okv bench`.
 
-    Attributes:
-        contexts: Lengths of the prompts, in tokens.
-        batches: Numbers of sequences.
-        budgets: Tokens or fractions of the prompt.
-        caches: Names of `RUNNERS`.
-        dtypes: Of weights and caches.
-        positions: How H2O places its entries.
-        rounds: In each, every cache takes its turn.
-        steps: Decode steps of one turn; their mean is one sample.
-        prefill_chunk: Tokens of a block of the prompt; ``None`` reads it at once.
-        peak: Whether to measure peak memory, in processes of its own.
-        compiled: Whether decode steps of `static` and `h2o` run through ``torch.compile``.
-        kv_bits: `h2o` runs once more for each of these, with keys and values in so many bits.
+    ``steps`` are the decode steps of one turn, whose mean is one sample; ``h2o`` runs once more for
+    each of ``kv_bits``.
     """
 
     contexts: tuple[int, ...]
@@ -63,19 +58,30 @@ class Settings:
     kv_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "steps", "prefill_chunk"):
-            _check_least(name, getattr(self, name), 1)
-        for context in self.contexts:
-            _check_least("contexts", context, 8)
-        for batch in self.batches:
-            _check_least("batches", batch, 1)
-        for name in ("contexts", "batches", "budgets", "caches", "dtypes", "kv_bits"):
-            values = getattr(self, name)
-            option = {"budgets": "budget", "dtypes": "dtype"}.get(name, name).replace("_", "-")
-            if not values and name != "kv_bits":
+        lists = {
+            "contexts": self.contexts, "batches": self.batches, "budget": self.budgets,
+            "caches": self.caches, "dtype": self.dtypes, "kv-bits": self.kv_bits,
+        }  # fmt: skip
+        for option, values in lists.items():
+            if not values and option != "kv-bits":
                 raise ValueError(f"--{option} names nothing; give at least one value")
             if len(set(values)) != len(values):
                 raise ValueError(f"--{option} names a value twice; give each once")
+        tokens = tuple(budget for budget in self.budgets if isinstance(budget, int))
+        chunk = () if self.prefill_chunk is None else (self.prefill_chunk,)
+        for option, numbers, least in (
+            ("rounds", (self.rounds,), 1), ("steps", (self.steps,), 1), ("prefill-chunk", chunk, 1),
+            ("contexts", self.contexts, 8), ("batches", self.batches, 1), ("budget", tokens, 2),
+        ):  # fmt: skip
+            for number in numbers:
+                if number < least:
+                    raise ValueError(f"--{option} {number} is too few; give {least} or more")
+        for budget in self.budgets:
+            if isinstance(budget, float) and not 0 < budget <= 1:
+                raise ValueError(
+                    f"--budget {budget:g} is out of range; give a fraction above 0 and up to 1,"
+                    " or tokens"
+                )
         for bits in self.kv_bits:
             check_kv_bits(bits)
         for name in self.caches:
@@ -85,14 +91,6 @@ class Settings:
                 )
         if self.kv_bits and "h2o" not in self.caches:
             raise ValueError("--kv-bits is about h2o; name it among the --caches, or leave it out")
-        for budget in self.budgets:
-            if isinstance(budget, float) and not 0 < budget <= 1:
-                raise ValueError(
-                    f"--budget {budget:g} is out of range; give a fraction above 0 and up to 1,"
-                    " or tokens"
-                )
-            if isinstance(budget, int):
-                _check_least("budget", budget, 2)
         if self.positions not in ("original", "rolling"):
             raise ValueError(
                 f"--positions {self.positions!r} cannot be measured; choose original or rolling"
@@ -135,7 +133,7 @@ class Settings:
         reading = footprint.prefill_bytes(batch, min(context, self.prefill_chunk or context))
         if "kvpress" in self.caches:
             # Eager attention makes the T x T matrix of a layer, in fp32 at that.
-            reading = max(reading, batch * footprint.num_heads * context**2 * 4)
+            reading = max(reading, batch * footprint.memory().num_heads * context**2 * 4)
         together = footprint.weight_bytes + sum(sizes) + reading
         if not (self.peak and second_process):
             return together
@@ -157,47 +155,155 @@ class Settings:
                     )
 
 
-def _check_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        option = name.replace("_", "-")
-        raise ValueError(f"--{option} {value} is too few; give {least} or more")
+_BATCH, _PROMPT, _STEPS = 2, 96, 8
+# In fp32, and in half precision. Entries of nearly equal score may change places by rounding alone.
+_LARGEST_ERROR = (1e-3, 5e-2)
+_LARGEST_DIFFERENCE = (0.002, 0.02)
+
+
+class CheckFailedError(Exception):
+    """H2O does not compute what it must, so that its speed means nothing."""
 
 
 @dataclass(frozen=True)
-class Row(ResultRow):
-    """What was measured of one cache in one combination; ``None`` where nothing was.
+class Check:
+    """How far right results were apart.
 
-    Times are in seconds, sizes in bytes; ratios are within a round. docs/benchmarking.md says what
-    each column is.
+    ``full_error`` is the largest difference of logits between a cache with K >= length and full
+    attention, relative to the largest logit (of packed entries, which round, and a full cache that
+    rounds alike); ``drop_error`` that between dropping and masking, ``None`` in half precision,
+    where two right results part by rounding; ``kept_difference`` the fraction of the entries kept
+    by dropping that masking does not keep.
     """
 
-    model: str
-    dtype: str
-    positions: str
-    context: int
-    batch: int
-    budget: int | float | None
-    cache: str
-    kv_bits: int | None
-    status: str
-    rounds: int
-    steps: int
-    prefill_chunk: int | None
-    compiled: bool
-    entries: int | None = None
-    cache_bytes: int | None = None
-    weight_bytes: int | None = None
-    prefill: Spread | None = None
-    decode: Spread | None = None
-    tokens_per_second: float | None = None
-    peak_bytes: int | None = None
-    prefill_ratio: Spread | None = None
-    speedup: Spread | None = None
-    limit: float | None = None
-    share: float | None = None
-    step_bytes: int | None = None
-    achieved: float | None = None
-    bandwidth: float | None = None
+    full_error: float
+    drop_error: float | None
+    kept_difference: float
+
+
+def check_h2o(model: PreTrainedModel, **options: Any) -> Check:
+    """Holds H2O to full attention and to its masking simulation, on a small prompt.
+
+    In half precision rounding may swap entries further up; there only what the first layer keeps
+    is compared, whose input is the same. The model's attention implementation is mutated; the
+    options are those of `H2OCache`, such as ``positions`` and ``kv_bits``.
+    """
+    is_half = model.dtype != torch.float32
+    ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
+
+    def logits(heavy: int | float, simulate: bool = False) -> tuple[torch.Tensor, h2okv.H2OCache]:
+        cache = h2okv.H2OCache(model.config, heavy, heavy, simulate=simulate, **options)
+        return _logits(model, ids, cache, ATTENTION_NAME), cache
+
+    if options.get("kv_bits") is None:
+        full = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
+    else:
+        full, _ = logits(_PROMPT, simulate=True)
+    whole, _ = logits(_PROMPT)
+    dropped, dropping = logits(0.1)
+    masked, masking = logits(0.1, simulate=True)
+    largest = full.abs().max()
+    error = float((whole - full).abs().max() / largest)
+    drop_error = float((dropped - masked).abs().max() / largest)
+    difference = _kept_difference(dropping, masking, first_layer_only=is_half)
+    limit = _LARGEST_ERROR[is_half]
+    for what, found, largest_right in (
+        ("with K >= length it differs from full attention", error, limit),
+        ("it keeps other entries than its simulation", difference, _LARGEST_DIFFERENCE[is_half]),
+        ("it differs from its simulation", 0.0 if is_half else drop_error, limit),
+    ):
+        # Not "found > largest_right", which NaN would pass.
+        if not found <= largest_right:
+            raise CheckFailedError(
+                f"the check of H2O in {dtype_name(model.dtype)} failed: {what} by {found:.2g} (at"
+                f" most {largest_right:g} is rounding), so no speed is reported"
+            )
+    return Check(error, None if is_half else drop_error, difference)
+
+
+def _logits(
+    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache | h2okv.H2OCache, attention: str
+) -> torch.Tensor:
+    """Logits after the prompt and after each step, fp32 ``[B, 1 + steps, V]``."""
+    model.set_attn_implementation(attention)
+    with torch.inference_mode():
+        parts = (ids[:, :_PROMPT], *ids[:, _PROMPT:].split(1, dim=1))
+        outputs = [model(part, past_key_values=cache, logits_to_keep=1).logits for part in parts]
+    return torch.cat(outputs, dim=1).float()
+
+
+def _kept_difference(
+    dropping: h2okv.H2OCache, masking: h2okv.H2OCache, first_layer_only: bool
+) -> float:
+    """Fraction of what one cache keeps that the other one does not."""
+    kept = differing = 0
+    evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
+    for layer_idx in evicting[: 1 if first_layer_only else None]:
+        real, expected = (cache.kept_positions(layer_idx) for cache in (dropping, masking))
+        for own, other in zip(real.flatten(0, 1), expected.flatten(0, 1), strict=True):
+            held, wanted = (set(positions[positions >= 0].tolist()) for positions in (own, other))
+            kept += len(wanted)
+            differing += max(len(held - wanted), len(wanted - held))
+    return differing / kept
+
+
+COLUMNS = (
+    "model", "dtype", "positions", "context", "batch", "budget", "cache", "kv_bits", "status",
+    "rounds", "steps", "prefill_chunk", "compiled", "entries", "cache_bytes", "weight_bytes",
+    *triple("prefill"), *triple("decode"), "tokens_per_second", "peak_bytes",
+    *triple("prefill_ratio"), *triple("speedup"), "limit", "share", "step_bytes", "achieved",
+    "bandwidth",
+)  # fmt: skip
+"""What is told of one cache in one combination, ``None`` where nothing was measured.
+
+Times are in seconds, sizes in bytes; docs/benchmarking.md says what each column is.
+"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model of one dtype, its checks passed, and what is wanted of it.
+
+    The model's attention implementation is mutated. ``source`` tells another process how to build
+    it, and ``report`` hears what was done, as often as ``count_units`` says.
+    """
+
+    model: PreTrainedModel
+    source: ModelSource
+    footprint: Footprint
+    settings: Settings
+    report: Callable[[str], None]
+
+    def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
+        """The columns that say what ran, and how."""
+        settings = self.settings
+        return {
+            "model": self.source.name, "dtype": dtype_name(self.model.dtype),
+            "positions": settings.positions, "context": context, "budget": spec.budget,
+            "cache": spec.name, "kv_bits": spec.kv_bits, "rounds": settings.rounds,
+            "steps": settings.steps, "prefill_chunk": settings.prefill_chunk,
+            "compiled": settings.compiled and RUNNERS[spec.name].can_compile,
+        }  # fmt: skip
+
+    def peak(self, spec: CacheSpec, context: int, batch: int) -> Peak | None:
+        """Measures the memory of one cache."""
+        run = PeakRun(
+            self.source, self.model.dtype, self.model.device, torch.get_num_threads(), spec,
+            context, batch, prefill_chunk=self.settings.prefill_chunk,
+        )  # fmt: skip
+        return measure_peak(run, self.model)
+
+    def time_steps(self, runner: CacheRunner, token: torch.Tensor) -> float:
+        """Seconds of one decode step: the mean of one turn."""
+
+        def turn() -> None:
+            for _ in range(self.settings.steps):
+                runner.step(token)
+
+        with runner.decoding():
+            for _ in range(self.settings.uncounted_steps):
+                runner.step(token)
+            return Clock(token.device).seconds(turn) / self.settings.steps
 
 
 @dataclass
@@ -211,19 +317,18 @@ class _Samples:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Measures a model of one dtype, its checks passed; the model's attention is mutated.
+class Comparison(Bench):
+    """Measures all combinations; ``bandwidth`` is this machine's, in bytes a second."""
 
-    `source` tells another process how to build it, `bandwidth` is this machine's in bytes a second,
-    and `report` hears of each of `count_units`.
-    """
-
-    model: PreTrainedModel
-    source: ModelSource
-    footprint: Footprint
-    settings: Settings
     bandwidth: float
-    report: Callable[[str], None]
+
+    @staticmethod
+    def count_units(settings: Settings) -> int:
+        """How often a comparison of one dtype reports."""
+        able = [spec for spec in settings.specs() if RUNNERS[spec.name].obstacle() is None]
+        peaks = sum(RUNNERS[spec.name].reads_prompt for spec in able) if settings.peak else 0
+        combinations = len(settings.contexts) * len(settings.batches)
+        return combinations * (2 * settings.rounds * len(able) + peaks)
 
     def rows(self) -> Iterator[Row]:
         """Measures all combinations; a combination's rows come when it is done."""
@@ -249,8 +354,10 @@ class Comparison:
         gc.collect()
         for spec in specs:
             status = obstacles[spec] or samples[spec].failure
-            values = {"status": status} if status else self._values(spec, context, batch, samples)
-            yield self._row(spec, context, batch, values)
+            row = dict.fromkeys(COLUMNS) | self.described(spec, context)
+            row |= {"batch": batch, "status": status or "ok", "bandwidth": self.bandwidth}
+            row["weight_bytes"] = self.footprint.step_weight_bytes
+            yield row if status else row | self._figures(spec, context, batch, samples)
 
     def _time(
         self, runners: list[CacheRunner], context: int, batch: int
@@ -286,7 +393,7 @@ class Comparison:
             runner.release()
 
     def _warm_up(self, runner: CacheRunner, ids: torch.Tensor, _: _Samples) -> None:
-        short = ids[:, : min(64, ids.shape[1])]
+        short = ids[:, :64]
         runner.prepare(short.shape[1])
         runner.prefill(short)
         if not self.settings.compiled:  # a compiled step would be one for this short prompt
@@ -301,100 +408,54 @@ class Comparison:
             samples.prefill.append(seconds)
 
     def _decode(self, runner: CacheRunner, ids: torch.Tensor, samples: _Samples) -> None:
-        samples.decode.append(time_steps(runner, ids[:, :1], self.settings))
+        samples.decode.append(self.time_steps(runner, ids[:, :1]))
         samples.cache_bytes = runner.nbytes
 
-    def _peak(self, spec: CacheSpec, context: int, batch: int) -> int | None:
-        if not self.settings.peak or not RUNNERS[spec.name].reads_prompt:
-            return None
-        chunk = self.settings.prefill_chunk
-        run = PeakRun.on(self.model, self.source, spec, context, batch, chunk)
-        try:
-            peak = measure_peak(run, self.model)
-        except PeakRunFailedError:
-            peak = None  # an empty cell; the times stand
-        self.report(f"{context} x {batch}: memory, {spec.label}")
-        return None if peak is None else peak.peak
-
-    def _values(
+    def _figures(
         self, spec: CacheSpec, context: int, batch: int, samples: dict[CacheSpec, _Samples]
     ) -> dict[str, Any]:
-        own = samples[spec]
-        decode = Spread.of(own.decode)
-        read = self._read_bytes(spec, context, batch, own)
+        own, entries, peak = samples[spec], spec.entries(context), None
+        if self.settings.peak and own.prefill:
+            try:
+                peak = self.peak(spec, context, batch)
+            except PeakRunFailedError:
+                peak = None  # an empty cell; the times stand
+            self.report(f"{context} x {batch}: memory, {spec.label}")
+        # Bytes of its cache that a step must read.
+        if spec.name == "quantized":
+            read = own.cache_bytes  # how it packs is its own affair
+        elif spec.name == "h2o":
+            read = self.footprint.h2o_bytes(batch, entries, context, spec.kv_bits)
+        else:
+            read = self.footprint.full_bytes(batch, entries)
         weights = self.footprint.step_weight_bytes
         limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), read)
-        values: dict[str, Any] = {
-            "entries": spec.entries(context),
+        decode = quartiles("decode", own.decode)
+        values = {
+            "entries": entries,
             "cache_bytes": own.cache_bytes,
-            "prefill": Spread.of(own.prefill) if own.prefill else None,
-            "decode": decode,
-            "tokens_per_second": batch / decode.median,
-            "peak_bytes": self._peak(spec, context, batch),
+            **quartiles("prefill", own.prefill),
+            **decode,
+            "tokens_per_second": batch / decode["decode"],
+            "peak_bytes": peak and peak.peak,
             "limit": limit,
             "step_bytes": weights + read,
-            "achieved": (weights + read) / decode.median,
+            "achieved": (weights + read) / decode["decode"],
         }
         full = samples.get(CacheSpec("dynamic"))
         if full is not None:
-            speedup = Spread.of_ratios(full.decode, own.decode)
-            values |= {"speedup": speedup, "share": speedup.median / limit}
+            values |= quartiles("speedup", ratios(full.decode, own.decode))
+            values["share"] = values["speedup"] / limit
             if own.prefill:
-                values["prefill_ratio"] = Spread.of_ratios(own.prefill, full.prefill)
+                values |= quartiles("prefill_ratio", ratios(own.prefill, full.prefill))
         return values
 
-    def _read_bytes(self, spec: CacheSpec, context: int, batch: int, samples: _Samples) -> int:
-        """Bytes of its cache that a step must read."""
-        if spec.name == "quantized":
-            return samples.cache_bytes  # how it packs is its own affair
-        entries = spec.entries(context)
-        if spec.name == "h2o":
-            return self.footprint.h2o_bytes(batch, entries, context, spec.kv_bits)
-        return self.footprint.full_bytes(batch, entries)
 
-    def _row(self, spec: CacheSpec, context: int, batch: int, values: dict[str, Any]) -> Row:
-        settings = self.settings
-        common: dict[str, Any] = {
-            "model": self.source.name,
-            "dtype": dtype_name(self.model.dtype),
-            "positions": settings.positions,
-            "context": context,
-            "batch": batch,
-            "budget": spec.budget,
-            "cache": spec.name,
-            "kv_bits": spec.kv_bits,
-            "status": "ok",
-            "rounds": settings.rounds,
-            "steps": settings.steps,
-            "prefill_chunk": settings.prefill_chunk,
-            "compiled": settings.compiled and RUNNERS[spec.name].can_compile,
-            "weight_bytes": self.footprint.step_weight_bytes,
-            "bandwidth": self.bandwidth,
-        }
-        return Row(**(common | values))
-
-
-def time_steps(runner: CacheRunner, token: torch.Tensor, settings: Settings) -> float:
-    """Seconds of one decode step: the mean of one turn."""
-
-    def turn() -> None:
-        for _ in range(settings.steps):
-            runner.step(token)
-
-    with runner.decoding():
-        for _ in range(settings.uncounted_steps):
-            runner.step(token)
-        return Clock(token.device).seconds(turn) / settings.steps
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def static_shapes() -> AbstractContextManager[Any]:
     """Compiles every new size for itself, as the first one in a process is, not for any size."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-
-
-def count_units(settings: Settings) -> int:
-    """How often a comparison of one dtype reports."""
-    able = [spec for spec in settings.specs() if RUNNERS[spec.name].obstacle() is None]
-    peaks = sum(RUNNERS[spec.name].reads_prompt for spec in able) if settings.peak else 0
-    combinations = len(settings.contexts) * len(settings.batches)
-    return combinations * (2 * settings.rounds * len(able) + peaks)

@@ -6,44 +6,30 @@ smaller cache into speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from h2okv.benchmarking.caches import CacheSpec
-from h2okv.benchmarking.comparison import Settings, static_shapes, time_steps
-from h2okv.benchmarking.memory import Footprint
-from h2okv.benchmarking.model import ModelSource
-from h2okv.benchmarking.peak import (
-    Peak,
-    PeakRun,
-    PeakRunFailedError,
-    dtype_name,
-    measure_peak,
-    prompt_ids,
-)
-from h2okv.benchmarking.timing import ResultRow, Spread, interleaved
+from h2okv.benchmarking.caches import CacheSpec, Peak, PeakRunFailedError, prompt_ids
+from h2okv.benchmarking.comparison import Bench, Settings, static_shapes
+from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv.engine.memory import available_bytes
 from h2okv.offload.profile import Clock
+from h2okv.records import Row
 
 _MOST_CORRECTIONS = 3
 
 
 @dataclass(frozen=True)
 class BatchMemory:
-    """Memory by batch: ``fixed + batch * (cache + activation)``, in bytes.
+    """Memory by batch: ``weight + runtime + constant + batch * (cache + activation)``, in bytes.
 
-    Attributes:
-        weights: Weights of the model, by arithmetic.
-        runtime: What the process or the device holds beside them, measured.
-        constant: What a forward needs for any batch, measured.
-        cache: Of one sequence after its prompt, by arithmetic.
-        activation: What a forward needs beside that for each sequence, measured.
+    Weights and the cache of one sequence are known by arithmetic; what the process or the device
+    holds beside the weights (runtime), and what a forward needs for any batch (constant) and for
+    each sequence (activation), is measured.
     """
 
-    weights: int
+    weight: int
     runtime: int
     constant: int
     cache: int
@@ -61,7 +47,7 @@ class BatchMemory:
 
     def bytes(self, batch: int) -> int:
         """What a batch needs at most."""
-        fixed = self.weights + self.runtime + self.constant
+        fixed = self.weight + self.runtime + self.constant
         return fixed + batch * (self.cache + self.activation)
 
     def largest_batch(self, memory: int) -> int:
@@ -69,35 +55,13 @@ class BatchMemory:
         return max(0, (memory - self.bytes(0)) // max(1, self.cache + self.activation))
 
 
-@dataclass(frozen=True)
-class MaxBatchRow(ResultRow):
-    """What was found for one cache, budget, context and dtype; see docs/benchmarking.md."""
-
-    model: str
-    dtype: str
-    positions: str
-    context: int
-    budget: int | float | None
-    cache: str
-    kv_bits: int | None
-    rounds: int
-    steps: int
-    prefill_chunk: int | None
-    compiled: bool
-    memory_bytes: int
-    weight_bytes: int
-    runtime_bytes: int
-    constant_bytes: int
-    cache_bytes: int
-    activation_bytes: int
-    max_batch: int
-    is_verified: bool
-    peak_bytes: int | None
-    run_batch: int
-    prefill: Spread | None = None
-    decode: Spread | None = None
-    tokens_per_second: float | None = None
-    throughput_ratio: Spread | None = None
+COLUMNS = (
+    "model", "dtype", "positions", "context", "budget", "cache", "kv_bits", "rounds", "steps",
+    "prefill_chunk", "compiled", "memory_bytes", "weight_bytes", "runtime_bytes", "constant_bytes",
+    "cache_bytes", "activation_bytes", "max_batch", "is_verified", "peak_bytes", "run_batch",
+    *triple("prefill"), *triple("decode"), "tokens_per_second", *triple("throughput_ratio"),
+)  # fmt: skip
+"""What is told of one cache, budget, context and dtype; see docs/benchmarking.md."""
 
 
 @dataclass
@@ -115,20 +79,15 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class MaxBatch:
-    """Finds the largest batches for a model of one dtype; arguments as of `Comparison`.
+class MaxBatch(Bench):
+    """Finds the largest batches in ``memory`` bytes for everything.
 
-    Of the settings, batches and caches are not read. `memory` is given in bytes for everything;
-    batches above `max_run_batch` are not really run.
+    Batches above ``max_run_batch`` are not really run. Of the settings, batches and caches are not
+    read.
     """
 
-    model: PreTrainedModel
-    source: ModelSource
-    footprint: Footprint
-    settings: Settings
     memory: int
     max_run_batch: int
-    report: Callable[[str], None]
 
     @staticmethod
     def specs(settings: Settings) -> list[CacheSpec]:
@@ -144,7 +103,7 @@ class MaxBatch:
         """How often one dtype reports, about."""
         return len(settings.contexts) * len(cls.specs(settings)) * (3 + settings.rounds)
 
-    def rows(self) -> Iterator[MaxBatchRow]:
+    def rows(self) -> Iterator[Row]:
         """Measures all contexts; a context's rows come when it is done."""
         for context in self.settings.contexts:
             candidates = [self._candidate(spec, context) for spec in self.specs(self.settings)]
@@ -191,14 +150,11 @@ class MaxBatch:
     def _has_room(self, memory: BatchMemory, batch: int) -> bool:
         """Whether this machine, the model loaded here too, can run a batch."""
         available = available_bytes(self.model.device)
-        own = memory.weights if self.model.device.type == "cpu" else 0
-        return available is None or memory.bytes(batch) - memory.weights + own <= available
+        own = memory.weight if self.model.device.type == "cpu" else 0
+        return available is None or memory.bytes(batch) - memory.weight + own <= available
 
     def _peak(self, spec: CacheSpec, context: int, batch: int) -> Peak:
-        chunk = self.settings.prefill_chunk
-        peak = measure_peak(
-            PeakRun.on(self.model, self.source, spec, context, batch, chunk), self.model
-        )
+        peak = self.peak(spec, context, batch)
         self.report(f"{context}: memory of batch {batch}, {spec.label}")
         if peak is None:
             raise ValueError(
@@ -216,44 +172,26 @@ class MaxBatch:
         clock = Clock(self.model.device)
         candidate.prefill.append(clock.seconds(lambda: runner.prefill(ids)))
         with static_shapes():
-            candidate.decode.append(time_steps(runner, ids[:, :1], settings))
+            candidate.decode.append(self.time_steps(runner, ids[:, :1]))
         runner.release()
 
-    def _row(self, candidate: _Candidate, full: _Candidate, context: int) -> MaxBatchRow:
-        memory, settings, batch = candidate.memory, self.settings, candidate.run_batch
+    def _row(self, candidate: _Candidate, full: _Candidate, context: int) -> Row:
+        memory, batch = candidate.memory, candidate.run_batch
         peak = candidate.peaks.get(batch)
-        measured: dict[str, Any] = {}
+        row: dict[str, Any] = dict.fromkeys(COLUMNS) | self.described(candidate.spec, context)
+        row |= {f"{name}_bytes": value for name, value in asdict(memory).items()}
+        row |= {
+            "memory_bytes": self.memory,
+            "max_batch": candidate.max_batch,
+            "is_verified": candidate.is_verified,
+            "peak_bytes": peak and peak.peak,
+            "run_batch": batch,
+            **quartiles("prefill", candidate.prefill),
+            **quartiles("decode", candidate.decode),
+        }
         if candidate.decode:
-            decode = Spread.of(candidate.decode)
-            measured = {
-                "prefill": Spread.of(candidate.prefill),
-                "decode": decode,
-                "tokens_per_second": batch / decode.median,
-            }
+            row["tokens_per_second"] = batch / row["decode"]
         if candidate.decode and full.decode:
             speeds, full_speeds = ([c.run_batch / s for s in c.decode] for c in (candidate, full))
-            measured["throughput_ratio"] = Spread.of_ratios(speeds, full_speeds)
-        return MaxBatchRow(
-            model=self.source.name,
-            dtype=dtype_name(self.model.dtype),
-            positions=settings.positions,
-            context=context,
-            budget=candidate.spec.budget,
-            cache=candidate.spec.name,
-            kv_bits=candidate.spec.kv_bits,
-            rounds=settings.rounds,
-            steps=settings.steps,
-            prefill_chunk=settings.prefill_chunk,
-            compiled=settings.compiled and candidate.spec.name == "h2o",
-            memory_bytes=self.memory,
-            weight_bytes=memory.weights,
-            runtime_bytes=memory.runtime,
-            constant_bytes=memory.constant,
-            cache_bytes=memory.cache,
-            activation_bytes=memory.activation,
-            max_batch=candidate.max_batch,
-            is_verified=candidate.is_verified,
-            peak_bytes=None if peak is None else peak.peak,
-            run_batch=batch,
-            **measured,
-        )
+            row |= quartiles("throughput_ratio", ratios(speeds, full_speeds))
+        return row

@@ -1,13 +1,13 @@
-"""The model that is measured: a checkpoint, or random weights of a known shape."""
+"""The model that is measured, a checkpoint or random weights of a known shape, and its bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
@@ -15,19 +15,23 @@ from transformers import (
     Qwen2Config,
 )
 
+from h2okv.cache import H2OCache
+from h2okv.config import Positions
+from h2okv.engine.memory import MemoryModel
+from h2okv.integration.loading import describe, load_weights
+
+if TYPE_CHECKING:
+    from h2okv.benchmarking.caches import CacheSpec
+
 _REQUIRED = ("hidden", "layers", "heads", "intermediate", "vocab")
-_SEED = 0
 
 
 @dataclass(frozen=True)
 class Shape:
     """What the time of a step depends on; the weights themselves are random.
 
-    Attributes:
-        name: What the user calls it.
-        window: Positions that the model takes.
-        tied: 1 if the head is the embedding table, else 0.
-        family: ``"llama"``, or ``"qwen2"`` with biases on queries, keys and values.
+    ``window`` is the context window, ``tied`` is 1 if the head is the embedding table, and
+    ``family`` is ``"llama"``, or ``"qwen2"`` with biases on queries, keys and values.
     """
 
     name: str
@@ -101,25 +105,24 @@ def parse_shape(text: str, layers: int | None = None) -> Shape:
                 f"--shape {text!r} is not known; choose from {', '.join(SHAPES)}, or give sizes"
                 " such as hidden=768,layers=12,heads=12,intermediate=3072,vocab=32000"
             )
-    sizes = dict(_size(part) for part in parts)
+    sizes: dict[str, Any] = dict(_size(part) for part in parts)
     if layers is not None:
-        if layers < 1:
-            raise ValueError(f"--layers {layers} is too few; give 1 or more")
         known = sizes.get("layers", base.layers if base else layers)
-        if layers > known:
-            raise ValueError(f"--layers {layers} is above the shape's {known}; it only cuts")
+        if not 1 <= layers <= known:
+            raise ValueError(
+                f"--layers {layers} is out of range; it cuts the shape's {known}, so give 1 to that"
+            )
         sizes["layers"] = layers
+    if base is None:
+        missing = [name for name in _REQUIRED if name not in sizes]
+        if missing:
+            raise ValueError(f"--shape {text!r} lacks {', '.join(missing)}; add {missing[0]}=..")
+        sizes.setdefault("kv_heads", sizes["heads"])
+        sizes.setdefault("head_dim", sizes["hidden"] // max(1, sizes["heads"]))
     told = ",".join(f"{name}={value}" for name, value in sizes.items())
-    if base is not None:
-        name = f"{base.name},{told}" if told else base.name
-        return replace(base, **{**sizes, "name": name})  # type: ignore[arg-type]
-    missing = [name for name in _REQUIRED if name not in sizes]
-    if missing:
-        raise ValueError(f"--shape {text!r} lacks {', '.join(missing)}; add {missing[0]}=..")
-    sizes.setdefault("kv_heads", sizes["heads"])
-    sizes.setdefault("head_dim", sizes["hidden"] // max(1, sizes["heads"]))
-    name = ",".join(f"{key}={value}" for key, value in sizes.items())
-    return Shape(name=name, **sizes)  # type: ignore[arg-type]
+    if base is None:
+        return Shape(name=told, **sizes)
+    return replace(base, **sizes, name=f"{base.name},{told}" if told else base.name)
 
 
 def _size(part: str) -> tuple[str, int]:
@@ -135,47 +138,103 @@ def _size(part: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that another process can build with the same weights: a shape or a folder."""
+    """A model that another process builds with the same weights: by its name, or of a shape."""
 
     name: str
     shape: Shape | None = None
-    folder: str | None = None
 
     def config(self) -> PreTrainedConfig:
         """Returns the model's config."""
-        if self.shape is not None:
-            return self.shape.config()
-        assert self.folder is not None
-        try:
-            return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"the configuration of --model {self.name!r} cannot be loaded"
-                f" ({type(error).__name__}); check the name and the network, or give a folder"
-            ) from error
+        return describe(self.name).config if self.shape is None else self.shape.config()
 
     def build(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Makes the model in evaluation mode, directly in its dtype and on its device."""
-        if self.shape is not None:
-            torch.manual_seed(_SEED)
-            with torch.device(device):
-                model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
-            return model.eval()
-        assert self.folder is not None
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=dtype, trust_remote_code=False
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            first_line = next(iter(str(error).splitlines()), "no reason given")
-            raise ValueError(
-                f"the weights of --model {self.name!r} cannot be loaded ({first_line}); get the"
-                " model again or choose another"
-            ) from error
-        return loaded.to(device).eval()
+        if self.shape is None:
+            return load_weights(describe(self.name), dtype, device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
+        return model.eval()
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> ModelSource:
-        """Makes the source that `dataclasses.asdict` described."""
-        shape = values["shape"]
-        return cls(values["name"], shape and Shape(**shape), values["folder"])
+
+@dataclass(frozen=True)
+class Footprint:
+    """How many bytes a model's weights and caches take, without making them."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    positions: Positions = "original"
+
+    def memory(self, kv_bits: int | None = None) -> MemoryModel:
+        """The engine's arithmetic for an H2O cache of this model."""
+        cache = H2OCache(self.config, positions=self.positions, kv_bits=kv_bits)
+        return MemoryModel.of(self.config, cache, self.dtype)
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    @cached_property
+    def step_weight_bytes(self) -> int:
+        """``W``, the weights that a decode step reads: all but the rows of embedding tables.
+
+        A head that is tied to the table counts once, and all experts of a mixture count.
+        """
+        head = self._model.get_output_embeddings()
+        tables = {
+            id(module.weight): module.weight.nbytes
+            for module in self._model.modules()
+            if isinstance(module, torch.nn.Embedding)
+            and (head is None or module.weight is not head.weight)
+        }
+        return self.weight_bytes - sum(tables.values())
+
+    def full_bytes(self, batch: int, length: int) -> int:
+        """Bytes of a cache that holds everything."""
+        memory = self.memory()
+        return batch * int(memory.kv_bytes(length) + self._window_bytes(memory, length))
+
+    def h2o_bytes(self, batch: int, entries: int, length: int, kv_bits: int | None = None) -> int:
+        """Bytes of an H2O cache, its scores and positions included."""
+        memory = self.memory(kv_bits)
+        own = memory.slots.total(entries) - memory.slots.total(0)
+        return batch * int(memory.num_slot_layers * own + self._window_bytes(memory, length))
+
+    def cache_bytes(self, spec: CacheSpec, batch: int, context: int) -> int:
+        """Bytes that a cache holds after a prompt; for packed baselines an upper bound."""
+        entries = spec.entries(context)
+        if spec.name == "h2o":
+            # One slot is always free for the next token.
+            return self.h2o_bytes(batch, entries + 1, context, spec.kv_bits)
+        return self.full_bytes(batch, entries + 1 if spec.name == "static" else entries)
+
+    def prefill_bytes(self, batch: int, block: int) -> int:
+        """A lower bound of what reading a block of a prompt needs beside weights and cache."""
+        memory = self.memory()
+        # Two of the products of a gated MLP are there at once, beside the state itself.
+        return batch * block * (memory.hidden + 2 * memory.width) * memory.element
+
+    def _window_bytes(self, memory: MemoryModel, length: int) -> int:
+        """What the layers without slots hold of one sequence."""
+        held = sum(min(length, window) for window in memory.windows)
+        return held * memory.window_slots.num_heads * memory.window_slots.entry
+
+
+def speedup_limit(weight_bytes: int, full_bytes: int, own_bytes: int) -> float:
+    """How many times as fast as the full cache a step can be if reading bytes is all that counts.
+
+    A decode step reads the weights once for the whole batch and every sequence's cache once:
+    ``(W + B n e) / (W + B K e')``, where ``e'`` of H2O includes an entry's score and position.
+    """
+    if min(weight_bytes, full_bytes, own_bytes) < 0 or weight_bytes + own_bytes == 0:
+        raise ValueError(
+            f"a step over {weight_bytes} bytes of weights and {own_bytes} of cache reads nothing;"
+            " give the bytes of a model"
+        )
+    return (weight_bytes + full_bytes) / (weight_bytes + own_bytes)

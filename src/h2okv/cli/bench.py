@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,9 @@ from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write
 if TYPE_CHECKING:
     import torch
 
-    from h2okv.benchmarking.comparison import Row, Settings
-    from h2okv.benchmarking.max_batch import MaxBatchRow
-    from h2okv.benchmarking.memory import Footprint
-    from h2okv.benchmarking.model import ModelSource
+    from h2okv.benchmarking.comparison import Settings
+    from h2okv.benchmarking.model import Footprint, ModelSource
+    from h2okv.records import Row
 
 FAILED = 1
 """The exit code if a check failed, or no request was finished."""
@@ -78,9 +77,9 @@ def bench(
         return 0
     import torch
 
-    from h2okv.benchmarking import roofline
-    from h2okv.benchmarking.comparison import Row, Settings
-    from h2okv.benchmarking.max_batch import MaxBatchRow
+    from h2okv.benchmarking import comparison, results
+    from h2okv.benchmarking import max_batch as largest
+    from h2okv.benchmarking.comparison import Settings
     from h2okv.engine.memory import parse_memory
     from h2okv.integration.enable import check_compiler
     from h2okv.integration.loading import parse_device
@@ -116,15 +115,15 @@ def bench(
             raise ValueError(
                 "--plot draws steps by context, not --max-batch; leave one of them out"
             )
-        roofline.check_plot(plot)
+        results.check_plot(plot)
     footprints = check_room(source, settings, chosen_device, limit)
-    columns = (Row if limit is None else MaxBatchRow).columns()
+    columns = comparison.COLUMNS if limit is None else largest.COLUMNS
     with _Rows(csv, columns, chosen_device) as rows:
         run = _Bench(source, settings, chosen_device, limit, max_run_batch, footprints, rows)
         code = run.measure()
     run.show(as_json)
-    if plot is not None and any(row.decode is not None for row in rows.found):
-        roofline.plot_roofline(plot, rows.found)
+    if plot is not None and any(row["decode"] is not None for row in rows.found):
+        results.plot_roofline(plot, rows.found)
     return code
 
 
@@ -135,7 +134,7 @@ class _Rows:
         from h2okv.provenance import environment
         from h2okv.records import CsvFile
 
-        self.found: list[Any] = []
+        self.found: list[Row] = []
         self.environment = environment(device)
         self._file = None if csv is None else CsvFile(csv, (*self.environment, *columns))
 
@@ -146,17 +145,17 @@ class _Rows:
         if self._file is not None:
             self._file.close()
 
-    def add(self, row: Any) -> None:
-        """Takes a row."""
+    def add(self, row: Row) -> None:
+        """Takes a row; what is an object in JSON is one in its cell, too."""
         self.found.append(row)
         if self._file is not None:
-            self._file.append({**self.environment, **row.cells()})
+            cells = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()}
+            self._file.append({**self.environment, **cells})
 
 
 def choose_source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
     """Finds the model that the options name."""
     from h2okv.benchmarking.model import ModelSource, parse_shape
-    from h2okv.integration.models import resolve_model
 
     if model is None:
         chosen = parse_shape("small" if shape is None else shape, layers)
@@ -165,7 +164,7 @@ def choose_source(model: str | None, shape: str | None, layers: int | None) -> M
         raise ValueError("both --model and --shape are given; give one of them")
     if layers is not None:
         raise ValueError("--layers cuts a --shape, not a --model; leave it out")
-    return ModelSource(model, folder=resolve_model(model))
+    return ModelSource(model)
 
 
 def parse_budgets(text: str) -> tuple[int | float, ...]:
@@ -195,7 +194,7 @@ def check_room(
     """Refuses what cannot be measured, before anything is allocated; the model's bytes by dtype."""
     import h2okv
     from h2okv.benchmarking.comparison import Settings
-    from h2okv.benchmarking.memory import footprint_of
+    from h2okv.benchmarking.model import Footprint
     from h2okv.cache.validation import context_window
     from h2okv.engine.memory import available_bytes
 
@@ -205,8 +204,8 @@ def check_room(
     for spec in settings.specs():
         if spec.name == "h2o" and spec.config is not None:
             h2okv.H2OCache.from_config(config, spec.config)
-    rolls = settings.positions == "rolling"
-    footprints = {dtype: footprint_of(config, dtype, rolls) for dtype in settings.dtypes}
+    positions = settings.positions
+    footprints = {dtype: Footprint(config, dtype, positions) for dtype in settings.dtypes}
     needed = settings
     if memory is not None:
         # Its straight line begins at batches of one and two, one cache at a time.
@@ -242,13 +241,12 @@ class _Bench:
         """Measures; whatever ends it, the rows so far are there."""
         import torch
 
-        from h2okv.benchmarking.comparison import count_units
-        from h2okv.benchmarking.correctness import CheckFailedError
+        from h2okv.benchmarking.caches import PeakRunFailedError
+        from h2okv.benchmarking.comparison import CheckFailedError, Comparison
         from h2okv.benchmarking.max_batch import MaxBatch
-        from h2okv.benchmarking.peak import PeakRunFailedError
         from h2okv.offload.profile import measure_bandwidth
 
-        count = count_units if self.memory is None else MaxBatch.count_units
+        count = Comparison.count_units if self.memory is None else MaxBatch.count_units
         total = len(self.settings.dtypes) * count(self.settings)
         with Progress("measuring", total, "runs") as progress:
             try:
@@ -275,39 +273,37 @@ class _Bench:
                 raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
         return 0
 
-    def _rows_of(self, dtype: torch.dtype, progress: Progress) -> Iterator[Row | MaxBatchRow]:
+    def _rows_of(self, dtype: torch.dtype, progress: Progress) -> Iterator[Row]:
         """Builds the model of one dtype, checks H2O on it, and only then measures."""
-        from h2okv.benchmarking.comparison import Comparison
-        from h2okv.benchmarking.correctness import check_h2o
+        from h2okv.benchmarking.comparison import Comparison, check_h2o, dtype_name
         from h2okv.benchmarking.max_batch import MaxBatch
-        from h2okv.benchmarking.peak import dtype_name
 
         progress.advance(0, "building the model")
         model = self.source.build(dtype, self.device)
         progress.advance(0, "checking correctness")
         for bits in (None, *self.settings.kv_bits):
             name = dtype_name(dtype) + ("" if bits is None else f", {bits} bits")
-            check = check_h2o(model, positions=self.settings.positions, kv_bits=bits)
-            self.checks[name] = asdict(check)
+            positions = self.settings.positions
+            self.checks[name] = check_h2o(model, positions=positions, kv_bits=bits)
 
         def report(label: str) -> None:
             progress.advance(note=label)
 
-        common = (model, self.source, self.footprints[dtype], self.settings)
+        common = (model, self.source, self.footprints[dtype], self.settings, report)
         if self.memory is not None:
-            yield from MaxBatch(*common, self.memory, self.max_run_batch, report).rows()
+            yield from MaxBatch(*common, self.memory, self.max_run_batch).rows()
             return
         assert self.bandwidth is not None
-        yield from Comparison(*common, self.bandwidth, report).rows()
+        yield from Comparison(*common, self.bandwidth).rows()
 
     def show(self, as_json: bool) -> None:
         """Prints what was found."""
-        from h2okv.benchmarking.tables import comparison_table, max_batch_table, missing_figures
+        from h2okv.benchmarking.results import comparison_table, max_batch_table, missing_figures
 
         rows = self.rows.found
         if as_json:
             told = {"environment": self.rows.environment, "bandwidth": self.bandwidth}
-            write_json({**told, "checks": self.checks, "rows": [row.cells() for row in rows]})
+            write_json({**told, "checks": self.checks, "rows": rows})
         elif rows:
             is_batch = self.memory is not None
             write_text(max_batch_table(rows) if is_batch else comparison_table(rows))
@@ -357,18 +353,21 @@ def bench_serve(
     """
     import torch
 
-    from h2okv.benchmarking.serving import (
+    from h2okv.benchmarking.serving import ServeRun, choose_servers
+    from h2okv.benchmarking.serving_client import (
         COLUMNS,
-        ServeRun,
-        ServeSettings,
-        choose_servers,
+        Workload,
+        default_texts,
+        load_aiohttp,
         make_loads,
+        read_texts,
     )
-    from h2okv.benchmarking.serving_client import Mix, default_texts, load_aiohttp, read_texts
 
     _refuse_options_before(ctx)
     load_aiohttp()
-    mix = Mix(parse_context(context), new_tokens, spread, seed)
+    stretched = parse_context(context)
+    texts = default_texts() if prompts is None else read_texts(prompts)
+    workload = Workload(texts, stretched, new_tokens, spread, seed)
     open_loops = args.parse_numbers("rate", rate, float, "2,5")
     closed_loops = args.parse_numbers("clients", clients or ("" if open_loops else "8"), int)
     loads = tuple(make_loads(closed_loops, open_loops, requests))
@@ -377,26 +376,17 @@ def bench_serve(
     if not timeout > 0:
         raise ValueError(f"--timeout {timeout:g} leaves no time; give seconds, such as 600")
     args.check_file("csv", csv)
-    wanted = ServeSettings(
-        servers=choose_servers(
-            url, model, args.split_list(against), served_name, serve_options, device, loads, mix
-        ),
-        model=model or served_name or "",
-        tokenizer_of=model,
-        texts=default_texts() if prompts is None else read_texts(prompts),
-        mix=mix,
-        loads=loads,
-        is_chat=chat,
-        extra=parse_extra(extra),
-        warmup=warmup,
-        timeout=timeout,
+    servers = choose_servers(
+        url, model, args.split_list(against), served_name, serve_options, device, loads, workload
     )
-    code = 0
+    client = {"is_chat": chat, "extra": parse_extra(extra), "timeout": timeout}
+    name, code = model or served_name or "", 0
+    total = len(servers) * sum(load.requests for load in loads)
     with (
         _Rows(csv, COLUMNS, torch.device("cpu")) as rows,
-        Progress("load", wanted.num_requests, "requests") as progress,
+        Progress("load", total, "requests") as progress,
     ):
-        run = ServeRun(wanted, rows.add, progress)
+        run = ServeRun(servers, name, model, workload, loads, warmup, client, rows.add, progress)
         try:
             asyncio.run(run.all())
         except KeyboardInterrupt:
@@ -407,7 +397,7 @@ def bench_serve(
             # Also when a later server fails: what the earlier ones gave is there.
             progress.close()
             _show_loads(rows, as_json)
-    return code or (0 if all(row.summary.finished for row in rows.found) else FAILED)
+    return code or (0 if all(row["finished"] for row in rows.found) else FAILED)
 
 
 def parse_context(text: str) -> tuple[int, int] | None:
@@ -437,17 +427,14 @@ def parse_extra(text: str) -> dict[str, Any]:
 
 
 def _show_loads(rows: _Rows, as_json: bool) -> None:
-    from h2okv.benchmarking.tables import serving_remarks, serving_table
+    from h2okv.benchmarking.results import serving_table
+    from h2okv.benchmarking.serving_client import remarks
 
     if as_json and rows.found:
-        found = [
-            {**row.cells(), "errors": row.summary.errors, "messages": dict(row.messages)}
-            for row in rows.found
-        ]
-        write_json({"environment": rows.environment, "rows": found})
+        write_json({"environment": rows.environment, "rows": rows.found})
     elif rows.found:
         write_text(serving_table(rows.found))
-        for line in serving_remarks(rows.found):
+        for line in dict.fromkeys(line for row in rows.found for line in remarks(row)):
             write_remark(line)
 
 

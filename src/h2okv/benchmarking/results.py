@@ -1,0 +1,244 @@
+"""Samples as medians with quartiles, rows of results, and the tables and the picture of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+
+from h2okv.benchmarking.caches import cache_label
+from h2okv.console import format_table
+from h2okv.records import Row, file_error
+
+_T = TypeVar("_T")
+
+
+def interleaved(items: Sequence[_T], rounds: int) -> Iterator[tuple[int, _T]]:
+    """Gives all items in every round, so that a slow moment of the machine hits all of them.
+
+    The order is reversed in every other round: none always runs in another one's warm cache.
+    """
+    for number in range(rounds):
+        for item in items if number % 2 == 0 else reversed(items):
+            yield number, item
+
+
+def quartiles(name: str, samples: Sequence[float]) -> dict[str, Any]:
+    """The median of samples and its quartiles, as three columns; of none, no columns."""
+    if not samples:
+        return {}
+    lower, median, upper = numpy.quantile(samples, (0.25, 0.5, 0.75)).tolist()
+    return {name: median, f"{name}_lower": lower, f"{name}_upper": upper}
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Ratios within rounds; both are in order of the rounds."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def percentiles(name: str, values: Iterable[float | None]) -> dict[str, Any]:
+    """Three points of a distribution, as columns; of the values that are there."""
+    there = [value for value in values if value is not None]
+    points = numpy.quantile(there, (0.5, 0.95, 0.99)).tolist() if there else (None,) * 3
+    return dict(zip(triple(name, "_p50", "_p95", "_p99"), points, strict=True))
+
+
+def triple(name: str, *ends: str) -> tuple[str, ...]:
+    """The columns that one quantity takes; a median with its quartiles by default."""
+    return tuple(name + end for end in ends or ("", "_lower", "_upper"))
+
+
+Cell = Callable[[Row], str]
+_NONE = "-"
+
+
+def _number(column: str, factor: float = 1.0) -> Cell:
+    return lambda row: _shown(row[column], factor)
+
+
+def _spread(column: str) -> Cell:
+    def cell(row: Row) -> str:
+        middle, lower, upper = (_shown(row[name]) for name in triple(column))
+        return _NONE if middle == _NONE else f"{middle} [{lower}, {upper}]"
+
+    return cell
+
+
+def _points(column: str, factor: float) -> Cell:
+    def cell(row: Row) -> str:
+        points = [row[name] for name in triple(column, "_p50", "_p95", "_p99")]
+        if points[0] is None:
+            return _NONE
+        scaled = [factor * point for point in points]
+        return "/".join(f"{point:.2g}" if point < 10 else f"{point:,.0f}" for point in scaled)
+
+    return cell
+
+
+def _shown(value: float | None, factor: float = 1.0) -> str:
+    if value is None:
+        return _NONE
+    value *= factor
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _label(row: Row) -> str:
+    return cache_label(row["cache"], row["budget"], row["kv_bits"])
+
+
+def load_label(row: Row) -> str:
+    """What tables call a load."""
+    return f"{row['clients']} clients" if row["rate"] is None else f"{row['rate']:g}/s"
+
+
+_COMPARISON: dict[str, Cell] = {
+    "cache": _label,
+    "prefill\ns": _number("prefill"),
+    "/ full": _number("prefill_ratio"),
+    "step\nms": _number("decode", 1e3),
+    "tokens\n/ s": _number("tokens_per_second"),
+    "speed-up\n[quartiles]": _spread("speedup"),
+    "limit": _number("limit"),
+    "of it\n%": _number("share", 100),
+    "cache\nMiB": _number("cache_bytes", 2**-20),
+    "peak\nMiB": _number("peak_bytes", 2**-20),
+}
+_MAX_BATCH: dict[str, Cell] = {
+    "cache": _label,
+    "cache\nMiB": _number("cache_bytes", 2**-20),
+    "forward\nMiB": _number("activation_bytes", 2**-20),
+    "largest\nbatch": lambda row: f"{row['max_batch']:,}{'' if row['is_verified'] else ' ?'}",
+    "run\nwith": _number("run_batch"),
+    "peak\nGiB": _number("peak_bytes", 2**-30),
+    "prefill\ns": _number("prefill"),
+    "step\nms": _number("decode", 1e3),
+    "tokens\n/ s": _number("tokens_per_second"),
+    "/ full\n[quartiles]": _spread("throughput_ratio"),
+}
+_SERVING: dict[str, Cell] = {
+    "server": lambda row: str(row["server"]).removeprefix("http://"),
+    "load": load_label,
+    "done": lambda row: f"{row['finished']}/{row['requests']}",
+    "tokens\nin + new": lambda row: f"{_shown(row['prompt_tokens'])} + {_shown(row['new_tokens'])}",
+    "new\ntokens/s": _number("new_tokens_per_second"),
+    "first token\ns, p50/95/99": _points("first_token", 1),
+    "per token\nms, p50/95/99": _points("per_token", 1e3),
+    "gap p99\nms": _number("gap_p99", 1e3),
+}
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """The caches side by side, a table for each dtype, context and batch."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    return _tables(_COMPARISON, measured, "{dtype}, context {context:,}, batch {batch}")
+
+
+def missing_figures(rows: Sequence[Row]) -> list[str]:
+    """Says which caches gave no figure, and why, each once."""
+    missing = [row for row in rows if row["status"] != "ok"]
+    return list(dict.fromkeys(f"{row['cache']}: {row['status']}" for row in missing))
+
+
+def max_batch_table(rows: Sequence[Row]) -> str:
+    """The largest batches side by side, a table for each dtype and context."""
+    note = "" if all(row["is_verified"] for row in rows) else "? by arithmetic, not run\n"
+    return _tables(_MAX_BATCH, rows, "{dtype}, context {context:,}") + note
+
+
+def serving_table(rows: Sequence[Row]) -> str:
+    """The loads side by side."""
+    return _table(_SERVING, rows, ("server", "load"))
+
+
+def _tables(cells: Mapping[str, Cell], rows: Sequence[Row], title: str) -> str:
+    groups = groupby(rows, lambda row: title.format(**row))
+    return "\n".join(f"{name}\n{_table(cells, list(group))}" for name, group in groups)
+
+
+def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] = ("cache",)) -> str:
+    """Renders a table at most 100 columns wide; columns without any figure are left out."""
+    texts = {heading: [cell(row) for row in rows] for heading, cell in cells.items()}
+    shown = {heading: own for heading, own in texts.items() if set(own) != {_NONE}}
+    return format_table(list(shown), zip(*shown.values(), strict=True), left)
+
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+# Okabe and Ito's colours, which stay apart for colour-blind readers; the markers help in grey.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def check_plot(path: Path) -> None:
+    """Finds out before a long run whether its picture can be made."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ValueError(
+            f"--plot '{path}' is not a picture's name; let it end in {', '.join(_SUFFIXES)}"
+        )
+    _figure_class()
+
+
+def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
+    """Draws the time of a decode step by context, a panel for each dtype and batch.
+
+    Points are medians with quartiles. The dashed line of the same colour is the limit: the bytes
+    that the step must read over the bandwidth measured in the run.
+    """
+    timed = [row for row in rows if row["decode"] is not None]
+    panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = _figure_class()(figsize=(5 * columns + 1, 4 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    labels = list(dict.fromkeys(map(_label, timed)))
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        own = [row for row in timed if (row["dtype"], row["batch"]) == panel]
+        for number, label in enumerate(labels):
+            _draw(axes, [row for row in own if _label(row) == label], label, number)
+        axes.set(
+            title=f"{panel[0]}, batch {panel[1]}", xlabel="context, tokens",
+            ylabel="decode step, ms (dashed: limit)", xticks=sorted({r["context"] for r in own}),
+        )  # fmt: skip
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.grid(alpha=0.3)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    grid.flat[0].legend(loc="best", fontsize="small")
+    title = f"{timed[0]['model']}, {timed[0]['positions']} positions"
+    figure.suptitle(title, fontsize="small", wrap=True)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise file_error(path, "written", error, "choose another place for --plot") from error
+
+
+def _draw(axes: Any, rows: Sequence[Row], label: str, number: int) -> None:
+    """Draws one cache's points and its limit; mutates the axes."""
+    rows = sorted(rows, key=lambda row: row["context"])
+    contexts = [row["context"] for row in rows]
+    medians, lower, upper = (
+        1e3 * numpy.array([row[name] for row in rows]) for name in triple("decode")
+    )
+    colour = _COLOURS[number % len(_COLOURS)]
+    axes.errorbar(
+        contexts, medians, yerr=(medians - lower, upper - medians), label=label, color=colour,
+        marker=_MARKERS[number % len(_MARKERS)], capsize=3, linewidth=1,
+    )  # fmt: skip
+    # A single context has no line; a short dash shows its limit.
+    axes.plot(
+        contexts, [1e3 * row["step_bytes"] / row["bandwidth"] for row in rows], color=colour,
+        linestyle="--", marker="_" if len(rows) == 1 else "", markersize=14, linewidth=1,
+    )  # fmt: skip
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed; pip install 'h2okv[plot]'"
+        ) from error
+    return Figure
