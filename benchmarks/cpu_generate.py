@@ -78,7 +78,7 @@ class Subject:
         except CheckFailedError as error:
             raise SystemExit(f"{error}; nothing was timed.") from error
         told = "".join(f", {name} {value}" for name, value in options.items())
-        print(f"{self.dtype:>8}  checked{told}: error {check.full_error:.1g}", flush=True)
+        print(f"{self.dtype:>8}  checked{told}: error {check['full_error']:.1g}", flush=True)
 
     def report(self, measure: str, unit: str, samples: Samples, *targets: Target, **other: Any):
         """Shows and keeps the rows of a measure."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from h2okv.benchmarking.results import interleaved, quartiles, ratios
 from h2okv.offload.profile import Clock
 from h2okv.ops.dispatch import wanted
 from h2okv.provenance import environment as describe
-from h2okv.records import write_csv
+from h2okv.records import read_csv, write_csv
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
@@ -105,10 +104,7 @@ def rows_for(
 def report(path: Path, rows: list[dict[str, Any]]) -> None:
     """Shows rows, and adds them to a CSV file; an older file gets its new columns, empty."""
     show(rows)
-    before: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            before = list(csv.DictReader(file))
+    before = read_csv(path) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path, [*before, *rows], FIELDS)
 

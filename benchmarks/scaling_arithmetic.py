@@ -14,7 +14,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as memoized
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import h2okv
 from h2okv.benchmarking.model import Footprint
 from h2okv.engine.memory import MemoryModel, ServingMemory
+from h2okv.records import markdown_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 GIB, MIB = 2**30, 2**20
@@ -180,20 +181,13 @@ def rows_needed(load: float, hold: float, patience: float, unlucky: float) -> in
             return rows
 
 
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Writes a table."""
-    head = list(header)
-    lines = [head, ["---"] * len(head), *map(list, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def of_a_user(subject: Subject, assumed: Assumed) -> str:
     """Bytes of one user's cache."""
     lines = []
     for context in CONTEXTS:
         sizes = [subject.sizes(cache, context, 1).sequence / MIB for cache in CACHES]
         lines.append([f"{context:,}", *(f"{size:,.0f} MiB" for size in sizes)])
-    return markdown(["tokens of context", *CACHES], lines)
+    return markdown_table(["tokens of context", *CACHES], lines)
 
 
 def of_a_machine(subject: Subject, assumed: Assumed) -> str:
@@ -213,7 +207,7 @@ def of_a_machine(subject: Subject, assumed: Assumed) -> str:
                 ]
             )
     header = ["GPUs", "weights each", "left each", "tokens of context"]
-    return markdown([*header, *CACHES], lines)
+    return markdown_table([*header, *CACHES], lines)
 
 
 def of_a_step(subject: Subject, assumed: Assumed) -> str:
@@ -239,7 +233,7 @@ def of_a_step(subject: Subject, assumed: Assumed) -> str:
             ]
         )
     header = ["cache", "users", "weights read", "caches read", "products", "sent", "step"]
-    return markdown([*header, "tokens/s", "of each user"], lines)
+    return markdown_table([*header, "tokens/s", "of each user"], lines)
 
 
 def of_the_links(subject: Subject, assumed: Assumed) -> str:
@@ -251,7 +245,7 @@ def of_the_links(subject: Subject, assumed: Assumed) -> str:
             sent = subject.link_bytes(ranks, tokens, rows)
             times = [f"{1e3 * sent / speed:.2f} ms" for _, speed in assumed.links]
             lines.append([str(ranks), what, f"{sent / 1e6:,.1f} MB", *times])
-    return markdown(
+    return markdown_table(
         ["ranks", "forward", "sent by each", *(name for name, _ in assumed.links)], lines
     )
 
@@ -273,7 +267,7 @@ def of_many_users(subject: Subject, assumed: Assumed) -> str:
         machines.append(f"{math.ceil(load / hold * busy):,}")
         lines.append([f"{count:,}", f"{load / hold:,.1f}", f"{load:,.0f}", f"{rows:,}", *machines])
     header = ["users", "requests/s", "under way", "rows", *(f"rows: {cache}" for cache in CACHES)]
-    return markdown([*header, "products"], lines)
+    return markdown_table([*header, "products"], lines)
 
 
 PARTS: dict[str, Callable[[Subject, Assumed], str]] = {
@@ -306,7 +300,7 @@ def filled(page: str) -> str:
 
     def fill(found: re.Match[str]) -> str:
         name = found.group(1)
-        return f"<!-- {name}:start -->\n{PARTS[name](subject, assumed)}\n<!-- {name}:end -->"
+        return f"<!-- {name}:start -->\n{PARTS[name](subject, assumed)}<!-- {name}:end -->"
 
     return re.sub(r"<!-- ([a-z-]+):start -->.*?<!-- \1:end -->", fill, page, flags=re.S)
 

@@ -4,22 +4,16 @@ import shutil
 import numpy as np
 import pytest
 
-from h2okv.analysis import run as module
+from h2okv.analysis import measurements as module
 from h2okv.analysis.ablation import activation_frequency
-from h2okv.analysis.findings import FINDINGS
-from h2okv.analysis.measurements import MEASUREMENTS
+from h2okv.analysis.measurements import MEASUREMENTS, analyze, choose_measurements, is_finished
 from h2okv.analysis.report import SECTIONS, write_report
-from h2okv.analysis.run import (
-    TEXT_COLUMNS,
-    analyze,
-    choose_measurements,
-    is_finished,
-    open_folder,
-)
-from h2okv.analysis.study import Study, make_sample, token_pieces
+from h2okv.analysis.study import TEXT_COLUMNS, Study, make_sample, open_folder, token_pieces
 from h2okv.records import read_csv, write_csv
 
 pytestmark = pytest.mark.slow
+
+FINDINGS = [section for section in SECTIONS if section.paper]
 
 TEXT = "the text"
 
@@ -57,7 +51,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder, model, sample, tmp_path):
         analyze(model, sample, tmp_path, choose_measurements(), stop)
     done = [m for m in MEASUREMENTS if is_finished(tmp_path, m)]
     assert done == list(MEASUREMENTS[:5])
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.rglob("*.tmp"))
     kept = {path.name for path in (tmp_path / "working").iterdir()}
     assert {"h2o-0.05.npz", "dense.npz"} <= kept
     missing = write_report(tmp_path)

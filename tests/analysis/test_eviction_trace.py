@@ -4,7 +4,7 @@ import torch
 
 import h2okv
 from h2okv.analysis.ablation import dense_losses
-from h2okv.analysis.attention_stats import Accumulation, watch_rows
+from h2okv.analysis.attention_stats import accumulated, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, held_after
 from h2okv.config import TokenBudget
 
@@ -63,9 +63,8 @@ def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
 
 
 def test_the_global_policy_keeps_what_will_be_looked_at(model, sample):
-    watcher = Accumulation()
-    watch_rows(model, sample.input_ids, [watcher])
-    scores = watcher.scores().sum(axis=2)
+    found = of_layers(model, sample.input_ids, accumulated)
+    scores = np.stack(list(found.values())).sum(axis=2)
     policy = GlobalPolicy(scores, (0, 1))
     trace = follow(model, sample.input_ids, policy, TokenBudget(0, 12, 8))
     held = held_after(trace.gone_at, sample.length - 1)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from h2okv.analysis.findings import FINDINGS
+from h2okv.analysis.report import SECTIONS
 
-JUDGES = {finding.tables[0]: finding.judge for finding in FINDINGS}
+JUDGES = {section.tables[0]: section.tell for section in SECTIONS if section.paper}
 
 
 def shares(*means):
@@ -13,14 +13,14 @@ def shares(*means):
 
 def laws(tokens, words):
     return [
-        {"of": kind, "p_value": p}
+        {"of": kind, "p_value": p, "exponent": 2.0, "log_ratio": -1.0, "log_ratio_p": 0.01}
         for kind, ps in (("tokens", tokens), ("words", words))
         for p in ps
     ]
 
 
 def correlations(total, each):
-    common = {"layer": "all", "against": "together"}
+    common = {"layer": "all", "against": "together", "low": 0.0, "high": 1.0}
     return [{"measure": "sum", "rho": total, **common}, {"measure": "each", "rho": each, **common}]
 
 

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from h2okv.analysis.attention_stats import read_observed
+from h2okv.analysis.attention_stats import of_layers
 from h2okv.analysis.eviction_trace import follow, held_after
 from h2okv.analysis.theory import (
     CONCAVE,
     FACTOR,
     OBJECTIVES,
-    Worth,
     adversarial_cases,
     attention_rows,
     belady_sets,
@@ -26,6 +25,7 @@ from h2okv.analysis.theory import (
     real_cases,
     retained_mass,
     set_values,
+    worth_of_kept,
 )
 from h2okv.config import TokenBudget
 
@@ -144,15 +144,20 @@ def test_alpha_and_beta_are_what_the_bound_needs():
 def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, attention):
     length, kept = sample.length, 20
     gone = follow(model, sample.input_ids, "h2o", TokenBudget(0, 10, 10)).gone_at
-    worth = Worth({"h2o": gone}, (0, 1), kept, [40, 159])
-    read_observed(model, sample.input_ids, worth.see_layer)
-    assert len(worth.ratios) == 2 * 2 * 2
+    steps = [40, 159]
+    found = of_layers(
+        model,
+        sample.input_ids,
+        lambda layer: worth_of_kept(layer, gone[layer.layer_idx], kept, steps),
+    )
+    assert np.stack(list(found.values())).shape == (2, 2, 2)
     grouped = attention.double().unflatten(1, (2, 2)).sum(dim=2).numpy()
-    for row in worth.ratios:
-        step = row["step"]
-        scores = grouped[row["layer"], row["head"], : step + 1, :length].sum(axis=0)
-        held = scores[: step + 1][held_after(gone, step)[row["layer"], row["head"]]].sum()
-        assert row["ratio"] == pytest.approx(held / np.sort(scores)[-kept:].sum(), rel=1e-4)
+    for layer, ratios in found.items():
+        for step, heads in zip(steps, ratios, strict=True):
+            for head, ratio in enumerate(heads):
+                scores = grouped[layer, head, : step + 1, :length].sum(axis=0)
+                held = scores[: step + 1][held_after(gone, step)[layer, head]].sum()
+                assert ratio == pytest.approx(held / np.sort(scores)[-kept:].sum(), rel=1e-4)
 
 
 def test_real_rows_are_the_models(model, sample, attention):

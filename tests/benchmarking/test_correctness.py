@@ -10,8 +10,8 @@ from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_cache_passes(build, dtype, positions):
     check = check_h2o(build(dtype), positions=positions)
-    assert check.full_error < 0.05
-    assert (check.drop_error is None) == (dtype == torch.bfloat16)
+    assert check["full_error"] < 0.05
+    assert (check["drop_error"] is None) == (dtype == torch.bfloat16)
 
 
 def test_a_wrong_output_fails(build, monkeypatch):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from h2okv.analysis.figures import Rows, column, distinct, where
-from h2okv.analysis.run import TEXT_COLUMNS
+from h2okv.analysis.study import TEXT_COLUMNS
 from h2okv.records import read_csv
 
 FOLDER = Path(__file__).parent

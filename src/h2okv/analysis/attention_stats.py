@@ -1,12 +1,11 @@
-"""Attention statistics by layer and head."""
+"""Attention of one text, layer by layer, and what is counted in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from h2okv.cache.validation import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 
 ATTENTION_NAME = "h2okv_observe"
+_Found = TypeVar("_Found")
 
 _MOST_ELEMENTS = 1 << 22
 """A block of probabilities takes at most 16 MiB, whatever the text's length."""
@@ -31,15 +31,10 @@ _MOST_ROWS = 256
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's queries, keys and values for one text, positions applied.
+    """One layer's attention for one text, positions applied.
 
-    Attributes:
-        layer_idx: the layer's index in the model.
-        query: ``[HQ, T, D]``.
-        key: ``[H, T, D]``.
-        value: ``[H, T, Dv]``.
-        scale: factor on the logits.
-        softcap: soft cap of the logits or ``None``.
+    ``query`` is ``[HQ, T, D]``, ``key`` ``[H, T, D]`` and ``value`` ``[H, T, Dv]``; ``scale`` is
+    the factor on the logits, and ``softcap`` their soft cap.
     """
 
     layer_idx: int
@@ -49,6 +44,15 @@ class LayerAttention:
     scale: float
     softcap: float | None
 
+    def logits(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The logits ``[H, G, last - first, last]`` of some queries, causality not applied."""
+        grouped = self.query.to(dtype).unflatten(0, (self.key.shape[0], -1))
+        key = self.key.to(dtype).unsqueeze(1).transpose(-1, -2)
+        logits = grouped[:, :, first:last] @ key[..., :last] * self.scale
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
+
     def rows(self, hidden: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the attention probabilities by blocks of queries; memory grows with T only.
 
@@ -56,22 +60,17 @@ class LayerAttention:
         R]``, 0 for a key after its query. ``hidden``, bool ``[H, T]``, marks keys that no query
         but their own sees.
         """
-        heads, length, _ = self.key.shape
-        grouped = self.query.float().unflatten(0, (heads, -1))
-        key = self.key.float().unsqueeze(1).transpose(-1, -2)
+        length = self.key.shape[1]
         size = max(1, min(_MOST_ROWS, _MOST_ELEMENTS // (self.query.shape[0] * length)))
-        columns = torch.arange(length, device=key.device)
+        columns = torch.arange(length, device=self.key.device)
         for first in range(0, length, size):
             last = min(first + size, length)
-            logits = grouped[:, :, first:last] @ key[..., :last] * self.scale
-            if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
             own = columns[first:last, None]
             unseen = columns[:last] > own
             if hidden is not None:
                 unseen = unseen | (hidden[:, None, :last] & (columns[:last] != own))
                 unseen = unseen.unsqueeze(1)
-            yield first, logits.masked_fill_(unseen, -torch.inf).softmax(dim=-1)
+            yield first, self.logits(first, last).masked_fill_(unseen, -torch.inf).softmax(dim=-1)
 
 
 Handler = Callable[[LayerAttention], torch.Tensor | None]
@@ -96,8 +95,7 @@ def _observed_attention(
     layer_idx = getattr(module, "layer_idx", None)
     if layer_idx in layers:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        seen = LayerAttention(layer_idx, query[0], key[0], value[0], scale, softcap)
-        output = handler(seen)
+        output = handler(LayerAttention(layer_idx, query[0], key[0], value[0], scale, softcap))
         if output is not None:
             return output.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
     return plain_attention(
@@ -135,36 +133,24 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
     return 1 if getattr(config, "multi_query", False) else int(heads)
 
 
-@contextmanager
-def observed(
-    model: PreTrainedModel, handler: Handler, layers: tuple[int, ...] | None = None
-) -> Iterator[None]:
-    """Shows every full-attention layer to a handler inside a ``with`` block."""
-    check_model(model)
-    for layer_idx in layers or ():
-        check_layer(model.config, layer_idx)
-    shown = frozenset(full_attention_layers(model.config) if layers is None else layers)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
-    token = _handler.set((handler, shown))
-    try:
-        yield
-    finally:
-        _handler.reset(token)
-        model.set_attn_implementation(before)
-
-
 @torch.inference_mode()
 def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Handler) -> Any:
     """Lets a model read ``[1, T]`` tokens; every full-attention layer is shown to a handler."""
+    check_model(model)
     reached = []
 
     def count(layer: LayerAttention) -> torch.Tensor | None:
         reached.append(layer.layer_idx)
         return handler(layer)
 
-    with observed(model, count):
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
+    token = _handler.set((count, frozenset(full_attention_layers(model.config))))
+    try:
         output = model(input_ids=input_ids.to(model.device), use_cache=False)
+    finally:
+        _handler.reset(token)
+        model.set_attn_implementation(before)
     if not reached:
         raise ValueError(
             f"model type {model.config.model_type!r} gives no access to its attention; use a model "
@@ -174,168 +160,80 @@ def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Hand
 
 
 Tick = Callable[[float], None]
-"""Is told the share that is done, from 0 to 1."""
+"""Is told the fraction that is done, from 0 to 1."""
 
 
-def no_tick(share: float) -> None:
+def no_tick(fraction: float) -> None:
     """Tells nobody."""
 
 
-class RowWatcher(Protocol):
-    """Adds up something over the rows of attention."""
-
-    def see(self, layer_idx: int, first: int, probabilities: torch.Tensor) -> None:
-        """Takes one block; see `LayerAttention.rows` for its shape."""
-
-
-def watch_rows(
-    model: PreTrainedModel, input_ids: torch.Tensor, watchers: list[Any], tick: Tick = no_tick
-) -> None:
-    """Lets a model read ``[1, T]`` tokens; `RowWatcher`s see every block of attention rows."""
+def of_layers(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    look: Callable[[LayerAttention], _Found],
+    tick: Tick = no_tick,
+) -> dict[int, _Found]:
+    """Lets a model read ``[1, T]`` tokens; what ``look`` finds in each full-attention layer."""
+    found: dict[int, _Found] = {}
     total = model.config.get_text_config(decoder=True).num_hidden_layers
 
     def handler(layer: LayerAttention) -> None:
-        for first, probabilities in layer.rows():
-            for watcher in watchers:
-                watcher.see(layer.layer_idx, first, probabilities)
+        found[layer.layer_idx] = look(layer)
         tick((layer.layer_idx + 1) / total)
 
     read_observed(model, input_ids, handler)
+    return dict(sorted(found.items()))
 
 
-class Sparsity:
-    """Counts entries below 1 % of their row's maximum (arXiv 2306.14048, section 3.1)."""
+def small_entries(layer: LayerAttention, threshold: float = 0.01) -> np.ndarray:
+    """Counts entries below 1 % of their row's maximum (arXiv 2306.14048, section 3.1).
 
-    def __init__(self, threshold: float = 0.01) -> None:
-        self.threshold = threshold
-        self._small: dict[int, np.ndarray] = {}
-        self._length = 0
-
-    def see(self, layer_idx: int, first: int, probabilities: torch.Tensor) -> None:
-        """See `RowWatcher`."""
-        top = probabilities.amax(dim=-1, keepdim=True)
-        # The keys after a query have probability 0 and count as small here; `rows` takes them out.
-        small = (probabilities < self.threshold * top).sum(dim=-1).flatten(0, 1).cpu().numpy()
-        last = probabilities.shape[-1]
-        own = np.arange(first, last)
-        small = small - (last - 1 - own)
-        before = self._small.get(layer_idx, np.zeros((small.shape[0], 0), dtype=np.int64))
-        self._small[layer_idx] = np.concatenate([before, small], axis=1)
-        self._length = max(self._length, last)
-
-    def rows(self) -> list[dict[str, float]]:
-        """Returns for each layer and query head the share of small entries.
-
-        ``share`` counts the keys that a query may see; ``share_late`` the same for the second half
-        of the text, whose rows are long; ``share_square`` also counts the keys that causality
-        hides, as a count over the whole square matrix would.
-        """
-        result = []
-        visible = np.arange(1, self._length + 1)
-        half = self._length // 2
-        for layer_idx, small in sorted(self._small.items()):
-            for head, counts in enumerate(small):
-                hidden = self._length**2 - visible.sum()
-                result.append(
-                    {
-                        "layer": layer_idx,
-                        "head": head,
-                        "share": counts.sum() / visible.sum(),
-                        "share_late": counts[half:].sum() / visible[half:].sum(),
-                        "share_square": (counts.sum() + hidden) / self._length**2,
-                    }
-                )
-        return result
-
-
-class Accumulation:
-    """Adds up the attention that each key receives from all queries (the scores of H2O)."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, torch.Tensor] = {}
-
-    def see(self, layer_idx: int, first: int, probabilities: torch.Tensor) -> None:
-        """See `RowWatcher`."""
-        received = probabilities.sum(dim=2)
-        last = received.shape[-1]
-        total = torch.zeros(*received.shape[:2], last, device=received.device)
-        before = self._sums.get(layer_idx)
-        if before is not None:
-            total[..., : before.shape[-1]] = before
-        self._sums[layer_idx] = total + received
-
-    def scores(self) -> np.ndarray:
-        """Returns float32 ``[L, H, G, T]``, layers in order."""
-        return torch.stack([self._sums[i].cpu() for i in sorted(self._sums)]).numpy()
-
-
-class Sinks:
-    """The share of attention that goes to the first positions, from queries far from them."""
-
-    def __init__(self, counts: tuple[int, ...] = (1, 4, 16), away: int = 64) -> None:
-        self.counts, self.away = counts, away
-        self._mass: dict[int, np.ndarray] = {}
-        self._queries: dict[int, int] = {}
-        self._even: dict[int, float] = {}
-
-    def see(self, layer_idx: int, first: int, probabilities: torch.Tensor) -> None:
-        """See `RowWatcher`."""
-        start = max(0, self.away - first)
-        late = probabilities[:, :, start:].flatten(0, 1)
-        if late.shape[1] == 0:
-            return
-        mass = torch.stack([late[..., :count].sum(dim=(1, 2)) for count in self.counts], dim=1)
-        own = np.arange(first + start, probabilities.shape[-1]) + 1
-        self._mass[layer_idx] = self._mass.get(layer_idx, 0) + mass.cpu().numpy()
-        self._queries[layer_idx] = self._queries.get(layer_idx, 0) + late.shape[1]
-        self._even[layer_idx] = self._even.get(layer_idx, 0.0) + float((1 / own).sum())
-
-    def rows(self) -> list[dict[str, float]]:
-        """Returns for each layer and query head the mean mass, and what even attention gives."""
-        result = []
-        for layer_idx, mass in sorted(self._mass.items()):
-            queries = self._queries[layer_idx]
-            for head, sums in enumerate(mass):
-                row: dict[str, float] = {"layer": layer_idx, "head": head}
-                for count, total in zip(self.counts, sums, strict=True):
-                    row[f"first_{count}"] = total / queries
-                row["even_first_1"] = self._even[layer_idx] / queries
-                result.append(row)
-        return result
-
-
-class Retention:
-    """The share of full attention's mass that falls on what a policy would still hold.
-
-    Args:
-        gone_at: for each name int ``[L, H, T]``, the first query that does not see a token.
-        layers: the layers of these arrays, in order.
-        first: the first query that counts.
+    Of the keys that a query may see; int64 ``[HQ, T]``.
     """
+    parts = []
+    for first, probabilities in layer.rows():
+        top = probabilities.amax(dim=-1, keepdim=True)
+        small = (probabilities < threshold * top).sum(dim=-1).flatten(0, 1).cpu().numpy()
+        # The keys after a query have probability 0 and were counted as small.
+        last = probabilities.shape[-1]
+        parts.append(small - (last - 1 - np.arange(first, last)))
+    return np.concatenate(parts, axis=1)
 
-    def __init__(self, gone_at: dict[str, np.ndarray], layers: tuple[int, ...], first: int) -> None:
-        self._gone = {name: torch.from_numpy(gone) for name, gone in gone_at.items()}
-        self._index = {layer_idx: place for place, layer_idx in enumerate(layers)}
-        self._first = first
-        self._mass: dict[tuple[str, int], float] = {}
-        self._rows: dict[int, int] = {}
 
-    def see(self, layer_idx: int, first: int, probabilities: torch.Tensor) -> None:
-        """See `RowWatcher`."""
-        start = max(0, self._first - first)
-        late = probabilities[:, :, start:].cpu()
-        if late.shape[2] == 0:
-            return
+def accumulated(layer: LayerAttention) -> np.ndarray:
+    """Adds up the attention that each key receives (H2O's scores): float32 ``[H, G, T]``."""
+    groups = layer.query.shape[0] // layer.key.shape[0]
+    total = torch.zeros(layer.key.shape[0], groups, layer.key.shape[1], device=layer.key.device)
+    for _, probabilities in layer.rows():
+        total[..., : probabilities.shape[-1]] += probabilities.sum(dim=2)
+    return total.cpu().numpy()
+
+
+def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.ndarray:
+    """The mean attention on the first positions, from queries ``away`` from them or farther.
+
+    Float ``[HQ, len(counts)]``.
+    """
+    mass = torch.zeros(layer.query.shape[0], len(counts), device=layer.key.device)
+    for first, probabilities in layer.rows():
+        late = probabilities[:, :, max(0, away - first) :].flatten(0, 1)
+        mass += torch.stack([late[..., :count].sum(dim=(1, 2)) for count in counts], dim=1)
+    return (mass / (layer.key.shape[1] - away)).cpu().numpy()
+
+
+def retained(layer: LayerAttention, gone_at: Sequence[np.ndarray], first: int) -> list[float]:
+    """The fractions of full attention's mass that fall on what several policies still hold.
+
+    Each of ``gone_at`` is int ``[H, T]``: the first query that does not see a token. Queries count
+    from ``first`` on.
+    """
+    tables = [torch.from_numpy(gone) for gone in gone_at]
+    mass = [0.0] * len(tables)
+    for start, probabilities in layer.rows():
+        late = probabilities[:, :, max(0, first - start) :].mean(dim=1).cpu()
         last = late.shape[-1]
-        queries = torch.arange(first + start, last).unsqueeze(1)
-        self._rows[layer_idx] = self._rows.get(layer_idx, 0) + late.shape[2]
-        summed = late.mean(dim=1)
-        for name, gone in self._gone.items():
-            held = gone[self._index[layer_idx], :, None, :last] > queries
-            mass = float((summed * held).sum()) / late.shape[0]
-            key = (name, layer_idx)
-            self._mass[key] = self._mass.get(key, 0.0) + mass
-
-    def shares(self) -> dict[tuple[str, int], float]:
-        """Returns the mean share for each name and layer."""
-        return {key: mass / self._rows[key[1]] for key, mass in self._mass.items()}
+        queries = torch.arange(last - late.shape[1], last).unsqueeze(1)
+        for place, gone in enumerate(tables):
+            mass[place] += float((late * (gone[:, None, :last] > queries)).sum())
+    heads, length, _ = layer.key.shape
+    return [own / heads / (length - first) for own in mass]

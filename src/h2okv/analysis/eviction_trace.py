@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick
+from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads
 from h2okv.cache import H2OCache
 from h2okv.config import TokenBudget
 from h2okv.integration import enable
@@ -51,41 +51,6 @@ def split_budget(total: int) -> TokenBudget:
     return TokenBudget(sink=0, heavy=total - total // 2, recent=total // 2)
 
 
-class _Recorder:
-    """Notes after each step what every layer holds."""
-
-    def __init__(self, layers: tuple[int, ...], length: int, first: int, recorded: set[int]):
-        self.layers, self.length, self.first = layers, length, first
-        self.recorded = recorded
-        self.gone: torch.Tensor | None = None
-        self.latest: torch.Tensor | None = None
-        self.scores: list[np.ndarray] = []
-        self.steps: list[int] = []
-        self.held_bytes = np.zeros(length, dtype=np.int64)
-        self.full_bytes = np.zeros(length, dtype=np.int64)
-
-    def note(self, cache: H2OCache, step: int) -> None:
-        """Takes the state after the token of this step."""
-        # A slot that is empty points behind the last token.
-        positions = torch.cat([cache.kept_positions(i).cpu() for i in self.layers]).long()
-        positions[positions < 0] = self.length
-        if self.gone is None:
-            own = torch.arange(self.length + 1).clamp(min=self.first - 1) + 1
-            self.gone = own.expand(*positions.shape[:2], -1).clone()
-            if self.recorded:
-                self.latest = torch.zeros(self.gone.shape)
-        held = torch.full_like(positions, step + 2)
-        self.gone.scatter_(-1, positions, held)
-        self.held_bytes[step], self.full_bytes[step] = cache.nbytes, cache.full_nbytes
-        if self.latest is None:
-            return
-        scores = torch.cat([cache.scores(i).cpu() for i in self.layers])
-        self.latest.scatter_(-1, positions, scores)
-        if step in self.recorded:
-            self.scores.append(self.latest[..., : step + 1].numpy().copy())
-            self.steps.append(step)
-
-
 @torch.inference_mode()
 def follow(
     model: PreTrainedModel,
@@ -107,15 +72,19 @@ def follow(
             holds: nothing is evicted before, so this is the paper's Algorithm 1 from the first
             token, only faster.
         recorded: at how many steps to note the scores, the first and the last among them.
-        tick: told the share of the tokens read.
+        tick: told the fraction of the tokens read.
     """
     length = input_ids.shape[1]
     ids = input_ids.to(model.device)
     cache = H2OCache(model.config, budget.heavy, budget.recent, budget.sink, policy=policy)
     start = max(1, min(budget.total if first is None else first, length))
-    marks = np.linspace(start - 1, length - 1, recorded).round()
-    layers = full_attention_layers(model.config)
-    recorder = _Recorder(layers, length, start, {int(mark) for mark in marks})
+    marks = {int(mark) for mark in np.linspace(start - 1, length - 1, recorded).round()}
+    layers, heads = full_attention_layers(model.config), num_kv_heads(model.config)
+    # A slot that is empty points behind the last token, and so does one more column.
+    gone = (torch.arange(length + 1).clamp(min=start - 1) + 1).repeat(len(layers), heads, 1)
+    latest = torch.zeros(gone.shape)
+    scores: list[np.ndarray] = []
+    held_bytes, full_bytes = np.zeros((2, length), dtype=np.int64)
     losses = torch.full((length,), torch.nan)
     following = torch.full((length,), -1, dtype=torch.int32)
     with enable(model):
@@ -124,23 +93,29 @@ def follow(
             output = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = output.logits[0, -1].float()
             following[step] = logits.argmax()
-            recorder.note(cache, step)
+            positions = torch.cat([cache.kept_positions(i).cpu() for i in layers]).long()
+            positions[positions < 0] = length
+            gone.scatter_(-1, positions, torch.full_like(positions, step + 2))
+            held_bytes[step], full_bytes[step] = cache.nbytes, cache.full_nbytes
+            if marks:
+                latest.scatter_(-1, positions, torch.cat([cache.scores(i).cpu() for i in layers]))
+            if step in marks:
+                scores.append(latest[..., : step + 1].numpy().copy())
             if step + 1 < length:
                 losses[step + 1] = F.cross_entropy(logits, ids[0, step + 1])
                 block = ids[:, step + 1 : step + 2]
             if step % 32 == 0:
                 tick(step / length)
-    assert recorder.gone is not None
     return Trace(
         layers=layers,
-        gone_at=recorder.gone[..., :length].to(torch.int32).numpy(),
+        gone_at=gone[..., :length].to(torch.int32).numpy(),
         losses=losses.numpy(),
         next_tokens=following.numpy(),
         first=start,
-        recorded=np.array(recorder.steps, dtype=np.int32),
-        scores=tuple(recorder.scores),
-        held_bytes=recorder.held_bytes,
-        full_bytes=recorder.full_bytes,
+        recorded=np.array(sorted(marks), dtype=np.int32),
+        scores=tuple(scores),
+        held_bytes=held_bytes,
+        full_bytes=full_bytes,
     )
 
 

@@ -1,8 +1,9 @@
-"""The report's figures."""
+"""The report's figures, each made from tables."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,25 @@ import numpy as np
 from h2okv.analysis.theory import FACTOR
 
 Rows = list[dict[str, Any]]
+Tables = dict[str, Rows]
 
-COLOURS = {
-    "h2o": "#0072B2",
-    "global": "#CC79A7",
-    "recent": "#E69F00",
-    "sink_recent": "#009E73",
-    "random": "#7F7F7F",
-}
-"""Of the Okabe-Ito palette."""
 BLUE, ORANGE, GREEN, GREY, RED = "#0072B2", "#E69F00", "#009E73", "#7F7F7F", "#D55E00"
-MARKERS = {"h2o": "o", "global": "s", "recent": "^", "sink_recent": "v", "random": "x"}
-
-_STYLE = {
+"""Of the Okabe-Ito palette."""
+STYLES: dict[str, dict[str, Any]] = {
+    "h2o": {"color": BLUE, "marker": "o"},
+    "global": {"color": "#CC79A7", "marker": "s"},
+    "recent": {"color": ORANGE, "marker": "^"},
+    "sink_recent": {"color": GREEN, "marker": "v"},
+    "random": {"color": GREY, "marker": "x"},
+    "heavy": {"color": RED, "marker": "D"},
+    "belady": {"color": GREEN, "marker": "P"},
+}
+LABELS = {
+    "heavy": "heavy (the paper's greedy)",
+    "belady": "Belady (future)",
+    "best": "best possible",
+}
+_RC = {
     "figure.dpi": 110,
     "savefig.dpi": 110,
     "figure.facecolor": "white",
@@ -47,7 +54,7 @@ def new_figure(columns: int = 1, width: float = 8.0, height: float = 3.6) -> tup
         raise ValueError(
             "matplotlib is not installed, which figures need; pip install 'h2okv[analysis]'."
         ) from error
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_RC):
         figure = figures.Figure(figsize=(width, height))
         backend.FigureCanvasAgg(figure)
         axes = figure.subplots(1, columns, squeeze=False)[0]
@@ -69,19 +76,31 @@ def column(rows: Rows, key: str) -> np.ndarray:
     return np.array([row[key] for row in rows], dtype=np.float64)
 
 
+def mean_by(rows: Rows, key: str, value: str) -> tuple[list[Any], list[float]]:
+    """The different values of one column, and the mean of another one for each."""
+    places = distinct(rows, key)
+    return places, [column(where(rows, **{key: place}), value).mean() for place in places]
+
+
+def draw_lines(axes: Any, rows: Rows, x: str, y: str, factor: float = 1.0) -> None:
+    """Draws a line for each policy, means of the rows with the same place; mutates the axes."""
+    for policy in distinct(rows, "policy"):
+        places, means = mean_by(where(rows, policy=policy), x, y)
+        label = LABELS.get(policy, policy)
+        axes.plot(places, factor * np.array(means), label=label, **STYLES[policy])
+
+
 def layer_colours(layers: list[int]) -> dict[int, Any]:
     """Gives each layer a colour, from dark to light with depth."""
-    colormaps = importlib.import_module("matplotlib").colormaps
+    viridis = importlib.import_module("matplotlib").colormaps["viridis"]
     places = np.linspace(0.0, 0.88, max(2, len(layers)))
-    return {
-        layer: colormaps["viridis"](place) for layer, place in zip(layers, places, strict=False)
-    }
+    return {layer: viridis(place) for layer, place in zip(layers, places, strict=False)}
 
 
-def mark_layers(axes: Any, layers: list[int]) -> None:
+def mark_layers(axes: Any, rows: Rows) -> None:
     """Labels the horizontal axis with layers, not more of them than fit."""
-    shown = layers if len(layers) <= 12 else layers[:: -(-len(layers) // 12)]
-    axes.set_xticks(shown)
+    layers = sorted({int(row["layer"]) for row in rows})
+    axes.set_xticks(layers if len(layers) <= 12 else layers[:: -(-len(layers) // 12)])
     axes.set_xlabel("layer")
 
 
@@ -109,7 +128,96 @@ def label_layers(figure: Any, axes: Any, layers: list[int]) -> None:
     bar.ax.set_ylim(layers[0], layers[-1])
 
 
-def draw_ablation(tables: dict[str, Rows]) -> Any:
+def draw_heads(
+    rows: Rows, shown: Sequence[tuple[str, str, str, str]], line: tuple[float, str]
+) -> tuple[Any, Any]:
+    """Columns in percent by layer, a mark for each head: column, colour, marker, label."""
+    figure, (axes,) = new_figure(width=7)
+    layers = column(rows, "layer")
+    for place, (key, colour, marker, label) in enumerate(shown):
+        axes.plot(
+            layers + (0.24 * place - 0.12), 100 * column(rows, key), marker, color=colour,
+            alpha=0.75, label=label,
+        )  # fmt: skip
+    axes.axhline(line[0], color=GREY, ls="--", lw=1, label=line[1])
+    mark_layers(axes, rows)
+    put_legend(figure, axes)
+    return figure, axes
+
+
+def draw_sparsity(tables: Tables) -> Any:
+    """Fraction of small entries, a dot for each head."""
+    shown = (
+        ("share", BLUE, "o", "keys that a query may see"),
+        ("share_square", ORANGE, "^", "whole square, hidden keys counted too"),
+    )
+    figure, axes = draw_heads(tables["sparsity"], shown, (95, "95 %, which the paper reports"))
+    axes.set(
+        ylim=(0, 102), ylabel="entries below 1 % of\ntheir row's maximum (%)",
+        title="Attention sparsity, one mark for each query head",
+    )  # fmt: skip
+    return figure
+
+
+def draw_sinks(tables: Tables) -> Any:
+    """Attention on the first tokens, a dot for each head."""
+    even = 100 * tables["sinks"][0]["even_first_1"]
+    shown = (("first_1", RED, "o", "first token"), ("first_4", BLUE, "^", "first 4 tokens"))
+    figure, axes = draw_heads(tables["sinks"], shown, (even, "one token, if attention were even"))
+    axes.set(
+        yscale="log", ylabel="share of attention (%)",
+        title="Attention that goes to the beginning, one mark for each query head",
+    )  # fmt: skip
+    return figure
+
+
+def draw_ranks(tables: Tables) -> Any:
+    """Rank plots by layer with the fitted tails."""
+    figure, panels = new_figure(columns=2, width=10, height=4)
+    rows, laws = tables["score_ranks"], tables["power_law"]
+    layers = distinct(rows, "layer")
+    colours = layer_colours(layers)
+    for axes, kind in zip(panels, ("tokens", "words"), strict=True):
+        for layer in layers:
+            part = where(rows, of=kind, layer=layer)
+            rank, score = column(part, "rank"), column(part, "score")
+            axes.loglog(rank, score, "-", color=colours[layer], lw=1.6, label=str(layer))
+            for law in where(laws, of=kind, layer=layer):
+                slope = -1 / (law["exponent"] - 1)
+                ends = np.array([1.0, law["tail"]])
+                line = law["start"] * (ends / law["tail"]) ** slope
+                axes.loglog(ends, line, ":", color="black", lw=1)
+        low = column(where(rows, of=kind), "score")
+        axes.set(
+            xlabel="rank", title=f"accumulated score by {kind[:-1]}",
+            ylim=(max(low.min(), low.max() / 1e5) * 0.7, low.max() * 1.6),
+        )  # fmt: skip
+    panels[0].set_ylabel("accumulated score (all heads)")
+    panels[0].plot([], [], ":", color="black", label="power law")
+    label_layers(figure, panels[0], layers)
+    return figure
+
+
+def draw_words(tables: Tables) -> Any:
+    """Score against co-occurrence: of all a word's tokens, and of a single one."""
+    figure, panels = new_figure(columns=2, width=10, height=3.8)
+    rows, correlations = tables["word_scores"], tables["cooccurrence"]
+    for axes, key, measure, label in (
+        (panels[0], "score", "sum", "score of all the word's tokens"),
+        (panels[1], "score_each", "each", "attention per query that can see it,\nmean of a token"),
+    ):
+        together = column(rows, "together")
+        axes.loglog(together, column(rows, key), ".", color=BLUE, alpha=0.4, ms=5)
+        (found,) = where(correlations, measure=measure, layer="all", against="together")
+        axes.set(
+            xlabel="times another word stands within 5 tokens", ylabel=label,
+            title=f"Spearman {found['rho']:.2f}"
+            f" (95 %: {found['low']:.2f} to {found['high']:.2f})",
+        )  # fmt: skip
+    return figure
+
+
+def draw_ablation(tables: Tables) -> Any:
     """Perplexity ratios with some tokens hidden; bars are 95 % intervals."""
     rows = tables["ablation"]
     figure, (axes,) = new_figure(width=7.5)
@@ -136,143 +244,120 @@ def draw_ablation(tables: dict[str, Rows]) -> Any:
     axes.minorticks_off()
     axes.set_xticks(range(len(shares)), [f"{100 * share:g} % of the tokens" for share in shares])
     axes.grid(axis="x", visible=False)
-    axes.set_ylabel("perplexity, times full attention's")
-    axes.set_title("What it costs to hide tokens (random: one mark for each draw)")
+    axes.set(
+        ylabel="perplexity, times full attention's",
+        title="What it costs to hide tokens (random: one mark for each draw)",
+    )
     put_legend(figure, axes)
     return figure
 
 
-def draw_policies(tables: dict[str, Rows]) -> Any:
+def draw_policies(tables: Tables) -> Any:
     """Perplexity and retained attention by budget."""
     figure, (left, right) = new_figure(columns=2, width=10, height=3.8)
-    rows, masses = tables["perplexity"], tables["retention"]
-    for policy in distinct(rows, "policy"):
-        style = {"color": COLOURS[policy], "marker": MARKERS[policy]}
-        part = where(rows, policy=policy)
-        share = 100 * column(part, "share")
-        left.plot(share, column(part, "ratio"), label=policy, **style)
-        mean = [
-            100 * column(where(masses, policy=policy, share=row["share"]), "mass").mean()
-            for row in part
-        ]
-        right.plot(share, mean, label=policy, **style)
+    draw_lines(left, tables["perplexity"], "share", "ratio")
+    draw_lines(right, tables["retention"], "share", "mass", 100)
+    shares = distinct(tables["perplexity"], "share")
     for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_xticks(share, [f"{value:g}" for value in share])
+        axes.set(xscale="log", xlabel="budget (% of the text)")
+        axes.set_xticks(shares, [f"{100 * share:g}" for share in shares])
         axes.minorticks_off()
-        axes.set_xlabel("budget (% of the text)")
     left.axhline(1, color="black", lw=0.8)
-    left.set_ylabel("perplexity, times full cache's")
-    left.set_title("Second half of the text")
-    right.set_ylabel("of full attention's mass (%)")
-    right.set_title("Attention on what is held, mean of layers")
+    left.set(ylabel="perplexity, times full cache's", title="Second half of the text")
+    right.set(
+        ylabel="of full attention's mass (%)", title="Attention on what is held, mean of layers"
+    )
     put_legend(figure, right)
     return figure
 
 
-def draw_local_global(tables: dict[str, Rows]) -> Any:
+def draw_local_global(tables: Tables) -> Any:
     """How much of what H2O holds the policy that knows the future holds too."""
     rows = tables["local_global"]
     figure, panels = new_figure(columns=2, width=10, height=3.6)
     shares = distinct(rows, "share")
     for share, colour, marker in zip(shares, (RED, ORANGE, BLUE, GREEN), "osv^", strict=False):
-        part = where(rows, share=share)
-        steps = distinct(part, "step")
-        label = f"{100 * share:g} % budget"
-        for axes, key, places in (
-            (panels[0], "layer", distinct(part, "layer")),
-            (panels[1], "step", steps),
-        ):
-            for name, line in (("overlap", "-"), ("chance", ":")):
-                mean = [100 * column(where(part, **{key: p}), name).mean() for p in places]
-                axes.plot(
-                    places, mean, line, color=colour, marker=marker if line == "-" else "",
-                    label=label if line == "-" else None,
-                )  # fmt: skip
-    panels[0].set_ylabel("of H2O's heavy hitters also\nheld by the oracle (%)")
-    mark_layers(panels[0], distinct(rows, "layer"))
-    panels[0].set_title("by layer (dotted: by chance)")
-    panels[1].set_xlabel("tokens read")
-    panels[1].set_title("mean of layers")
-    for axes in panels:
-        axes.set_ylim(0, 100)
+        part, label = where(rows, share=share), f"{100 * share:g} % budget"
+        for axes, key in zip(panels, ("layer", "step"), strict=True):
+            places, means = mean_by(part, key, "overlap")
+            axes.plot(places, 100 * np.array(means), color=colour, marker=marker, label=label)
+            places, means = mean_by(part, key, "chance")
+            axes.plot(places, 100 * np.array(means), ":", color=colour)
+    mark_layers(panels[0], rows)
+    panels[0].set(
+        ylim=(0, 100), ylabel="of H2O's heavy hitters also\nheld by the oracle (%)",
+        title="by layer (dotted: by chance)",
+    )  # fmt: skip
+    panels[1].set(ylim=(0, 100), xlabel="tokens read", title="mean of layers")
     put_legend(figure, panels[1])
     return figure
 
 
-def draw_stays(tables: dict[str, Rows]) -> Any:
+def draw_stays(tables: Tables) -> Any:
     """How long entries stay after the recent window."""
     rows = tables["stays"]
     figure, (left, right) = new_figure(columns=2, width=10, height=3.6)
-    for policy in distinct(rows, "policy"):
-        part = where(rows, policy=policy)
-        layers = column(part, "layer")
-        style = {"color": COLOURS[policy], "marker": MARKERS[policy], "label": policy}
-        left.plot(layers, 100 * column(part, "gone_at_once"), **style)
-        right.plot(layers, column(part, "p90"), **style)
-    left.set_ylabel("of entries (%)")
+    draw_lines(left, rows, "layer", "gone_at_once", 100)
+    draw_lines(right, rows, "layer", "p90")
+    left.set(ylabel="of entries (%)", title="Gone as soon as the window passed them")
     left.set_ylim(bottom=0)
-    left.set_title("Gone as soon as the window passed them")
-    right.set_ylabel("tokens")
-    right.set_title("A tenth of the entries stay longer than this")
+    right.set(ylabel="tokens", title="A tenth of the entries stay longer than this")
     for axes in (left, right):
-        mark_layers(axes, sorted({row["layer"] for row in rows}))
+        mark_layers(axes, rows)
     put_legend(figure, left)
     return figure
 
 
-def draw_agreement(tables: dict[str, Rows]) -> Any:
+def draw_agreement(tables: Tables) -> Any:
     """Similarity of what heads hold."""
     rows = tables["agreement"]
     figure, (axes,) = new_figure(width=6.4, height=5.2)
-    names = [(row["layer"], row["head"]) for row in rows]
-    heads = list(dict.fromkeys(names))
+    heads = list(dict.fromkeys((row["layer"], row["head"]) for row in rows))
     square = column(rows, "jaccard").reshape(len(heads), len(heads))
     # The diagonal is 1 by definition and would flatten the rest.
     np.fill_diagonal(square, np.nan)
     image = axes.imshow(square, cmap="viridis", vmin=0)
     bar = figure.colorbar(image, ax=axes, label="Jaccard similarity")
-    bar.ax.axhline(rows[0]["chance"], color="white", lw=2)
-    step = max(1, len(heads) // 16)
-    ticks = list(range(0, len(heads), step))
+    chance = rows[0]["chance"]
+    bar.ax.axhline(chance, color="white", lw=2)
+    ticks = list(range(0, len(heads), max(1, len(heads) // 16)))
     labels = [f"{heads[i][0]}.{heads[i][1]}" for i in ticks]
     axes.set_xticks(ticks, labels, rotation=90, fontsize=8)
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.grid(visible=False)
-    axes.set_xlabel("layer.head")
-    axes.set_title(
-        f"Heavy hitters that two heads share\n(chance: {rows[0]['chance']:.2f}, white line)"
+    axes.set(
+        xlabel="layer.head",
+        title=f"Heavy hitters that two heads share\n(chance: {chance:.2f}, white line)",
     )
     return figure
 
 
-def draw_theory(tables: dict[str, Rows]) -> Any:
+def draw_bound(axes: Any, label: str = "") -> None:
+    """Draws what the theorem asks for; mutates the axes."""
+    axes.axhline(FACTOR, color="black", ls="--", lw=1, label=label)
+    axes.set(ylim=(0, 1.04), xlabel="tokens read")
+
+
+def draw_theory(tables: Tables) -> Any:
     """Greedy against the best of all sets, by step."""
-    rows = tables["theory_steps"]
     figure, panels = new_figure(columns=3, width=11, height=3.7)
-    styles = {
-        "heavy": ("heavy (the paper's greedy)", BLUE, "o"),
-        "h2o": ("h2o (half recent)", ORANGE, "^"),
-        "belady": ("Belady (future)", GREEN, "s"),
-    }
     parts = (
         ("real", "identity", "real rows, h = identity"),
         ("real", "sqrt", "real rows, h = sqrt of each row"),
         ("late star", "identity", "made to fail: 'late star'"),
     )
     for axes, (case, h, title) in zip(panels, parts, strict=True):
-        part = where(rows, case=case, h=h, objective="rows")
-        for policy, (label, colour, marker) in styles.items():
-            own = where(part, policy=policy)
-            steps = column(own, "step")
-            axes.plot(steps, column(own, "mean"), color=colour, marker=marker, ms=4, label=label)
+        rows = where(tables["theory_steps"], case=case, h=h, objective="rows")
+        rows = [row for row in rows if row["policy"] in ("heavy", "h2o", "belady")]
+        draw_lines(axes, rows, "step", "mean")
+        for policy in distinct(rows, "policy"):
+            own = where(rows, policy=policy)
             axes.fill_between(
-                steps, column(own, "lowest"), column(own, "mean"), color=colour, alpha=0.13
-            )
-        axes.axhline(FACTOR, color="black", ls="--", lw=1)
-        axes.set_ylim(0, 1.04)
+                column(own, "step"), column(own, "lowest"), column(own, "mean"),
+                color=STYLES[policy]["color"], alpha=0.13,
+            )  # fmt: skip
+        draw_bound(axes)
         axes.set_title(title)
-        axes.set_xlabel("tokens read")
     panels[0].set_ylabel("worth, share of the best set's")
     put_legend(figure, panels[2])
     panels[0].annotate(
@@ -282,149 +367,58 @@ def draw_theory(tables: dict[str, Rows]) -> Any:
     return figure
 
 
-def draw_mass(tables: dict[str, Rows]) -> Any:
+def draw_mass(tables: Tables) -> Any:
     """Attention retained on small cases: policies, Belady, the best possible."""
     rows = tables["theory_mass"]
     figure, (axes,) = new_figure(width=7.5)
-    cases = distinct(rows, "case")
-    names = (("heavy", BLUE), ("h2o", ORANGE), ("belady", GREEN), ("best", GREY))
-    for place, (name, colour) in enumerate(names):
-        heights = [100 * column(where(rows, case=case), name).mean() for case in cases]
-        label = {"belady": "Belady (future)", "best": "best possible"}.get(name, name)
-        axes.bar(np.arange(len(cases)) + 0.2 * (place - 1.5), heights, 0.18,
-                 color=colour, label=label)  # fmt: skip
+    for place, name in enumerate(("heavy", "h2o", "belady", "best")):
+        cases, means = mean_by(rows, "case", name)
+        axes.bar(
+            np.arange(len(cases)) + 0.2 * (place - 1.5), 100 * np.array(means), 0.18,
+            color=STYLES.get(name, {"color": GREY})["color"], label=LABELS.get(name, name),
+        )  # fmt: skip
     axes.set_xticks(range(len(cases)), cases)
     axes.grid(axis="x", visible=False)
-    axes.set_ylim(0, 102)
-    axes.set_ylabel("of full attention's mass (%)")
-    axes.set_title("Attention retained, 4 of 14 tokens held")
+    axes.set(
+        ylim=(0, 102), ylabel="of full attention's mass (%)",
+        title="Attention retained, 4 of 14 tokens held",
+    )  # fmt: skip
     put_legend(figure, axes)
     return figure
 
 
-def draw_long(tables: dict[str, Rows]) -> Any:
+def draw_long(tables: Tables) -> Any:
     """Greedy against the best set on the whole text; bands span the heads."""
     rows = tables["theory_long"]
     figure, (axes,) = new_figure(width=7)
-    styles = {"heavy": (BLUE, "o"), "h2o": (ORANGE, "^"), "global": (COLOURS["global"], "s")}
-    for policy, (colour, marker) in styles.items():
+    draw_lines(axes, rows, "step", "ratio")
+    for policy in distinct(rows, "policy"):
         part = where(rows, policy=policy)
-        steps = distinct(part, "step")
-        by_step = [column(where(part, step=step), "ratio") for step in steps]
-        mean = [values.mean() for values in by_step]
-        axes.plot(steps, mean, color=colour, marker=marker, label=policy)
-        ends = ([values.min() for values in by_step], [values.max() for values in by_step])
-        axes.fill_between(steps, *ends, color=colour, alpha=0.13)
-    axes.axhline(FACTOR, color="black", ls="--", lw=1, label="1 - 1/e")
-    axes.set_ylim(0, 1.04)
-    axes.set_xlabel("tokens read")
-    axes.set_ylabel("worth, share of the best set's")
-    axes.set_title("The whole text at a 20 % budget, mean and range of heads")
+        by_step = {step: column(where(part, step=step), "ratio") for step in distinct(part, "step")}
+        ends = [[own.min() for own in by_step.values()], [own.max() for own in by_step.values()]]
+        axes.fill_between(list(by_step), *ends, color=STYLES[policy]["color"], alpha=0.13)
+    draw_bound(axes, "1 - 1/e")
+    axes.set(
+        ylabel="worth, share of the best set's",
+        title="The whole text at a 20 % budget, mean and range of heads",
+    )
     put_legend(figure, axes)
     return figure
 
 
-def draw_sparsity(tables: dict[str, Rows]) -> Any:
-    """Share of small entries, a dot for each head."""
-    rows = tables["sparsity"]
-    figure, (axes,) = new_figure(width=7)
-    layers = column(rows, "layer")
-    for key, colour, marker, label, shift in (
-        ("share", BLUE, "o", "keys that a query may see", -0.12),
-        ("share_square", ORANGE, "^", "whole square, hidden keys counted too", 0.12),
-    ):
-        axes.plot(
-            layers + shift, 100 * column(rows, key), marker, color=colour, alpha=0.75, label=label
-        )
-    axes.axhline(95, color=GREY, ls="--", lw=1, label="95 %, which the paper reports")
-    axes.set_ylim(0, 102)
-    axes.set_ylabel("entries below 1 % of\ntheir row's maximum (%)")
-    axes.set_title("Attention sparsity, one mark for each query head")
-    mark_layers(axes, sorted(set(layers.astype(int))))
-    put_legend(figure, axes)
-    return figure
-
-
-def draw_ranks(tables: dict[str, Rows]) -> Any:
-    """Rank plots by layer with the fitted tails."""
-    figure, panels = new_figure(columns=2, width=10, height=4)
-    rows, laws = tables["score_ranks"], tables["power_law"]
-    layers = distinct(rows, "layer")
-    colours = layer_colours(layers)
-    for axes, kind in zip(panels, ("tokens", "words"), strict=True):
-        for layer in layers:
-            part = where(rows, of=kind, layer=layer)
-            rank, score = column(part, "rank"), column(part, "score")
-            axes.loglog(rank, score, "-", color=colours[layer], lw=1.6, label=str(layer))
-            for law in where(laws, of=kind, layer=layer):
-                slope = -1 / (law["exponent"] - 1)
-                ends = np.array([1.0, law["tail"]])
-                line = law["start"] * (ends / law["tail"]) ** slope
-                axes.loglog(ends, line, ":", color="black", lw=1)
-        axes.set_xlabel("rank")
-        axes.set_title(f"accumulated score by {kind[:-1]}")
-        low = column(where(rows, of=kind), "score")
-        axes.set_ylim(max(low.min(), low.max() / 1e5) * 0.7, low.max() * 1.6)
-    panels[0].set_ylabel("accumulated score (all heads)")
-    panels[0].plot([], [], ":", color="black", label="power law")
-    label_layers(figure, panels[0], layers)
-    return figure
-
-
-def draw_words(tables: dict[str, Rows]) -> Any:
-    """Score against co-occurrence: of all a word's tokens, and of a single one."""
-    figure, panels = new_figure(columns=2, width=10, height=3.8)
-    rows, correlations = tables["word_scores"], tables["cooccurrence"]
-    together = column(rows, "together")
-    for axes, key, measure, title in (
-        (panels[0], "score", "sum", "score of all the word's tokens"),
-        (panels[1], "score_each", "each", "attention per query that can see it,\nmean of a token"),
-    ):
-        axes.loglog(together, column(rows, key), ".", color=BLUE, alpha=0.4, ms=5)
-        (found,) = where(correlations, measure=measure, layer="all", against="together")
-        axes.set_title(
-            f"Spearman {found['rho']:.2f} (95 %: {found['low']:.2f} to {found['high']:.2f})"
-        )
-        axes.set_xlabel("times another word stands within 5 tokens")
-        axes.set_ylabel(title)
-    return figure
-
-
-def draw_sinks(tables: dict[str, Rows]) -> Any:
-    """Attention on the first token, a dot for each head."""
-    rows = tables["sinks"]
-    figure, (axes,) = new_figure(width=7)
-    layers = column(rows, "layer")
-    for key, colour, marker, label, shift in (
-        ("first_1", RED, "o", "first token", -0.12),
-        ("first_4", BLUE, "^", "first 4 tokens", 0.12),
-    ):
-        share = 100 * column(rows, key)
-        axes.semilogy(layers + shift, share, marker, color=colour, alpha=0.75, label=label)
-    even = 100 * rows[0]["even_first_1"]
-    axes.axhline(even, color=GREY, ls="--", lw=1, label="one token, if attention were even")
-    axes.set_ylabel("share of attention (%)")
-    axes.set_title("Attention that goes to the beginning, one mark for each query head")
-    mark_layers(axes, sorted(set(layers.astype(int))))
-    put_legend(figure, axes)
-    return figure
-
-
-def draw_neurons(tables: dict[str, Rows]) -> Any:
+def draw_neurons(tables: Tables) -> Any:
     """How often neurons are active, by rank."""
     rows = tables["neurons"]
     figure, (axes,) = new_figure(width=7)
     layers = distinct(rows, "layer")
-    colours = layer_colours(layers)
-    for layer in layers:
+    for layer, colour in layer_colours(layers).items():
         part = where(rows, layer=layer)
-        axes.loglog(
-            column(part, "rank"), 100 * column(part, "frequency").clip(1e-5),
-            color=colours[layer], label=str(layer),
-        )  # fmt: skip
+        frequency = 100 * column(part, "frequency").clip(1e-5)
+        axes.loglog(column(part, "rank"), frequency, color=colour, label=str(layer))
     axes.set_ylim(bottom=0.02)
-    axes.set_xlabel("rank of the neuron")
-    axes.set_ylabel("active at this share of tokens (%)")
-    axes.set_title("Activation frequency of MLP neurons")
+    axes.set(
+        xlabel="rank of the neuron", ylabel="active at this share of tokens (%)",
+        title="Activation frequency of MLP neurons",
+    )  # fmt: skip
     label_layers(figure, axes, layers)
     return figure

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from h2okv.analysis.ablation import activation_frequency, cost, drawn, heaviest, losses_with_hidden
-from h2okv.analysis.attention_stats import Retention, Sinks, Sparsity, Tick, no_tick, watch_rows
+from h2okv.analysis.attention_stats import (
+    Tick,
+    no_tick,
+    of_layers,
+    retained,
+    sink_mass,
+    small_entries,
+)
 from h2okv.analysis.eviction_trace import chance_similarity, heavy_after, overlap, similarity, stays
 from h2okv.analysis.score_stats import LEAST_VALUES, by_word, count_words, fit_power_law, spearman
-from h2okv.analysis.study import BUDGETS, DEFAULT_BUDGET, POLICIES, Study
+from h2okv.analysis.study import BUDGETS, DEFAULT_BUDGET, KEPT_FOLDER, POLICIES, Sample, Study
 from h2okv.analysis.theory import measure_long, measure_theory
-from h2okv.records import Row
+from h2okv.records import Row, unknown_name, write_csv
 
 Tables = dict[str, list[Row]]
 
@@ -21,18 +31,17 @@ HIDDEN = (0.05, 0.1, 0.2)
 _SEEDS = 3
 _RANKS = 120
 _STEPS = 7
+_SINKS = (1, 4, 16)
+_AWAY = 64
 
 
 @dataclass(frozen=True)
 class Measurement:
     """A measurement and the tables that it gives.
 
-    Attributes:
-        name: what `--only` and the progress bar call it.
-        tables: names of the CSV files, without ending.
-        run: computes them.
-        is_quick: whether full attention is all that it looks at.
-        is_option: whether it only runs when asked for.
+    ``name`` is what `--only` and the progress bar call it, ``tables`` are the names of the CSV
+    files, without ending, and ``run`` computes them. A quick one looks at full attention alone; an
+    option runs only when asked for.
     """
 
     name: str
@@ -43,51 +52,78 @@ class Measurement:
 
 
 def measure_sparsity(study: Study, tick: Tick = no_tick) -> Tables:
-    """Attention sparsity by layer and head; see `Sparsity`."""
-    watcher = Sparsity()
-    watch_rows(study.model, study.sample.input_ids, [watcher], tick)
-    return {"sparsity": [_named(study, row) for row in watcher.rows()]}
+    """Fraction of small attention entries by layer and head.
+
+    ``share`` counts the keys that a query may see; ``share_late`` the same for the second half of
+    the text, whose rows are long; ``share_square`` also counts the keys that causality hides, as a
+    count over the whole square matrix would.
+    """
+    found = of_layers(study.model, study.sample.input_ids, small_entries, tick)
+    visible = np.arange(1, study.length + 1)
+    hidden = study.length**2 - visible.sum()
+    return {
+        "sparsity": [
+            {
+                **names,
+                "share": small.sum() / visible.sum(),
+                "share_late": small[study.half :].sum() / visible[study.half :].sum(),
+                "share_square": (small.sum() + hidden) / study.length**2,
+            }
+            for names, small in _by_head(study, found)
+        ]
+    }
 
 
 def measure_sinks(study: Study, tick: Tick = no_tick) -> Tables:
-    """Attention on the first positions by layer and head; see `Sinks`."""
-    watcher = Sinks()
-    watch_rows(study.model, study.sample.input_ids, [watcher], tick)
-    return {"sinks": [_named(study, row) for row in watcher.rows()]}
+    """Mean attention on the first positions by layer and head, and what even attention gives."""
+    found = of_layers(
+        study.model, study.sample.input_ids, lambda layer: sink_mass(layer, _SINKS, _AWAY), tick
+    )
+    even = (1 / np.arange(_AWAY + 1, study.length + 1)).mean()
+    return {
+        "sinks": [
+            {**names, **{f"first_{n}": m for n, m in zip(_SINKS, mass, strict=True)},
+             "even_first_1": even}
+            for names, mass in _by_head(study, found)
+        ]
+    }  # fmt: skip
 
 
-def _named(study: Study, row: dict[str, float]) -> Row:
-    """Adds the KV head that a query head belongs to."""
+def _by_head(study: Study, found: dict[int, np.ndarray]) -> Iterator[tuple[Row, np.ndarray]]:
+    """What was found in each query head, with the layer and the KV head that it belongs to."""
     group = study.accumulated().shape[2]
-    return {"layer": row.pop("layer"), "kv_head": int(row["head"]) // group, **row}
+    for layer_idx, heads in found.items():
+        for head, own in enumerate(heads):
+            yield {"layer": layer_idx, "kv_head": head // group, "head": head}, own
 
 
 def measure_accumulation(study: Study, tick: Tick = no_tick) -> Tables:
     """Accumulated score by token and by word: rank plots and power laws, by layer."""
     scores = study.accumulated(tick).sum(axis=(1, 2))
-    words = count_words(study.sample.input_ids[0].numpy())
-    word_scores = by_word(scores, words)
-    tokens: list[Row] = []
-    ranks: list[Row] = []
-    laws: list[Row] = []
+    word_scores = by_word(scores, count_words(study.sample.input_ids[0].numpy()))
+    tables: Tables = {"token_scores": [], "score_ranks": [], "power_law": []}
     for place, layer_idx in enumerate(study.layers):
-        for position, (piece, score) in enumerate(
-            zip(study.sample.pieces, scores[place], strict=True)
-        ):
-            row = {"layer": layer_idx, "position": position, "word": piece, "score": score}
-            tokens.append(row)
+        tables["token_scores"] += [
+            {"layer": layer_idx, "position": position, "word": piece, "score": score}
+            for position, (piece, score) in enumerate(
+                zip(study.sample.pieces, scores[place], strict=True)
+            )
+        ]
         for kind, values in (("tokens", scores[place]), ("words", word_scores[place])):
-            ordered = np.sort(values)[::-1]
-            chosen = np.unique(np.geomspace(1, len(ordered), _RANKS).astype(int))
-            ranks += [
-                {"of": kind, "layer": layer_idx, "rank": rank, "score": ordered[rank - 1]}
-                for rank in chosen
-            ]
+            names = {"of": kind, "layer": layer_idx}
+            tables["score_ranks"] += _ranked(names, "score", values)
             # A text with few different words still has tokens enough.
             if (values > 0).sum() >= LEAST_VALUES:
-                laws.append({"of": kind, "layer": layer_idx, **vars(fit_power_law(values))})
+                tables["power_law"].append({**names, **vars(fit_power_law(values))})
         tick((place + 1) / len(study.layers))
-    return {"token_scores": tokens, "score_ranks": ranks, "power_law": laws}
+    return tables
+
+
+def _ranked(names: Row, column: str, values: np.ndarray) -> list[Row]:
+    """The largest values, even in the logarithm of their rank."""
+    ordered = np.sort(values)[::-1]
+    ranks = np.unique(np.geomspace(1, len(ordered), _RANKS).astype(int))
+    return [{**names, "rank": rank, column: ordered[rank - 1]} for rank in ranks]
 
 
 def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
@@ -117,12 +153,14 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     counts = {"count": words.count, "together": words.together, "neighbours": words.neighbours}
     rows: list[Row] = []
     for measure, values in (("sum", sums), ("each", means)):
-        parts = [("all", values.mean(axis=0))]
-        parts += [(str(i), values[place]) for place, i in enumerate(study.layers)]
-        for layer, part in parts:
-            for against, others in counts.items():
-                found = spearman(part, others)
-                rows.append({"measure": measure, "layer": layer, "against": against, **vars(found)})
+        parts = {"all": values.mean(axis=0)} | dict(
+            zip(map(str, study.layers), values, strict=True)
+        )
+        rows += [
+            {"measure": measure, "layer": layer, "against": against, **vars(spearman(part, others))}
+            for layer, part in parts.items()
+            for against, others in counts.items()
+        ]
     return {"word_scores": table, "cooccurrence": rows}
 
 
@@ -130,26 +168,22 @@ def measure_ablation(study: Study, tick: Tick = no_tick) -> Tables:
     """Perplexity with heavy hitters hidden, with random tokens hidden, with only them kept."""
     scores = study.accumulated().sum(axis=2)
     base = study.dense_losses()
-    rows: list[Row] = []
-
-    def add(condition: str, share: float, seed: int, hidden: np.ndarray) -> None:
-        losses = losses_with_hidden(study.model, study.sample.input_ids, hidden, study.layers)
-        number = int(hidden[0, 0].sum())
-        found = vars(cost(losses, base))
-        rows.append(
-            {"condition": condition, "share": share, "hidden": number, "seed": seed, **found}
-        )
-        tick(len(rows) / (len(HIDDEN) * (2 + 2 * _SEEDS)))
-
+    runs = []
     for share in HIDDEN:
         count = study.tokens(share)
         heavy = heaviest(scores, count)
-        add("heavy hidden", share, 0, heavy)
-        add("only heavy kept", share, 0, ~heavy)
+        runs += [("heavy hidden", share, 0, heavy), ("only heavy kept", share, 0, ~heavy)]
         for seed in range(_SEEDS):
             chosen = drawn(scores.shape, count, seed)
-            add("random hidden", share, seed, chosen)
-            add("only random kept", share, seed, ~chosen)
+            runs += [("random hidden", share, seed, chosen)]
+            runs += [("only random kept", share, seed, ~chosen)]
+    rows: list[Row] = []
+    for condition, share, seed, hidden in runs:
+        losses = losses_with_hidden(study.model, study.sample.input_ids, hidden, study.layers)
+        number = int(hidden[0, 0].sum())
+        names = {"condition": condition, "share": share, "hidden": number, "seed": seed}
+        rows.append({**names, **vars(cost(losses, base))})
+        tick(len(rows) / len(runs))
     return {"ablation": rows}
 
 
@@ -181,36 +215,34 @@ def measure_local_and_global(study: Study, tick: Tick = no_tick) -> Tables:
             local, future = (heavy_after(gone, step, recent) for gone in traces)
             common = overlap(local, future).mean(axis=1)
             chance = future.mean(axis=(1, 2))
-            for place, layer_idx in enumerate(study.layers):
-                rows.append(
-                    {
-                        "layer": layer_idx,
-                        "share": share,
-                        "step": int(step),
-                        "overlap": common[place],
-                        "chance": chance[place],
-                    }
-                )
+            rows += [
+                {
+                    "layer": layer_idx,
+                    "share": share,
+                    "step": int(step),
+                    "overlap": own,
+                    "chance": by,
+                }
+                for layer_idx, own, by in zip(study.layers, common, chance, strict=True)
+            ]
     return {"local_global": rows}
 
 
 def measure_retention(study: Study, tick: Tick = no_tick) -> Tables:
-    """The share of full attention's mass that falls on what each policy holds, by layer."""
+    """The fraction of full attention's mass that falls on what each policy holds, by layer."""
     pairs = [(policy, share) for policy in POLICIES for share in BUDGETS]
-    gone = {f"{policy} {share}": study.gone_at(policy, share) for policy, share in pairs}
-    watcher = Retention(gone, study.layers, study.half)
-    watch_rows(study.model, study.sample.input_ids, [watcher], tick)
-    found = watcher.shares()
+    gone = [study.gone_at(policy, share) for policy, share in pairs]
+    found = of_layers(
+        study.model,
+        study.sample.input_ids,
+        lambda own: retained(own, [g[study.layers.index(own.layer_idx)] for g in gone], study.half),
+        tick,
+    )
     return {
         "retention": [
-            {
-                "policy": policy,
-                "share": share,
-                "layer": layer_idx,
-                "mass": found[f"{policy} {share}", layer_idx],
-            }
-            for policy, share in pairs
-            for layer_idx in study.layers
+            {"policy": policy, "share": share, "layer": layer_idx, "mass": masses[place]}
+            for place, (policy, share) in enumerate(pairs)
+            for layer_idx, masses in found.items()
         ]
     }
 
@@ -223,12 +255,14 @@ def measure_stays(study: Study, tick: Tick = no_tick) -> Tables:
         times = stays(gone, study.recent(DEFAULT_BUDGET), study.tokens(DEFAULT_BUDGET))
         for place, layer_idx in enumerate(study.layers):
             part = times[place]
-            row: dict[str, object] = {"policy": policy, "layer": layer_idx, "entries": part.size}
-            row["gone_at_once"] = (part == 0).mean()
-            for name, share in (("median", 0.5), ("upper_quartile", 0.75), ("p90", 0.9)):
-                row[name] = np.quantile(part, share)
-            row["held_at_end"] = (gone[place] > study.length).mean()
-            rows.append(row)
+            median, upper, p90 = np.quantile(part, (0.5, 0.75, 0.9))
+            rows.append(
+                {
+                    "policy": policy, "layer": layer_idx, "entries": part.size,
+                    "gone_at_once": (part == 0).mean(), "median": median, "upper_quartile": upper,
+                    "p90": p90, "held_at_end": (gone[place] > study.length).mean(),
+                }
+            )  # fmt: skip
     return {"stays": rows}
 
 
@@ -239,43 +273,24 @@ def measure_agreement(study: Study, tick: Tick = no_tick) -> Tables:
     names = [(layer, head) for layer in study.layers for head in range(held.shape[1])]
     pairs = similarity(held.reshape(len(names), -1))
     chance = chance_similarity(int(held[0, 0].sum()), held.shape[-1])
-    return {
-        "agreement": [
-            {
-                "layer": layer,
-                "head": head,
-                "other_layer": other_layer,
-                "other_head": other_head,
-                "jaccard": pairs[i, j],
-                "chance": chance,
-            }
-            for i, (layer, head) in enumerate(names)
-            for j, (other_layer, other_head) in enumerate(names)
-        ]
-    }
+    rows: list[Row] = []
+    for (layer, head), jaccards in zip(names, pairs, strict=True):
+        rows += [
+            {"layer": layer, "head": head, "other_layer": other_layer, "other_head": other_head,
+             "jaccard": jaccard, "chance": chance}
+            for (other_layer, other_head), jaccard in zip(names, jaccards, strict=True)
+        ]  # fmt: skip
+    return {"agreement": rows}
 
 
 def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
     """Activation frequency of the MLP's neurons, by layer."""
-    frequency = activation_frequency(study.model, study.sample.input_ids)
     rows: list[Row] = []
-    for layer_idx, part in enumerate(frequency):
-        ordered = np.sort(part)[::-1]
-        top = ordered[: max(1, len(ordered) // 10)].sum() / ordered.sum()
-        rows += [
-            {
-                "layer": layer_idx,
-                "rank": rank,
-                "frequency": ordered[rank - 1],
-                "share_of_top_tenth": top,
-            }
-            for rank in np.unique(np.geomspace(1, len(ordered), _RANKS).astype(int))
-        ]
+    for layer_idx, part in enumerate(activation_frequency(study.model, study.sample.input_ids)):
+        top = np.sort(part)[-max(1, len(part) // 10) :].sum() / part.sum()
+        ranked = _ranked({"layer": layer_idx}, "frequency", part)
+        rows += [{**row, "share_of_top_tenth": top} for row in ranked]
     return {"neurons": rows}
-
-
-def _measure_theory(study: Study, tick: Tick) -> Tables:
-    return measure_theory(study.model, study.sample, tick)
 
 
 MEASUREMENTS = (
@@ -291,8 +306,55 @@ MEASUREMENTS = (
     Measurement("retention", ("retention",), measure_retention),
     Measurement("lifetimes", ("stays",), measure_stays),
     Measurement("overlap", ("agreement",), measure_agreement),
-    Measurement("theory", ("theory", "theory_steps", "theory_mass"), _measure_theory),
+    Measurement("theory", ("theory", "theory_steps", "theory_mass"), measure_theory),
     Measurement("theory-long", ("theory_long",), measure_long),
     Measurement("neurons", ("neurons",), measure_neurons, is_option=True),
 )
 """In the order in which they run."""
+
+OnProgress = Callable[[Measurement, float], None]
+"""Is told which measurement runs and which fraction of it is done."""
+
+
+def choose_measurements(
+    only: Sequence[str] = (), quick: bool = False, neurons: bool = False
+) -> tuple[Measurement, ...]:
+    """Finds the measurements that the options name."""
+    by_name = {measurement.name: measurement for measurement in MEASUREMENTS}
+    for name in only:
+        if name not in by_name:
+            raise unknown_name("--only: measurement", name, by_name)
+    if only and quick:
+        raise ValueError("--only and --quick both choose measurements; give one of them")
+    wanted = set(only) or {m.name for m in MEASUREMENTS if not m.is_option}
+    if quick:
+        wanted = {m.name for m in MEASUREMENTS if m.is_quick}
+    if neurons:
+        wanted |= {m.name for m in MEASUREMENTS if m.is_option}
+    return tuple(measurement for measurement in MEASUREMENTS if measurement.name in wanted)
+
+
+def is_finished(folder: Path, measurement: Measurement) -> bool:
+    """Tells whether all tables of a measurement are there."""
+    return all((folder / f"{table}.csv").is_file() for table in measurement.tables)
+
+
+def analyze(
+    model: PreTrainedModel,
+    sample: Sample,
+    folder: Path,
+    measurements: Sequence[Measurement],
+    on_progress: OnProgress = lambda measurement, fraction: None,
+) -> None:
+    """Runs every measurement whose tables are not in the folder yet, and writes them there.
+
+    After an interruption the same call goes on: finished tables stay, and so do the runs over the
+    text that several measurements share.
+    """
+    study = Study(model, sample, folder / KEPT_FOLDER)
+    for measurement in measurements:
+        if not is_finished(folder, measurement):
+            on_progress(measurement, 0.0)
+            for name, rows in measurement.run(study, partial(on_progress, measurement)).items():
+                write_csv(folder / f"{name}.csv", rows)
+        on_progress(measurement, 1.0)

@@ -27,20 +27,12 @@ def load_scipy(module: str) -> Any:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """The tail ``p(x) ~ x ** -exponent`` for ``x >= start``.
+    """The tail ``p(x) ~ x ** -exponent`` for ``x >= start``; of ``values`` it holds ``tail``.
 
-    Attributes:
-        values: how many values there are.
-        tail: how many of them are in the tail.
-        start: where the tail begins.
-        exponent: of the density; the rank plot falls with slope ``-1 / (exponent - 1)``.
-        exponent_error: its standard error.
-        distance: Kolmogorov-Smirnov distance of the tail from the law.
-        p_value: share of samples of the fitted law that are farther from their own fit. Below 0.1
-            the power law is not a plausible description (Clauset, Shalizi, Newman, 0706.1062).
-        log_ratio: log-likelihood of the power law minus that of a log-normal cut off at the same
-            place; negative speaks for the log-normal.
-        log_ratio_p: how likely a ratio as far from 0 is when both are as good (Vuong's test).
+    ``distance`` is Kolmogorov and Smirnov's, and ``p_value`` the fraction of samples of the fitted
+    law that are farther from their own fit: below 0.1 the law is not plausible. ``log_ratio`` is
+    the log-likelihood of the power law minus that of a log-normal cut off at the same place, and
+    ``log_ratio_p`` how likely a ratio as far from 0 is when both are as good (Vuong's test).
     """
 
     values: int
@@ -142,12 +134,8 @@ REACH = 5
 class Words:
     """Every word of the vocabulary that occurs in a text.
 
-    Attributes:
-        token_ids: int ``[W]``.
-        count: int ``[W]``, how often each occurs.
-        together: int ``[W]``, how often another word stands within `REACH` tokens of it.
-        neighbours: int ``[W]``, how many different words do.
-        place: int ``[T]``, the word of each token of the text.
+    Int ``[W]``: how often it occurs, how often another word stands within `REACH` tokens of it, and
+    how many different words do. ``place``, int ``[T]``, is the word of each token of the text.
     """
 
     token_ids: np.ndarray
@@ -183,14 +171,7 @@ def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankCorrelation:
-    """Spearman's rank correlation.
-
-    Attributes:
-        rho: the coefficient.
-        low: lower end of its 95 % interval (bootstrap over words).
-        high: upper end.
-        words: how many words were compared.
-    """
+    """Spearman's rank correlation, its 95 % interval (bootstrap over words), and how many words."""
 
     rho: float
     low: float

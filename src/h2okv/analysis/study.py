@@ -1,38 +1,37 @@
-"""A study's samples and results, resumable."""
+"""A study: its text, the runs over it that measurements share, and its folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import h2okv
 from h2okv.analysis.ablation import dense_losses
 from h2okv.analysis.attention_stats import (
-    Accumulation,
     Tick,
+    accumulated,
     full_attention_layers,
     no_tick,
-    watch_rows,
+    of_layers,
 )
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.policy import Policy
+from h2okv.records import atomic_write, file_error, write_json
 
 LEAST_TOKENS = 128
-MOST_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text as tokens.
-
-    Attributes:
-        input_ids: int64 ``[1, T]``.
-        pieces: each token's own text.
-    """
+    """A text as tokens, int64 ``[1, T]``, and each token's own text."""
 
     input_ids: torch.Tensor
     pieces: tuple[str, ...]
@@ -80,25 +79,18 @@ DEFAULT_BUDGET = 0.2
 
 
 class Study:
-    """The subject of an analysis."""
+    """The subject of an analysis; runs over the text that measurements share are kept."""
 
     def __init__(self, model: PreTrainedModel, sample: Sample, folder: Path | None = None) -> None:
         self.model, self.sample, self.folder = model, sample, folder
         self.layers = full_attention_layers(model.config)
+        self.length = sample.length
+        self.half = sample.length // 2
+        """The first token of the second half, on which policies are compared."""
         self._known: dict[str, dict[str, np.ndarray]] = {}
 
-    @property
-    def length(self) -> int:
-        """Tokens of the text."""
-        return self.sample.length
-
-    @property
-    def half(self) -> int:
-        """The first token of the second half, on which policies are compared."""
-        return self.length // 2
-
     def tokens(self, share: float) -> int:
-        """Turns a share of the text into tokens, at least 2."""
+        """Turns a fraction of the text into tokens, at least 2."""
         return max(2, int(share * self.length))
 
     def recent(self, share: float) -> int:
@@ -109,17 +101,15 @@ class Study:
         """Returns the attention that each token receives: float32 ``[L, H, G, T]``."""
 
         def compute() -> dict[str, np.ndarray]:
-            watcher = Accumulation()
-            watch_rows(self.model, self.sample.input_ids, [watcher], tick)
-            return {"scores": watcher.scores()}
+            found = of_layers(self.model, self.sample.input_ids, accumulated, tick)
+            return {"scores": np.stack(list(found.values()))}
 
         return self._once("accumulated", compute)["scores"]
 
     def dense_losses(self) -> np.ndarray:
         """Returns the losses with full attention: float64 ``[T]``."""
-        return self._once(
-            "dense", lambda: {"losses": dense_losses(self.model, self.sample.input_ids)}
-        )["losses"]
+        ids = self.sample.input_ids
+        return self._once("dense", lambda: {"losses": dense_losses(self.model, ids)})["losses"]
 
     def gone_at(self, policy: str, share: float, tick: Tick = no_tick) -> np.ndarray:
         """Returns when each token went; see `Trace`."""
@@ -144,18 +134,73 @@ class Study:
         self, name: str, compute: Callable[[], dict[str, np.ndarray]]
     ) -> dict[str, np.ndarray]:
         """Computes arrays, or finds them from before in memory or in the folder."""
-        if name in self._known:
-            return self._known[name]
         path = None if self.folder is None else self.folder / f"{name}.npz"
-        if path is not None and path.is_file():
+        if name not in self._known and path is not None and path.is_file():
             with np.load(path) as held:
                 self._known[name] = dict(held)
-            return self._known[name]
-        arrays = compute()
-        if path is not None:
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-            partial.replace(path)
-        self._known[name] = arrays
-        return arrays
+        if name not in self._known:
+            self._known[name] = compute()
+            if path is not None:
+                with atomic_write(path, "wb") as file:
+                    np.savez_compressed(file, allow_pickle=False, **self._known[name])
+        return self._known[name]
+
+
+SETTINGS_FILE = "settings.json"
+KEPT_FOLDER = "working"
+
+TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure", "h", "objective")
+"""Columns of the tables that hold text, even where it reads as a number (a word may be "7")."""
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a report's folder that cannot be made or written; makes nothing that was not there.
+
+    Heard before a model is loaded.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    probe = there / f".h2okv-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    try:
+        # Whether a folder can be written is only told by writing: access() knows no read-only
+        # file systems, and nothing can be made in /proc.
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"--out '{folder}' cannot be written ({error.strerror}); choose another folder for the"
+            " report"
+        ) from error
+
+
+def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
+    """Makes a report's folder, or enters one that an earlier run of the same kind has left."""
+    settings = {
+        "model": model_name, "text_sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
+        "tokens": tokens, "h2okv": h2okv.__version__,
+    }  # fmt: skip
+    try:
+        (folder / KEPT_FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "choose another folder for the report"
+        raise file_error(folder, "written", error, remedy) from error
+    if not (folder / SETTINGS_FILE).is_file():
+        write_json(folder / SETTINGS_FILE, settings)
+    found = read_settings(folder)
+    different = [key for key, value in settings.items() if found.get(key) != value]
+    if different:
+        raise ValueError(
+            f"'{folder}' holds an analysis with another {' and '.join(different)}; choose another "
+            "folder for the report, or delete this one."
+        )
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Reads what a report's folder is about."""
+    path = folder / SETTINGS_FILE
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"'{path}' cannot be read ({type(error).__name__}); choose another folder for the "
+            "report, or delete this one."
+        ) from error

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from h2okv.analysis.attention_stats import LayerAttention, Tick, no_tick, read_observed
-from h2okv.analysis.study import DEFAULT_BUDGET, Sample, Study
+from h2okv.analysis.attention_stats import LayerAttention, Tick, no_tick, of_layers
+from h2okv.analysis.study import DEFAULT_BUDGET, Study
 from h2okv.cache import H2OCache
 from h2okv.config import TokenBudget
 from h2okv.integration.attention import h2o_attention
@@ -24,45 +24,36 @@ _MOST_LAYERS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One small matrix of attention.
+    """One small matrix of attention, logits float64 ``[G, n, n]``.
 
-    Attributes:
-        name: ``real``, or what is adversarial about it.
-        layer: the layer, -1 for a made-up case.
-        head: the KV head, -1 for a made-up case.
-        excerpt: which excerpt of the text, -1 for a made-up case.
-        logits: float64 ``[G, n, n]``.
+    Its name is ``real``, or what is adversarial about it; then layer, KV head and excerpt are -1.
     """
 
     name: str
-    layer: int
-    head: int
-    excerpt: int
     logits: np.ndarray
+    layer: int = -1
+    head: int = -1
+    excerpt: int = -1
 
 
 def real_cases(
     model: PreTrainedModel, input_ids: torch.Tensor, size: int, excerpts: int
 ) -> list[Case]:
     """Reads short excerpts, so that each row of attention is there from its first token on."""
-    found: list[Case] = []
+
+    def look(layer: LayerAttention) -> np.ndarray:
+        return layer.logits(0, size, torch.float64).cpu().numpy()
+
     starts = np.linspace(0, input_ids.shape[1] - size, excerpts).astype(int)
-    for number, start in enumerate(starts):
-
-        def keep(layer: LayerAttention, number: int = number) -> None:
-            heads = layer.key.shape[0]
-            grouped = layer.query.double().unflatten(0, (heads, -1))
-            logits = grouped @ layer.key.double().unsqueeze(1).transpose(-1, -2) * layer.scale
-            if layer.softcap is not None:
-                logits = layer.softcap * torch.tanh(logits / layer.softcap)
-            for head, part in enumerate(logits.cpu().numpy()):
-                found.append(Case("real", layer.layer_idx, head, number, part))
-
-        read_observed(model, input_ids[:, start : start + size], keep)
-    layers = sorted({case.layer for case in found})
+    found = [of_layers(model, input_ids[:, start : start + size], look) for start in starts]
+    layers = list(found[0])
     places = np.unique(np.linspace(0, len(layers) - 1, _MOST_LAYERS).round().astype(int))
-    chosen = {layers[place] for place in places}
-    return [case for case in found if case.layer in chosen]
+    return [
+        Case("real", logits, layers[place], head, excerpt)
+        for excerpt, by_layer in enumerate(found)
+        for place in places
+        for head, logits in enumerate(by_layer[layers[place]])
+    ]
 
 
 def adversarial_cases(size: int, kept: int) -> list[Case]:
@@ -88,7 +79,7 @@ def adversarial_cases(size: int, kept: int) -> list[Case]:
         twins[: min(query + 1, kept)] = 0.5 / min(query + 1, kept)
         twins[max(kept, query - 1)] = 0.5
     weights["even"] = np.ones((size, size))
-    return [Case(name, -1, -1, -1, np.log(rows)[None]) for name, rows in weights.items()]
+    return [Case(name, np.log(rows)[None]) for name, rows in weights.items()]
 
 
 CONCAVE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -287,163 +278,120 @@ class Bound:
 def check_bound(rows: np.ndarray, held: np.ndarray, kept: int, objective: str, h: str) -> Bound:
     """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts."""
     steps = range(kept, rows.shape[-1])
-    values, tops, best_sets, drifts, lost = [], [], [], [0.0], []
-    for step in steps:
-        values.append(float(set_values(rows, held[step][None], step, objective, h)[0]))
-        top, best_set = best_value(rows, kept, step, objective, h)
-        tops.append(top)
-        best_sets.append(best_set)
-        gone = ~held[step - 1][:step]
-        lost.append((best_set[:step] & gone).sum() / kept)
-        if step > kept:
-            before = held[step - 1][None]
-            now = float(set_values(rows, before, step, objective, h)[0])
-            drifts.append(1 - now / values[-2])
-    moved = [int((b & ~a).sum()) for a, b in zip(best_sets, best_sets[1:], strict=False)]
-    ratios = np.array(values) / np.array(tops)
-    lacking = FACTOR * np.array(tops) - np.array(values)
+    best = [best_value(rows, kept, step, objective, h) for step in steps]
+    tops, sets = np.array([top for top, _ in best]), [own for _, own in best]
+
+    def worth(members: np.ndarray, step: int) -> float:
+        return float(set_values(rows, members[None], step, objective, h)[0])
+
+    values = np.array([worth(held[step], step) for step in steps])
+    drifts = [
+        1 - worth(held[step], step + 1) / value
+        for step, value in zip(steps[:-1], values, strict=False)
+    ]
+    lost = [
+        (own[:step] & ~held[step - 1][:step]).sum() / kept
+        for step, own in zip(steps, sets, strict=True)
+    ]
+    moved = [int((b & ~a).sum()) for a, b in zip(sets, sets[1:], strict=False)]
+    ratios = values / tops
     return Bound(
         ratios=ratios,
         alpha=max(0.0, float(1 - ratios.min() / FACTOR)),
-        beta=max(0.0, float(lacking.max() / tops[-1])),
-        drift=max(drifts),
+        beta=max(0.0, float((FACTOR * tops - values).max() / tops[-1])),
+        drift=max([0.0, *drifts]),
         moves=max(moved, default=0),
         lost=float(max(lost)),
     )
 
 
-def measure_theory(
-    model: PreTrainedModel, sample: Sample, tick: Tick = no_tick
-) -> dict[str, list[Row]]:
+def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
     """Tests the theorem on real and on adversarial attention."""
-    cases = real_cases(model, sample.input_ids, SIZE, EXCERPTS) + adversarial_cases(SIZE, KEPT)
-    rows: list[Row] = []
-    masses: list[Row] = []
-    series: dict[tuple[str, str, str, str], list[np.ndarray]] = {}
+    cases = real_cases(study.model, study.sample.input_ids, SIZE, EXCERPTS)
+    cases += adversarial_cases(SIZE, KEPT)
+    tables: dict[str, list[Row]] = {"theory": [], "theory_steps": [], "theory_mass": []}
+    series: dict[tuple[str, ...], list[np.ndarray]] = {}
     for done, case in enumerate(cases):
-        attention = attention_rows(case.logits)
+        names = {
+            "case": case.name, "layer": case.layer, "head": case.head, "excerpt": case.excerpt,
+        }  # fmt: skip
+        rows = attention_rows(case.logits)
         held = {name: cache_sets(case.logits, name, budget) for name, budget in _BUDGETS.items()}
-        held["belady"] = belady_sets(attention, KEPT)
-        masses.append(_mass_row(case, attention, held))
-        for objective in OBJECTIVES:
-            for h in CONCAVE:
-                informed = informed_sets(attention, KEPT, objective, h)
-                for policy, sets in {**held, "informed": informed}.items():
-                    bound = check_bound(attention, sets, KEPT, objective, h)
-                    rows.append(_row(case, policy, objective, h, bound))
-                    key = (case.name, policy, objective, h)
-                    series.setdefault(key, []).append(bound.ratios)
+        held["belady"] = belady_sets(rows, KEPT)
+        masses = {name: retained_mass(rows, sets) for name, sets in held.items()}
+        best = best_retained_mass(rows, KEPT)
+        tables["theory_mass"].append({**names, **masses, "best": best})
+        for objective, h in product(OBJECTIVES, CONCAVE):
+            informed = informed_sets(rows, KEPT, objective, h)
+            for policy, sets in {**held, "informed": informed}.items():
+                bound = check_bound(rows, sets, KEPT, objective, h)
+                ratios = bound.ratios
+                tables["theory"].append(
+                    {
+                        **names, "policy": policy, "objective": objective, "h": h,
+                        "lowest_ratio": ratios.min(), "mean_ratio": ratios.mean(),
+                        "last_ratio": ratios[-1], "holds": int(ratios.min() >= FACTOR - _TOLERANCE),
+                        "alpha": bound.alpha, "beta": bound.beta, "drift": bound.drift,
+                        "moves": bound.moves, "lost": bound.lost,
+                    }
+                )  # fmt: skip
+                series.setdefault((case.name, policy, objective, h), []).append(ratios)
         tick((done + 1) / len(cases))
-    steps: list[Row] = [
-        {
-            "case": name,
-            "policy": policy,
-            "objective": objective,
-            "h": h,
-            "step": KEPT + place + 1,
-            "mean": column.mean(),
-            "lowest": column.min(),
-        }
-        for (name, policy, objective, h), ratios in series.items()
-        for place, column in enumerate(np.stack(ratios).T)
-    ]
-    return {"theory": rows, "theory_steps": steps, "theory_mass": masses}
-
-
-def _names(case: Case) -> dict[str, object]:
-    names: dict[str, object] = {"layer": case.layer, "head": case.head, "excerpt": case.excerpt}
-    return {"case": case.name, **names}
-
-
-def _row(case: Case, policy: str, objective: str, h: str, bound: Bound) -> Row:
-    return {
-        **_names(case),
-        "policy": policy,
-        "objective": objective,
-        "h": h,
-        "lowest_ratio": bound.ratios.min(),
-        "mean_ratio": bound.ratios.mean(),
-        "last_ratio": bound.ratios[-1],
-        "holds": int(bound.ratios.min() >= FACTOR - _TOLERANCE),
-        "alpha": bound.alpha,
-        "beta": bound.beta,
-        "drift": bound.drift,
-        "moves": bound.moves,
-        "lost": bound.lost,
-    }
-
-
-def _mass_row(case: Case, attention: np.ndarray, held: dict[str, np.ndarray]) -> Row:
-    retained = {name: retained_mass(attention, sets) for name, sets in held.items()}
-    return {**_names(case), **retained, "best": best_retained_mass(attention, KEPT)}
+    for key, found in series.items():
+        told = dict(zip(("case", "policy", "objective", "h"), key, strict=True))
+        tables["theory_steps"] += [
+            {**told, "step": KEPT + 1 + place, "mean": own.mean(), "lowest": own.min()}
+            for place, own in enumerate(np.stack(found).T)
+        ]
+    return tables
 
 
 POLICIES = ("heavy", "h2o", "global")
 _STEPS = 8
 
 
-class Worth:
-    """Compares what policies hold with the best set, by full attention's accumulated score.
+def worth_of_kept(
+    layer: LayerAttention, gone_at: np.ndarray, kept: int, steps: list[int]
+) -> np.ndarray:
+    """Compares what a policy holds with the best set, by full attention's accumulated score.
 
     With h the identity a set's worth is the sum of its tokens' scores, so the best set is that of
-    the highest ones, however long the text is.
-
-    Args:
-        gone_at: for each policy int ``[L, H, T]``, the first query that does not see a token.
-        layers: the layers of these arrays, in order.
-        kept: tokens in a set.
-        steps: the newest tokens at which to compare, ascending.
+    the highest ones, however long the text is. ``gone_at`` is int ``[H, T]``, the first query that
+    does not see a token; the result is float ``[len(steps), H]``, for the newest tokens at which to
+    compare, ascending.
     """
-
-    def __init__(
-        self,
-        gone_at: dict[str, np.ndarray],
-        layers: tuple[int, ...],
-        kept: int,
-        steps: list[int],
-    ) -> None:
-        self._gone = {name: torch.from_numpy(gone) for name, gone in gone_at.items()}
-        self._layers, self._kept, self._steps = layers, kept, steps
-        self.ratios: list[Row] = []
-
-    def see_layer(self, layer: LayerAttention) -> None:
-        """Takes one layer's attention; mutates `ratios`."""
-        place = self._layers.index(layer.layer_idx)
-        total = torch.zeros(layer.key.shape[0], layer.key.shape[1], dtype=torch.float64)
-        for first, probabilities in layer.rows():
-            received = probabilities.sum(dim=1).double().cpu()
-            last = received.shape[-1]
-            for step in self._steps:
-                if first <= step < last:
-                    rows = received[:, : step - first + 1].sum(dim=1)
-                    self._compare(place, step, (total[:, :last] + rows)[:, : step + 1])
-            total[:, :last] += received.sum(dim=1)
-
-    def _compare(self, place: int, step: int, scores: torch.Tensor) -> None:
-        best = scores.topk(self._kept, dim=-1).values.sum(dim=-1)
-        for policy, gone in self._gone.items():
-            held = gone[place, :, : step + 1] > step + 1
-            ratio = (scores * held).sum(dim=-1) / best
-            self.ratios += [
-                {
-                    "policy": policy,
-                    "layer": self._layers[place],
-                    "head": head,
-                    "step": step,
-                    "ratio": value,
-                }
-                for head, value in enumerate(ratio.tolist())
-            ]
+    gone = torch.from_numpy(gone_at)
+    total = torch.zeros(gone.shape, dtype=torch.float64)
+    ratios = []
+    for first, probabilities in layer.rows():
+        received = probabilities.sum(dim=1).double().cpu()
+        last = received.shape[-1]
+        for step in steps:
+            if first <= step < last:
+                rows = received[:, : step - first + 1].sum(dim=1)
+                scores = (total[:, :last] + rows)[:, : step + 1]
+                best = scores.topk(kept, dim=-1).values.sum(dim=-1)
+                ratios.append((scores * (gone[:, : step + 1] > step + 1)).sum(dim=-1) / best)
+        total[:, :last] += received.sum(dim=1)
+    return torch.stack(ratios).numpy()
 
 
 def measure_long(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
     """Compares greedy eviction with the best sets on the whole text, at a 20 % budget."""
-    gone = {
-        policy: study.gone_at(policy, DEFAULT_BUDGET, tick if policy == "heavy" else no_tick)
-        for policy in POLICIES
-    }
     kept = study.tokens(DEFAULT_BUDGET)
     steps = np.linspace(kept, study.length - 1, _STEPS).round().astype(int).tolist()
-    worth = Worth(gone, study.layers, kept, steps)
-    read_observed(study.model, study.sample.input_ids, worth.see_layer)
-    return {"theory_long": worth.ratios}
+    rows: list[Row] = []
+    for policy in POLICIES:
+        gone = study.gone_at(policy, DEFAULT_BUDGET, tick if policy == "heavy" else no_tick)
+
+        def look(layer: LayerAttention, gone: np.ndarray = gone) -> np.ndarray:
+            return worth_of_kept(layer, gone[study.layers.index(layer.layer_idx)], kept, steps)
+
+        found = of_layers(study.model, study.sample.input_ids, look)
+        rows += [
+            {"policy": policy, "layer": layer_idx, "head": head, "step": step, "ratio": ratio}
+            for layer_idx, ratios in found.items()
+            for step, heads in zip(steps, ratios, strict=True)
+            for head, ratio in enumerate(heads.tolist())
+        ]
+    return {"theory_long": rows}

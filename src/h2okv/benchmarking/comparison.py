@@ -165,28 +165,22 @@ class CheckFailedError(Exception):
     """H2O does not compute what it must, so that its speed means nothing."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """How far right results were apart.
-
-    ``full_error`` is the largest difference of logits between a cache with K >= length and full
-    attention, relative to the largest logit (of packed entries, which round, and a full cache that
-    rounds alike); ``drop_error`` that between dropping and masking, ``None`` in half precision,
-    where two right results part by rounding; ``kept_difference`` the fraction of the entries kept
-    by dropping that masking does not keep.
-    """
-
-    full_error: float
-    drop_error: float | None
-    kept_difference: float
-
-
-def check_h2o(model: PreTrainedModel, **options: Any) -> Check:
+def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
     """Holds H2O to full attention and to its masking simulation, on a small prompt.
 
     In half precision rounding may swap entries further up; there only what the first layer keeps
-    is compared, whose input is the same. The model's attention implementation is mutated; the
-    options are those of `H2OCache`, such as ``positions`` and ``kv_bits``.
+    is compared, whose input is the same. The model's attention implementation is mutated.
+
+    Args:
+        model: the model.
+        **options: of `H2OCache`, such as ``positions`` and ``kv_bits``.
+
+    Returns:
+        ``full_error``, the largest difference of logits between a cache with K >= length and full
+        attention, relative to the largest logit (of packed entries, which round, and a full cache
+        that rounds alike); ``drop_error``, that between dropping and masking, ``None`` in half
+        precision, where two right results part by rounding; ``kept_difference``, the fraction of
+        the entries kept by dropping that masking does not keep.
     """
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
@@ -218,7 +212,11 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> Check:
                 f"the check of H2O in {dtype_name(model.dtype)} failed: {what} by {found:.2g} (at"
                 f" most {largest_right:g} is rounding), so no speed is reported"
             )
-    return Check(error, None if is_half else drop_error, difference)
+    return {
+        "full_error": error,
+        "drop_error": None if is_half else drop_error,
+        "kept_difference": difference,
+    }
 
 
 def _logits(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.analysis.attention_stats import (
-    Tick,
-    full_attention_layers,
-    no_tick,
-    num_kv_heads,
-)
-from h2okv.analysis.eviction_trace import Trace, follow
+from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads
+from h2okv.analysis.eviction_trace import Trace, follow, split_budget
 from h2okv.analysis.study import make_sample, token_pieces
 from h2okv.config import TokenBudget
 from h2okv.policy import get_policy
@@ -34,12 +28,11 @@ _LEVELS = 254
 def pack_trace(
     trace: Trace, policy: str, budget: TokenBudget, next_pieces: tuple[str, ...], highest: float
 ) -> dict[str, Any]:
-    """Packs a trace for the page.
+    """Packs a trace for the page, as a JSON object.
 
-    Returns:
-        A JSON object. ``gone`` is uint16 ``[L, H, T]`` and each of ``scores`` (one for a layer)
-        uint8 ``[C][H][step + 1]``, both as gzip in base64; ``bytes`` lists ``[step, bytes]``
-        where what the cache takes changes.
+    ``gone`` is uint16 ``[L, H, T]`` and each of ``scores`` (one for a layer) uint8
+    ``[C][H][step + 1]``, both as gzip in base64; ``bytes`` lists ``[step, bytes]`` where what the
+    cache takes changes.
     """
     layers = trace.gone_at.shape[0]
     return {
@@ -109,46 +102,36 @@ class Reader:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_tokens = min(max_tokens, context or MOST_TOKENS, MOST_TOKENS)
-        self.layers = full_attention_layers(model.config)
-        self.heads = num_kv_heads(model.config)
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
         """Turns a text into tokens and lets the model go on from it, with the full cache."""
         check_new_tokens(new_tokens, self.max_tokens)
-        room = self.max_tokens - new_tokens
-        sample = make_sample(self.tokenizer, text, room, LEAST_TOKENS)
-        ids = sample.input_ids
+        sample = make_sample(self.tokenizer, text, self.max_tokens - new_tokens, LEAST_TOKENS)
+        ids = sample.input_ids.to(self.model.device)
         if new_tokens:
-            with torch.inference_mode():
-                # transformers' types do not know that a causal model generates.
-                model: Any = self.model
-                ids = model.generate(
-                    ids.to(self.model.device),
-                    attention_mask=torch.ones_like(ids).to(self.model.device),
-                    max_new_tokens=new_tokens,
-                    do_sample=False,
-                    pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
-                ).cpu()
-        return Reading(self, ids, sample.length)
+            # transformers' types do not know that a causal model generates.
+            model: Any = self.model
+            ids = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
+            )
+        return Reading(self, ids.cpu(), sample.length)
 
 
 class Reading:
-    """A text as tokens, ready for traces.
-
-    Args:
-        reader: whose model it is.
-        input_ids: int64 ``[1, T]``, new tokens included.
-        given: how many of them are the user's text.
-    """
+    """A text as tokens, int64 ``[1, T]``, of which the first ``given`` are the user's."""
 
     def __init__(self, reader: Reader, input_ids: torch.Tensor, given: int) -> None:
         self.reader, self.input_ids, self.given = reader, input_ids, given
+        model, self.length = reader.model, input_ids.shape[1]
         self.pieces = token_pieces(reader.tokenizer, input_ids[0].tolist())
-
-    @property
-    def length(self) -> int:
-        """All tokens, T."""
-        return self.input_ids.shape[1]
+        self.heads = num_kv_heads(model.config)
+        query_heads = model.config.get_text_config(decoder=True).num_attention_heads
+        # The most that an entry can ever receive: all of every query of its group.
+        self.highest = float(self.length * query_heads // self.heads)
 
     def describe(self) -> dict[str, Any]:
         """Returns what the page must know besides the traces, as a JSON object."""
@@ -156,43 +139,33 @@ class Reading:
             "model": self.reader.name,
             "tokens": list(self.pieces),
             "given": self.given,
-            "layers": list(self.reader.layers),
-            "heads": self.reader.heads,
+            "layers": list(full_attention_layers(self.reader.model.config)),
+            "heads": self.heads,
             "lowest": LOWEST_SCORE,
-            "highest": self._highest(),
+            "highest": self.highest,
         }
 
     def trace(self, policy: str, share: float, tick: Tick = no_tick) -> dict[str, Any]:
         """Follows a policy through the text; see `pack_trace`."""
-        total = budget_tokens(share, self.length)
-        budget = TokenBudget(0, total - total // 2, total // 2)
+        if not 0 < share <= 1:
+            raise ValueError(
+                f"a budget of {share:g} is no fraction of the text; give a number above 0 and up"
+                " to 1."
+            )
+        budget = split_budget(max(2, int(share * self.length + 1e-6)))
         trace = follow(
             self.reader.model,
             self.input_ids,
             policy,
             budget,
-            first=min(total, _READ_AT_ONCE),
+            first=min(budget.total, _READ_AT_ONCE),
             recorded=min(RECORDED, self.length),
             tick=tick,
         )
         following = token_pieces(self.reader.tokenizer, trace.next_tokens.clip(min=0).tolist())
         parts = get_policy(policy).allocate_budget(budget)
-        packed = pack_trace(trace, policy, parts, following, self._highest())
+        packed = pack_trace(trace, policy, parts, following, self.highest)
         return {**packed, "share": share, "full_bytes": int(trace.full_bytes[-1])}
-
-    def _highest(self) -> float:
-        """The most that an entry can ever receive: all of every query of its group."""
-        config = self.reader.model.config.get_text_config(decoder=True)
-        return float(self.length * config.num_attention_heads // self.reader.heads)
-
-
-def budget_tokens(share: float, length: int) -> int:
-    """Turns a share of the text into tokens, at least 2."""
-    if not 0 < share <= 1:
-        raise ValueError(
-            f"a budget of {share:g} is no fraction of the text; give a number above 0 and up to 1."
-        )
-    return max(2, int(share * length + 1e-6))
 
 
 class Desk:
@@ -202,8 +175,8 @@ class Desk:
         self.reader, self.choice = reader, choice
         self.progress = 0.0
         self._lock = threading.Lock()
-        self._readings: OrderedDict[int, Reading] = OrderedDict()
-        self._traces: OrderedDict[tuple[int, str, float], dict[str, Any]] = OrderedDict()
+        self._readings: dict[int, Reading] = {}
+        self._traces: dict[tuple[int, str, float], dict[str, Any]] = {}
         self._count = 0
 
     def read(self, body: Any) -> dict[str, Any]:
@@ -215,9 +188,7 @@ class Desk:
         with self._lock:
             reading = self.reader.read(text, new_tokens)
             self._count += 1
-            self._readings[self._count] = reading
-            while len(self._readings) > _KEPT_READINGS:
-                self._readings.popitem(last=False)
+            _keep(self._readings, self._count, reading, _KEPT_READINGS)
             return {"id": self._count, **reading.describe()}
 
     def trace(self, query: dict[str, str]) -> dict[str, Any]:
@@ -232,16 +203,22 @@ class Desk:
                 raise ValueError("this text is not held any more; read it again.")
             # A cache that keeps everything has no budget.
             key = (number, policy, 1.0 if policy == "full" else share)
-            if key not in self._traces:
-                self.progress = 0.0
-                self._traces[key] = reading.trace(policy, share, self._note)
-                while len(self._traces) > _KEPT_TRACES:
-                    self._traces.popitem(last=False)
-            self._traces.move_to_end(key)
-            return self._traces[key]
+            found = self._traces.pop(key, None)
+            if found is None:
+                self._note(0.0)
+                found = reading.trace(policy, share, self._note)
+            _keep(self._traces, key, found, _KEPT_TRACES)
+            return found
 
     def _note(self, share: float) -> None:
         self.progress = share
+
+
+def _keep(held: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Puts a value behind the others, of which the oldest goes if there are too many."""
+    held[key] = value
+    if len(held) > most:
+        del held[next(iter(held))]
 
 
 def export_content(
