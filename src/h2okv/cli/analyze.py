@@ -40,25 +40,25 @@ def analyze(
         h2okv analyze --model smollm2 --text chapter.txt --out report --quick
         h2okv analyze --model ./my-model --text chapter.txt --out report --only sinks,ablation
     """
-    from h2okv.analysis import run
+    from h2okv.analysis import measurements, study
     from h2okv.analysis.ablation import find_neurons
     from h2okv.analysis.figures import new_figure
     from h2okv.analysis.report import REPORT_FILE, write_report
     from h2okv.analysis.score_stats import load_scipy
-    from h2okv.analysis.study import LEAST_TOKENS, make_sample
     from h2okv.assets import sample_prompt
 
-    chosen = run.choose_measurements(args.split_list(only), quick, neurons)
+    chosen = measurements.choose_measurements(args.split_list(only), quick, neurons)
     tokens = (_QUICK_TOKENS if quick else _TOKENS) if tokens is None else tokens
-    args.check_least(LEAST_TOKENS, tokens=tokens)
-    run.check_folder(out)
+    args.check_least(study.LEAST_TOKENS, tokens=tokens)
+    study.check_folder(out)
     # What is not installed shows before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
     wording = sample_prompt() if text is None else args.read_text("text", text)
     described = model.describe()
-    sample = make_sample(described.tokenizer, wording, min(tokens, described.context or tokens))
-    run.open_folder(out, described.name, wording, sample.length)
+    most = min(tokens, described.context or tokens)
+    sample = study.make_sample(described.tokenizer, wording, most)
+    study.open_folder(out, described.name, wording, sample.length)
     loaded = model.load(described)
     if any(measurement.is_option for measurement in chosen):
         find_neurons(loaded)  # a model without them is refused before the long work
@@ -69,9 +69,9 @@ def analyze(
             progress.update(names.index(measurement.name) + fraction, note=measurement.name)
 
         try:
-            run.analyze(loaded, sample, out, chosen, report)
+            measurements.analyze(loaded, sample, out, chosen, report)
         except KeyboardInterrupt:
-            done = sum(run.is_finished(out, measurement) for measurement in chosen)
+            done = sum(measurements.is_finished(out, measurement) for measurement in chosen)
             write_remark(
                 f"stopped; {done} of {len(chosen)} measurements are finished in '{out}', and the"
                 " same command continues from there."
@@ -122,7 +122,7 @@ def view(
     from h2okv.assets import sample_prompt
     from h2okv.cache import H2OCache
 
-    args.check_least(LEAST_TOKENS, tokens=tokens)
+    args.check_least(study.LEAST_TOKENS, tokens=tokens)
     asked = list(dict.fromkeys((policy, *filter(None, [compare]))))
     is_page = export is None
     choice = {
