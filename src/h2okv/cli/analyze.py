@@ -122,7 +122,7 @@ def view(
     from h2okv.assets import sample_prompt
     from h2okv.cache import H2OCache
 
-    args.check_least(study.LEAST_TOKENS, tokens=tokens)
+    args.check_least(LEAST_TOKENS, tokens=tokens)
     asked = list(dict.fromkeys((policy, *filter(None, [compare]))))
     is_page = export is None
     choice = {
