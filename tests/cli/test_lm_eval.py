@@ -168,3 +168,12 @@ def test_mistakes_are_refused_before_the_harness_is_loaded(run, monkeypatch, cha
     monkeypatch.setattr(launcher, "_evaluate", None)
     outcome = run(**changes)
     assert outcome.code == 2 and words in outcome.err
+
+
+def test_a_run_without_a_model_is_refused_and_its_help_is_not(h2okv_command, monkeypatch):
+    calls = []
+    monkeypatch.setattr(launcher, "_evaluate", lambda: calls.append(1) or 0)
+    refused = h2okv_command("lm-eval", "--model_args", "heavy=0.1", "--tasks", "h2okv_rte")
+    assert refused.code == 2 and "--model_args names no model; add pretrained" in refused.err
+    assert not calls
+    assert h2okv_command("lm-eval", "run", "--help").code == 0
