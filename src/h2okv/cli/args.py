@@ -329,7 +329,7 @@ def sampling_options(
     changed = {"max_new_tokens": most, **fixed}
     if not models_own:  # the command does not ask how the model's authors want it to be sampled
         for part in fields(SamplingOptions):
-            own = copy.copy(part.default)
+            own: Any = copy.copy(part.default)
             own.help = own.help.replace(_MODELS_OWN, "")
             changed.setdefault(part.name, own)
     return bundle("sampling", SamplingOptions, SamplingOptions, **changed)

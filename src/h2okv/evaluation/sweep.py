@@ -92,7 +92,9 @@ class Surroundings:
     ) -> dict[str, Any]:
         """What a task is made from: its name, and the data or where they are."""
         reads_text = kind in ("perplexity", "needle")
-        if not isinstance(file, str) and not (file is None and reads_text):
+        if file is None and reads_text:
+            return {"name": options.get("name") or kind, "text": sample_prompt()}
+        if not isinstance(file, str):
             raise ValueError(f"{where}: {kind} is {file!r}; give a name")
         if kind == "harness":
             if options.get("own", True) and self.data is None:
@@ -102,14 +104,13 @@ class Surroundings:
                 )
             return {"name": file, "data": self.data, "work": self.work}
         if not reads_text:
-            name = options.get("name") or file
+            name: str = options.get("name") or file
             found = {"name": name, "input": self._file(file, name)}
             if isinstance(options.get("references"), str):
                 found["references"] = self._file(options["references"], name)
             return found
-        name = options.get("name") or (kind if file is None else f"{kind}, {Path(file).stem}")
-        text = sample_prompt() if file is None else read_text_file(self._file(file, name))
-        return {"name": name, "text": text}
+        name = options.get("name") or f"{kind}, {Path(file).stem}"
+        return {"name": name, "text": read_text_file(self._file(file, name))}
 
     def _file(self, name: str, task: str) -> Path:
         """Finds a data file."""

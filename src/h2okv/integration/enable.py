@@ -46,8 +46,8 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         cache = kwargs.get("past_key_values")
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        is_step = tokens is not None and tokens.shape[1] == 1 and isinstance(cache, H2OCache)
-        if not is_step or not cache.prepare_step():
+        is_step = tokens is not None and tokens.shape[1] == 1
+        if not (is_step and isinstance(cache, H2OCache) and cache.prepare_step()):
             return plain(*args, **kwargs)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2:

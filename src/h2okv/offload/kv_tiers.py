@@ -126,7 +126,10 @@ class CacheStore:
         try:
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 # Room is taken now, when a full disk is an error and not yet a signal.
-                os.posix_fallocate(file.fileno(), 0, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:  # macOS
+                    os.ftruncate(file.fileno(), size)
                 pages = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise ValueError(

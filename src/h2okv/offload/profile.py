@@ -73,7 +73,8 @@ class HardwareProfile:
 
     def gemm_rate(self, rows: int) -> float:
         """Interpolates the GEMM throughput for a number of rows."""
-        return float(np.interp(rows, *zip(*self.gemm, strict=True)))
+        at, rates = zip(*self.gemm, strict=True)
+        return float(np.interp(rows, at, rates))
 
 
 def measure_hardware(
