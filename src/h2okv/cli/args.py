@@ -18,7 +18,6 @@ import typer
 from typer.models import OptionInfo, ParameterInfo
 
 from h2okv.config import POSITIONS, CacheConfig, Positions
-from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
     import torch
@@ -428,6 +427,8 @@ def check_file(option: str, path: Path | None) -> None:
 
 def read_text(option: str, path: Path) -> str:
     """Reads a text file that an option names, without the last line's end."""
+    from h2okv.records import read_text_file
+
     try:
         return read_text_file(path).rstrip("\r\n")
     except ValueError as error:
