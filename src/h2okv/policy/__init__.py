@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from h2okv.policy.base import Policy
-from h2okv.policy.h2o import (
-    FullPolicy,
-    H2OPolicy,
-    HeavyPolicy,
-    RandomPolicy,
-    RecentPolicy,
-    SinkRecentPolicy,
-)
+from h2okv.policy.baselines import FullPolicy, RandomPolicy, RecentPolicy, SinkRecentPolicy
+from h2okv.policy.h2o import H2OPolicy, HeavyPolicy
 from h2okv.policy.snapkv import SnapKVPolicy
 from h2okv.policy.strided import FixedHeavyPolicy, FixedPolicy, StridedHeavyPolicy, StridedPolicy
 from h2okv.policy.topk import TopKHeavyPolicy, TopKPolicy

@@ -1,0 +1,82 @@
+"""What H2O is measured against: the full cache, windows of recent tokens, and chance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2okv.config import TokenBudget
+from h2okv.policy.base import Policy
+
+# Multipliers of the splitmix64 finaliser, as signed 64-bit integers.
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+_STEP = -0x61C8864680B583EB
+
+
+class FullPolicy(Policy):
+    """Keeps every token: the baseline, with H2O's scores beside it."""
+
+    name = "full"
+    evicts = False
+
+
+class RecentPolicy(Policy):
+    """Keeps the newest tokens; "Local" in the H2O paper (arXiv 2306.14048, section 5)."""
+
+    name = "recent"
+    uses_scores = False
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Gives the whole budget to the recent window."""
+        return TokenBudget(sink=0, heavy=0, recent=budget.total)
+
+
+class SinkRecentPolicy(RecentPolicy):
+    """Keeps the first tokens and the newest ones (StreamingLLM, arXiv 2309.17453, section 3)."""
+
+    name = "sink_recent"
+    default_sink = 4
+    """Sinks kept when the user gives no number; the StreamingLLM paper's choice."""
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Gives what the sinks leave to the recent window, which keeps at least one token."""
+        sink = min(budget.sink or self.default_sink, budget.total - 1)
+        return TokenBudget(sink=sink, heavy=0, recent=budget.total - sink)
+
+
+class RandomPolicy(Policy):
+    """Keeps the sinks and the recent window, and a random choice in place of the heavy hitters.
+
+    Every eviction draws anew. The draw is a hash of seed, layer, head, position and step, not a
+    generator's state: a sequence loses the same entries alone, in a batch, and in the simulation.
+
+    Args:
+        seed: chooses the draw.
+    """
+
+    name = "random"
+    uses_scores = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
+        """Uniform in [0, 1), fresh for every newest token."""
+        heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
+        key = _mix(heads + 1024 * layer_idx + 1048576 * self.seed)
+        draw = _mix(_mix(key + newest) + positions.to(torch.int64))
+        # 24 bits: as many as fp32 holds exactly.
+        return ((draw >> 20) & 0xFFFFFF).to(torch.float32) / 16777216.0
+
+
+def _mix(value: Tensor) -> Tensor:
+    """Scrambles int64 values (the splitmix64 finaliser, with logical shifts)."""
+    value = value + _STEP
+    value = (value ^ _shift(value, 30)) * _MIX_1
+    value = (value ^ _shift(value, 27)) * _MIX_2
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
