@@ -291,7 +291,6 @@ def test_a_text_that_adds_nothing_is_refused(model):
         ({"seed": 3}, "seed=3 has no effect with policy='h2o'; leave it out"),
         ({"seed": 3, "policy": get_policy("random", 4)}, r"no effect with policy=RandomPolicy\("),
     ],
-    ids=str,
 )
 def test_options_that_make_no_sense(model, options, text):
     with pytest.raises(ValueError, match=text):

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 from family_table import FAMILIES, Family  # noqa: E402
+from transformers import PreTrainedConfig  # noqa: E402
 
 from h2okv.cache import validation as support  # noqa: E402
 
@@ -32,10 +33,21 @@ H2O does not model. A model in which every layer has a sliding window (Mistral-7
 Phi-3-mini-4k) or is recurrent (Mamba) has nothing for H2O to evict and is refused. So are, by name
 or by their config:
 """
+
+
+def _reason(**settings: object) -> str | None:
+    config = PreTrainedConfig(**settings)
+    return support._refusal(config, config)
+
+
 _BY_CONFIG = {
-    "DeepSeek-V2, DeepSeek-V3, Kimi, MiniCPM3 and others with `kv_lora_rank`": support._LATENT,
-    "Gemma 3n, Gemma 4 with `num_kv_shared_layers`": support._SHARED_KEYS,
-    "DeepSeek-V3.2, GLM-5 and others with indexed attention": support._INDEXER,
+    "DeepSeek-V2, DeepSeek-V3, Kimi, MiniCPM3 and others with `kv_lora_rank`": _reason(
+        kv_lora_rank=1
+    ),
+    "Gemma 3n, Gemma 4 with `num_kv_shared_layers`": _reason(num_kv_shared_layers=1),
+    "DeepSeek-V3.2, GLM-5 and others with indexed attention": _reason(
+        layer_types=["indexed_attention"]
+    ),
     "T5, BART and other encoder-decoder models": "H2O is defined for decoder-only models",
 }
 
