@@ -17,6 +17,7 @@ def tokens(length, seed=0, batch=1):
     return torch.randint(2, 97, (batch, length), generator=generator)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("frequencies", [torch.float32, torch.bfloat16])
 def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, frequencies):

@@ -90,6 +90,7 @@ assert model.generate(ids, past_key_values=cache, max_new_tokens=5).shape == (1,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_importing_the_package_alone_registers_its_attention(order):
     code = _ONLY_IMPORTED

@@ -124,6 +124,7 @@ def test_a_line_that_is_no_text_is_refused_and_the_next_is_answered(chat):
     assert len(statuses(outcome)) == 1
 
 
+@pytest.mark.slow
 def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_path):
     file = tmp_path / "evening.chat"
     whole = chat("the cat\nthe dog\nthe mat\n", "--system", "be brief").out

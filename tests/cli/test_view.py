@@ -111,6 +111,7 @@ def test_a_taken_port_is_one_sentence(h2okv_command, model_folder, text_file):
     assert f"--port {port} cannot be opened" in done.err and "--port 0" in done.err
 
 
+@pytest.mark.slow
 def test_it_serves_the_page_until_ctrl_c(model_folder, text_file):
     process = subprocess.Popen(
         [sys.executable, "-m", "h2okv.cli", "view", "--model", str(model_folder), "--port", "0",

@@ -87,7 +87,9 @@ def assert_same(cache, alone):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [pytest.param(4, 4, marks=pytest.mark.slow), (4, 2)]
+)
 def test_every_setting_holds_what_its_own_reading_leaves(make_llama, heads, kv_heads):
     model = make_llama(heads, kv_heads)
     prompt, later = draw(1, LENGTH), draw(1, STEPS, seed=1)

@@ -134,6 +134,7 @@ def test_each_part_of_a_composite_model_gets_its_own_attention_back():
     assert attention() == before and before[1:] == ["eager", "sdpa"]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_unwrapped(model):
     compiled = torch.compile(model, backend="eager")
     h2okv.check_model(compiled)
