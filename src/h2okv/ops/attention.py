@@ -14,14 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # The CPU computes 2 ** x four times as fast as e ** x.
 _LOG2_E = math.log2(math.e)
-_TILE_ROWS, _TILE_KEYS = 128, 2048
-"""A tile of fp32 logits takes 1 MiB, about the cache that a core has to itself."""
-_TILES_PER_THREAD = 2
-"""More than one, so that threads that finish early find something to do."""
+_TILE_ROWS, _TILE_KEYS = 288, 1024
+"""A tile of fp32 logits takes about 1 MiB, half of the cache that a core has to itself."""
 _SCRATCH_ELEMENTS = 1 << 23
 """All tiles of one block of queries take at most 32 MiB, if need be with fewer rows."""
 _LOWEST = -1e30
 """In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
+_MOST_POWER = 100
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def blockwise_attention_with_scores(
     # Some heads at a time: a copy of all in fp32 would be twice as large as a block of bf16.
     count = num_kv_heads
     if query.device.type == "cpu":
-        count = _TILES_PER_THREAD * torch.get_num_threads()
+        count = torch.get_num_threads()
     for row in range(batch):
         own: Any = slice(None)
         seen: Any = slice(None)
@@ -132,19 +131,24 @@ def _attend_heads(
     """
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
+    own = (query * key[:, None, past:]).sum(dim=-1, keepdim=True)
+    if softcap is None:  # one more product instead of one more pass over each tile
+        query = torch.cat([query, -own], dim=-1)
+        key = torch.cat([key, key.new_ones(heads, num_keys, 1)], dim=-1)
+    else:
+        own.tanh_().mul_(softcap * _LOG2_E)
     rows = max(1, min(_TILE_ROWS, _SCRATCH_ELEMENTS // (heads * num_keys)) // groups)
     scratch = query.new_empty(min(rows, length) * groups * heads * num_keys)
-    for top in range(0, length, rows):
+
+    def attend_rows(top: int) -> None:
         bottom = min(top + rows, length)
         height = groups * (bottom - top)
         some_queries = query[:, :, top:bottom].reshape(heads, height, -1)
-        highest = query.new_full((heads, height, 1), _LOWEST)
-        total = torch.zeros_like(highest)
-        mixed = query.new_zeros(heads, height, size)
         first = 0 if window is None else max(0, past + top - window + 1)
-        tiles = []
-        for left in range(first, past + bottom, _TILE_KEYS):
-            columns = slice(left, min(left + _TILE_KEYS, past + bottom))
+        edges = range(first, past + bottom, _TILE_KEYS)
+        slices = [slice(left, min(left + _TILE_KEYS, past + bottom)) for left in edges]
+
+        def logits(columns: slice) -> Tensor:
             width = columns.stop - columns.start
             offset = heads * height * (columns.start - first)
             tile = scratch[offset : offset + heads * height * width].view(heads, height, width)
@@ -158,21 +162,48 @@ def _attend_heads(
                 if bias is not None:
                     tile += bias[:, :, columns]
             _hide(tile.unflatten(1, (groups, -1)), columns, past + top, past + bottom, window)
-            higher = torch.maximum(highest, tile.amax(dim=-1, keepdim=True))
-            tile.sub_(higher).exp2_()
-            fade = torch.exp2(highest - higher)
-            total.mul_(fade).add_(tile.sum(dim=-1, keepdim=True))
-            mixed.mul_(fade).baddbmm_(tile, value[:, columns])
-            tiles.append((columns, tile, higher))
-            highest = higher
+            return tile
+
+        def attend(shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
+            total = query.new_zeros(heads, height, 1)
+            mixed = query.new_zeros(heads, height, size)
+            tiles = []
+            for columns in slices:
+                tile = logits(columns)
+                if shift is not None:
+                    tile.sub_(shift)
+                tile.exp2_()
+                total += tile.sum(dim=-1, keepdim=True)
+                mixed.baddbmm_(tile, value[:, columns])
+                tiles.append(tile)
+            return tiles, total, mixed
+
+        # A running maximum would cost two more passes. Relative to the logit of the query's own
+        # key the powers of two stay within fp32, but for rare logits; the sums tell, and those
+        # rows are done again relative to their maximum.
+        shift = None if softcap is None else own[:, :, top:bottom].reshape(heads, height, 1)
+        tiles, total, mixed = attend(shift)
+        if not _in_range(total):
+            highest = [logits(columns).amax(dim=-1, keepdim=True) for columns in slices]
+            tiles, total, mixed = attend(torch.cat(highest, -1).amax(-1, True).clamp_(min=_LOWEST))
         # A row that sees nothing has a sum of zero: the limit makes its output zero, not NaN.
         factor = total.clamp_(min=torch.finfo(total.dtype).tiny).reciprocal_()
         output[:, :, top:bottom] = mixed.mul_(factor).unflatten(1, (groups, -1))
         if weights is not None:
             factor = factor * weights[top:bottom].repeat(groups).unsqueeze(1)
-        for columns, tile, reference in tiles:
-            shares = torch.exp2(reference - highest).mul_(factor).transpose(1, 2)
-            sums[:, columns] += torch.bmm(shares, tile).squeeze(1)
+        for columns, tile in zip(slices, tiles, strict=True):
+            sums[:, columns] += torch.bmm(factor.transpose(1, 2), tile).squeeze(1)
+
+    for top in range(0, length, rows):
+        attend_rows(top)
+
+
+def _in_range(total: Tensor) -> bool:
+    """Whether sums of powers of two lost nothing to fp32; a compiler cannot look and is told no."""
+    if torch.compiler.is_compiling():
+        return False
+    low, high = total.aminmax()
+    return bool((low > 2.0**-_MOST_POWER) & (high < 2.0**_MOST_POWER))
 
 
 def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | None) -> None:
