@@ -106,7 +106,7 @@ def test_a_budget_of_ones_own(served, openings):
         )
     )
     assert standard == same != small
-    with pytest.raises(openai.BadRequestError, match="a row of this server holds 96; give less"):
+    with pytest.raises(openai.BadRequestError, match="this server keeps 96 at most; give less"):
         ask(client, openings[-1], extra_body={"h2o": {"heavy": 90}})
 
 
