@@ -16,21 +16,20 @@ import torch
 from record import Target, environment, interleave, report, rows_for
 
 from h2okv.offload.meta_model import ParameterSlot
-from h2okv.offload.quantized_linear import Int4Slot, Int8Slot
+from h2okv.offload.quantized_linear import PackedSlot
 
 RESULTS = Path(__file__).parent / "results" / "weight_bits.csv"
-KINDS = {"int8": Int8Slot, "int4": Int4Slot}
+KINDS = {"int8": 8, "int4": 4}
 CLOSE = {"int8": 0.02, "int4": 0.2}
 """Norm of the difference, by that of the product, that counts as an error of the code."""
 
 
-def packed(
-    kind: type[Int8Slot] | type[Int4Slot], weight: torch.Tensor
-) -> tuple[torch.nn.Linear, int]:
+def packed(bits: int, weight: torch.Tensor) -> tuple[torch.nn.Linear, int]:
     """A layer with the weight in few bits, and its bytes."""
     outputs, inputs = weight.shape
     layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
-    slot = kind.of(ParameterSlot("layer.weight", layer, "weight", weight.shape, weight.dtype))
+    slot = ParameterSlot("layer.weight", layer, "weight", weight.shape, weight.dtype)
+    slot = PackedSlot.of(slot, bits)
     stored = slot.to_bytes(weight)
     slot.fill(stored)
     return layer, stored.nbytes
@@ -52,7 +51,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 1536, generator=generator).bfloat16()
-    made = {name: packed(kind, weight) for name, kind in KINDS.items()}
+    made = {name: packed(bits, weight) for name, bits in KINDS.items()}
     print(
         ", ".join(
             f"{name}: {size / weight.nbytes:.3f} of the bytes" for name, (_, size) in made.items()

@@ -8,12 +8,13 @@ from h2okv.analysis.attention_stats import accumulated, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, held_after
 from h2okv.config import TokenBudget
 
-pytestmark = pytest.mark.slow
-
 BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "recent", "random"])
+@pytest.mark.parametrize(
+    "policy",
+    ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recent", "random"))],
+)
 def test_it_holds_what_the_masked_cache_holds_at_every_step(model, sample, kept_sets, policy):
     trace = follow(model, sample.input_ids, policy, BUDGET, first=30)
     cache = h2okv.H2OCache(model.config, 10, 8, 2, policy=policy, simulate=True)
@@ -44,6 +45,7 @@ def test_a_full_budget_gives_the_dense_losses(model, sample):
     assert (trace.gone_at == sample.length + 1).all()
 
 
+@pytest.mark.slow
 def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
     trace = follow(model, sample.input_ids, "h2o", BUDGET, first=30, recorded=4)
     assert trace.recorded.tolist() == [29, 72, 116, 159]

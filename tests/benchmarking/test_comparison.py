@@ -7,8 +7,6 @@ import h2okv.benchmarking.caches as caches
 from h2okv.benchmarking.comparison import COLUMNS, Comparison, Settings
 from h2okv.benchmarking.model import Footprint, speedup_limit
 
-pytestmark = pytest.mark.slow
-
 CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 
 
@@ -48,18 +46,21 @@ def test_the_figures_follow_from_the_samples(compare):
     assert own["bandwidth"] == BANDWIDTH
 
 
+@pytest.mark.slow
 def test_every_combination_has_its_rows(compare):
     rows, _ = compare(contexts=(32, 64), batches=(1, 2), caches=("dynamic", "h2o"))
     expected = {(n, c, b) for n in ("dynamic", "h2o") for c in (32, 64) for b in (1, 2)}
     assert rows.keys() == expected
 
 
+@pytest.mark.slow
 def test_without_the_full_cache_there_is_no_ratio(compare):
     rows, _ = compare(caches=("h2o",))
     own = rows["h2o", CONTEXT, BATCH]
     assert own["speedup"] is None and own["share"] is None and own["limit"] > 1
 
 
+@pytest.mark.slow
 def test_cells_have_the_columns(compare):
     rows, _ = compare(caches=("h2o",), rounds=1)
     cells = rows["h2o", CONTEXT, BATCH]
@@ -115,6 +116,7 @@ def test_steps_on_slots_are_compiled_on_request(compare, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_rolling_positions_are_measured(compare):
     rows, _ = compare(caches=("dynamic", "h2o"), positions="rolling")
     assert rows["h2o", CONTEXT, BATCH]["positions"] == "rolling"

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.quantized_linear import Int4Slot, PackedSlot, pack_layers
+from h2okv.offload.quantized_linear import PackedSlot, pack_layers
 
 CPU = torch.device("cpu")
 
@@ -50,8 +50,8 @@ def test_what_int4_cannot_pack_stays(tmp_path):
 
 
 def test_bytes_of_another_processor_are_another_file(tmp_path, monkeypatch):
-    slot = Int4Slot.of(meta(tmp_path).units[0].slots[0])
-    assert isinstance(slot, Int4Slot)
+    slot = PackedSlot.of(meta(tmp_path).units[0].slots[0], 4)
+    assert isinstance(slot, PackedSlot)
     before = slot.form
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert slot.form != before

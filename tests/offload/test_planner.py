@@ -49,7 +49,7 @@ WORK = Workload(mean_prompt=400, longest_prompt=900, max_new_tokens=100, num_pro
 @pytest.mark.parametrize("shares", [None, {"disk": 1.0}, {"device": 0.5, "disk": 0.5}])
 def test_no_plan_is_above_its_room(planner, options, shares):
     rows = set()
-    for room in range(0, 800 * MIB, 31 * MIB):
+    for room in range(0, 800 * MIB, 57 * MIB):
         try:
             plan = planner(room, WORK, weights=shares, **options).plan()
         except ValueError:

@@ -10,8 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import h2okv
 from h2okv.offload.batch_runner import Limits
 
-pytestmark = pytest.mark.slow
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
 
@@ -30,7 +28,13 @@ def model(make_llama):
     return make_llama()
 
 
-@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS.keys())
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param(own, id=name, marks=() if name == "a few at a time" else pytest.mark.slow)
+        for name, own in LIMITS.items()
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -51,6 +55,7 @@ def test_same_as_alone(model, make_sequences, run_engine, alone, limits, options
     assert run_engine(model, sequences, limits, **options) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"heavy": 0, "recent": 1}, {"heavy": 1, "recent": 0}, {"heavy": 3, "recent": 2, "kv_bits": 8},
@@ -65,6 +70,7 @@ def test_same_as_masking_a_full_cache(model, make_sequences, run_engine, alone, 
         assert run_engine(model, make_sequences(LENGTHS, 45), limits, **options) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma 2", "Llama 4 (text)", "Qwen3-Next"])
 def test_padding_is_seen_by_no_kind_of_layer(name, make_sequences, run_engine, alone):
     # Layers that keep transformers' own entries hold padding too, and need the mask at every step.
@@ -77,6 +83,7 @@ def test_padding_is_seen_by_no_kind_of_layer(name, make_sequences, run_engine, a
     assert run_engine(model, make_sequences(lengths, 20), Limits(5, 1000, 5)) == expected
 
 
+@pytest.mark.slow
 def test_longer_than_the_full_caches_growth(model, make_sequences, run_engine, alone):
     # Rows joined at different times of their lives must all find a slot, hundreds of steps later.
     lengths, limits = (40, 5, 60, 3), Limits(4, 60, 4)
@@ -97,6 +104,7 @@ def test_sampling_is_each_prompts_own(model, make_sequences, run_engine):
     assert run(Limits(1, 1, 1), seed=1) != first
 
 
+@pytest.mark.slow
 def test_sampling_draws_what_the_probabilities_say(model, make_sequences, run_engine):
     # Many ids with one prompt: the first tokens are spread as one softmax says.
     sequences = make_sequences([9] * 400, 1)

@@ -11,8 +11,6 @@ from h2okv.offload.batch_runner import ForwardScheduler, Limits, MicroBatch
 from h2okv.offload.kv_tiers import CacheStore
 from h2okv.offload.meta_model import split_model
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18)
 LAYERS = 4
@@ -51,9 +49,16 @@ PACKED = {
 }
 CASES = {f"{o}, {p}": (OPTIONS[o], PLACES[p]) for o in OPTIONS for p in PLACES}
 CASES |= {name: (options, PLACES["mixed"]) for name, options in PACKED.items()}
+QUICK = ("tokens, mixed",)
 
 
-@pytest.mark.parametrize(("options", "places"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, options):
     rooms = [3, 9, 1, 9, 30, 9, 5, 40]
     for limits in (Limits(8, 60, 8), Limits(5, 40, 2)):
@@ -64,6 +69,7 @@ def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, 
         assert made == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 4])
 def test_growing_past_the_first_slots(model, make_sequences, run_engine, tmp_path, bits):
     sequences = [make_sequences((30, 20), [280, 300]) for _ in range(2)]
@@ -101,6 +107,7 @@ def micro_batches(model, sequences, bits=None):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, places, bits):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from h2okv.analysis.attention_stats import LayerAttention, read_observed
+from h2okv.records import Row
 
 _CHUNK = 256
 _RESAMPLES = 2000
@@ -40,20 +40,11 @@ def dense_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
     return token_losses(logits, input_ids)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Perplexity with a change of the attention, its ratio to that without, and a 95 % interval."""
+def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0) -> Row:
+    """Perplexity of losses ``[T]``, its ratio to the baseline's, and the ratio's 95 % interval.
 
-    perplexity: float
-    ratio: float
-    low: float
-    high: float
-
-
-def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0) -> Cost:
-    """Compares losses ``[T]`` token by token; the interval is a bootstrap over blocks of 32 tokens.
-
-    It says how sure the figure is for texts like this one read by this model, not for others.
+    The interval, a bootstrap over blocks of 32 tokens, says how sure the ratio is for texts like
+    this one read by this model, not for others.
     """
     gaps = (losses - baseline)[first:]
     blocks = [gaps[i : i + _BLOCK] for i in range(0, len(gaps), _BLOCK)]
@@ -62,8 +53,8 @@ def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0
     draws = np.random.default_rng(seed).integers(0, len(blocks), (_RESAMPLES, len(blocks)))
     means = sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
     low, high = np.exp(np.quantile(means, (0.025, 0.975)))
-    perplexity = np.exp(losses[first:].mean())
-    return Cost(float(perplexity), float(np.exp(gaps.mean())), float(low), float(high))
+    perplexity, ratio = np.exp([losses[first:].mean(), gaps.mean()])
+    return {"perplexity": perplexity, "ratio": ratio, "low": low, "high": high}
 
 
 def heaviest(scores: np.ndarray, count: int) -> np.ndarray:

@@ -114,7 +114,7 @@ def measure_accumulation(study: Study, tick: Tick = no_tick) -> Tables:
             tables["score_ranks"] += _ranked(names, "score", values)
             # A text with few different words still has tokens enough.
             if (values > 0).sum() >= LEAST_VALUES:
-                tables["power_law"].append({**names, **vars(fit_power_law(values))})
+                tables["power_law"].append({**names, **fit_power_law(values)})
         tick((place + 1) / len(study.layers))
     return tables
 
@@ -157,7 +157,7 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
             zip(map(str, study.layers), values, strict=True)
         )
         rows += [
-            {"measure": measure, "layer": layer, "against": against, **vars(spearman(part, others))}
+            {"measure": measure, "layer": layer, "against": against, **spearman(part, others)}
             for layer, part in parts.items()
             for against, others in counts.items()
         ]
@@ -182,7 +182,7 @@ def measure_ablation(study: Study, tick: Tick = no_tick) -> Tables:
         losses = losses_with_hidden(study.model, study.sample.input_ids, hidden, study.layers)
         number = int(hidden[0, 0].sum())
         names = {"condition": condition, "share": share, "hidden": number, "seed": seed}
-        rows.append({**names, **vars(cost(losses, base))})
+        rows.append({**names, **cost(losses, base)})
         tick(len(rows) / len(runs))
     return {"ablation": rows}
 
@@ -195,7 +195,7 @@ def measure_policies(study: Study, tick: Tick = no_tick) -> Tables:
     for done, (policy, share) in enumerate(pairs):
         losses = study.losses(policy, share, _part(tick, done, len(pairs)))
         row = {"policy": policy, "share": share, "tokens": study.tokens(share)}
-        rows.append({**row, **vars(cost(losses, base, study.half))})
+        rows.append({**row, **cost(losses, base, study.half)})
     return {"perplexity": rows}
 
 

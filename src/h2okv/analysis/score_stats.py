@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from h2okv.records import Row
+
 _CANDIDATES = 40
 _LEAST_TAIL = 30
 LEAST_VALUES = 2 * _LEAST_TAIL
@@ -25,29 +27,15 @@ def load_scipy(module: str) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
-class PowerLaw:
-    """The tail ``p(x) ~ x ** -exponent`` for ``x >= start``; of ``values`` it holds ``tail``.
+def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row:
+    """Fits a power law to the upper tail (Clauset, Shalizi, Newman, arXiv 0706.1062).
 
+    It is ``p(x) ~ x ** -exponent`` for ``x >= start``; of ``values`` it holds ``tail``.
     ``distance`` is Kolmogorov and Smirnov's, and ``p_value`` the fraction of samples of the fitted
     law that are farther from their own fit: below 0.1 the law is not plausible. ``log_ratio`` is
     the log-likelihood of the power law minus that of a log-normal cut off at the same place, and
     ``log_ratio_p`` how likely a ratio as far from 0 is when both are as good (Vuong's test).
     """
-
-    values: int
-    tail: int
-    start: float
-    exponent: float
-    exponent_error: float
-    distance: float
-    p_value: float
-    log_ratio: float
-    log_ratio_p: float
-
-
-def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> PowerLaw:
-    """Fits a power law to the upper tail (Clauset, Shalizi, Newman, arXiv 0706.1062)."""
     ordered = np.sort(values[values > 0].astype(np.float64))
     if len(ordered) < LEAST_VALUES:
         raise ValueError(
@@ -65,17 +53,12 @@ def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Pow
         rest = generator.choice(body, len(ordered) - in_tail)
         farther += _best_tail(np.sort(np.concatenate([rest, drawn])))[2] >= distance
     log_ratio, log_ratio_p = _against_lognormal(tail, exponent)
-    return PowerLaw(
-        values=len(ordered),
-        tail=len(tail),
-        start=float(tail[0]),
-        exponent=exponent,
-        exponent_error=(exponent - 1) / np.sqrt(len(tail)),
-        distance=distance,
-        p_value=farther / draws if draws else float("nan"),
-        log_ratio=log_ratio,
-        log_ratio_p=log_ratio_p,
-    )
+    return {
+        "values": len(ordered), "tail": len(tail), "start": float(tail[0]), "exponent": exponent,
+        "exponent_error": (exponent - 1) / np.sqrt(len(tail)), "distance": distance,
+        "p_value": farther / draws if draws else float("nan"), "log_ratio": log_ratio,
+        "log_ratio_p": log_ratio_p,
+    }  # fmt: skip
 
 
 def _best_tail(ordered: np.ndarray) -> tuple[int, float, float]:
@@ -169,18 +152,8 @@ def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
     return sums.reshape(*scores.shape[:-1], size)
 
 
-@dataclass(frozen=True)
-class RankCorrelation:
-    """Spearman's rank correlation, its 95 % interval (bootstrap over words), and how many words."""
-
-    rho: float
-    low: float
-    high: float
-    words: int
-
-
-def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> RankCorrelation:
-    """Correlates two rankings, each float ``[W]``."""
+def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Row:
+    """Spearman's rank correlation of float ``[W]``, with a 95 % interval (bootstrap over words)."""
     stats = load_scipy("stats")
     ranks = np.stack([stats.rankdata(first), stats.rankdata(second)])
     size = ranks.shape[1]
@@ -194,4 +167,4 @@ def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> RankCorrel
         values = np.where(spread > 0, product / spread, 0.0)
     low, high = np.quantile(values, (0.025, 0.975))
     rho = float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else 0.0
-    return RankCorrelation(rho, float(low), float(high), size)
+    return {"rho": rho, "low": float(low), "high": float(high), "words": size}

@@ -253,30 +253,18 @@ _BUDGETS = {
 _TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True)
-class Bound:
-    """How a policy does on a case, step by step.
+def check_bound(
+    rows: np.ndarray, held: np.ndarray, kept: int, objective: str, h: str
+) -> tuple[np.ndarray, Row]:
+    """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts.
 
-    Attributes:
-        ratios: float ``[n - k]``, worth of what is held to the best, after each step that evicts.
-        alpha: the least alpha for which ``(1 - 1/e) (1 - alpha) best`` is reached with beta = 0.
-        beta: the least beta with alpha = 0, as a share of the last step's best.
-        drift: the most that the worth of what was held before falls from one step to the next.
-        moves: the most tokens by which the best set changes from one step to the next; eviction
-            changes one.
-        lost: the largest share of a step's best set that had been evicted before it.
+    The ratios of its worth to the best's, float ``[n - k]``, and a table's columns: ``alpha``, the
+    least for which ``(1 - 1/e) (1 - alpha) best`` is reached with beta = 0; ``beta``, the least
+    with alpha = 0, as a share of the last step's best; ``drift``, the most that the worth of what
+    was held before falls from one step to the next; ``moves``, the most tokens by which the best
+    set changes from one step to the next (eviction changes one); ``lost``, the largest share of a
+    step's best set that had been evicted before it.
     """
-
-    ratios: np.ndarray
-    alpha: float
-    beta: float
-    drift: float
-    moves: int
-    lost: float
-
-
-def check_bound(rows: np.ndarray, held: np.ndarray, kept: int, objective: str, h: str) -> Bound:
-    """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts."""
     steps = range(kept, rows.shape[-1])
     best = [best_value(rows, kept, step, objective, h) for step in steps]
     tops, sets = np.array([top for top, _ in best]), [own for _, own in best]
@@ -295,14 +283,13 @@ def check_bound(rows: np.ndarray, held: np.ndarray, kept: int, objective: str, h
     ]
     moved = [int((b & ~a).sum()) for a, b in zip(sets, sets[1:], strict=False)]
     ratios = values / tops
-    return Bound(
-        ratios=ratios,
-        alpha=max(0.0, float(1 - ratios.min() / FACTOR)),
-        beta=max(0.0, float((FACTOR * tops - values).max() / tops[-1])),
-        drift=max([0.0, *drifts]),
-        moves=max(moved, default=0),
-        lost=float(max(lost)),
-    )
+    return ratios, {
+        "lowest_ratio": ratios.min(), "mean_ratio": ratios.mean(), "last_ratio": ratios[-1],
+        "holds": int(ratios.min() >= FACTOR - _TOLERANCE),
+        "alpha": max(0.0, float(1 - ratios.min() / FACTOR)),
+        "beta": max(0.0, float((FACTOR * tops - values).max() / tops[-1])),
+        "drift": max([0.0, *drifts]), "moves": max(moved, default=0), "lost": float(max(lost)),
+    }  # fmt: skip
 
 
 def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
@@ -324,17 +311,9 @@ def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
         for objective, h in product(OBJECTIVES, CONCAVE):
             informed = informed_sets(rows, KEPT, objective, h)
             for policy, sets in {**held, "informed": informed}.items():
-                bound = check_bound(rows, sets, KEPT, objective, h)
-                ratios = bound.ratios
-                tables["theory"].append(
-                    {
-                        **names, "policy": policy, "objective": objective, "h": h,
-                        "lowest_ratio": ratios.min(), "mean_ratio": ratios.mean(),
-                        "last_ratio": ratios[-1], "holds": int(ratios.min() >= FACTOR - _TOLERANCE),
-                        "alpha": bound.alpha, "beta": bound.beta, "drift": bound.drift,
-                        "moves": bound.moves, "lost": bound.lost,
-                    }
-                )  # fmt: skip
+                ratios, bound = check_bound(rows, sets, KEPT, objective, h)
+                kind = {"policy": policy, "objective": objective, "h": h}
+                tables["theory"].append({**names, **kind, **bound})
                 series.setdefault((case.name, policy, objective, h), []).append(ratios)
         tick((done + 1) / len(cases))
     for key, found in series.items():

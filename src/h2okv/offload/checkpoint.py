@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import str_to_torch_dtype
 
-from h2okv.records import file_error
+from h2okv.records import file_error, naming
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -159,15 +159,12 @@ def weights_digest(config: PreTrainedConfig) -> str | None:
         return commit
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(f"{path.name} {size} ".encode())
-                for index in range(_SAMPLES):
-                    file.seek(index * size // _SAMPLES)
-                    digest.update(file.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise file_error(path, "read", error, _AGAIN) from error
+        with naming(path, "read", _AGAIN), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size} ".encode())
+            for index in range(_SAMPLES):
+                file.seek(index * size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from h2okv.engine.detokenizer import Detokenizer
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
 from h2okv.provenance import digest
-from h2okv.records import Record, ResultFile, file_error
+from h2okv.records import Record, ResultFile, naming
 
 _LINE = '{"id": 1, "prompt": "..."}'
 ParsedLine = tuple[PromptId, Any, str]
@@ -49,12 +50,11 @@ class PromptFile:
 
     def read(self, line: PromptLine) -> ParsedLine:
         """Reads a line again."""
+        with self._opened() as file:
+            file.seek(line.start)
+            data = file.read(line.size)
         try:
-            with self.path.open("rb") as file:
-                file.seek(line.start)
-                parsed = parse_line(file.read(line.size))
-        except OSError as error:
-            raise self._unreadable(error) from error
+            parsed = parse_line(data)
         except ValueError:
             parsed = (line.id, None, "")
         if parsed[2] != line.digest:
@@ -67,14 +67,11 @@ class PromptFile:
     def _scan(self) -> Iterator[PromptLine]:
         known: dict[str, int] = {}
         start = 0
-        try:
-            with self.path.open("rb") as file:
-                for number, data in enumerate(file, start=1):
-                    if data.strip(b"\xef\xbb\xbf \t\r\n"):
-                        yield self._parse(number, start, data, known)
-                    start += len(data)
-        except OSError as error:
-            raise self._unreadable(error) from error
+        with self._opened() as file:
+            for number, data in enumerate(file, start=1):
+                if data.strip(b"\xef\xbb\xbf \t\r\n"):
+                    yield self._parse(number, start, data, known)
+                start += len(data)
 
     def _parse(self, number: int, start: int, data: bytes, known: dict[str, int]) -> PromptLine:
         try:
@@ -89,8 +86,11 @@ class PromptFile:
             raise ValueError(f"'{self.path}', line {number}: {error}") from error
         return PromptLine(prompt_id, start, len(data), found)
 
-    def _unreadable(self, error: OSError) -> ValueError:
-        return file_error(self.path, "read", error, "give a JSONL file with prompts")
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        remedy = "give a JSONL file with prompts"
+        with naming(self.path, "read", remedy), self.path.open("rb") as file:
+            yield file
 
 
 def parse_line(data: bytes) -> ParsedLine:

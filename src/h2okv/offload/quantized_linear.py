@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,60 +12,67 @@ from torch import nn
 from h2okv.offload.checkpoint import Part, block_bytes, import_extra, parts_of
 from h2okv.offload.meta_model import MetaModel, ParameterSlot
 
+_GROUPS = (64, 32)
+"""Of int4: numbers that share a scale and a zero, the first that divides a row."""
+_OUTPUTS = 16
+"""The packing of int4 takes rows by so many."""
+
 
 @dataclass(frozen=True)
 class PackedSlot(ParameterSlot):
-    """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with."""
+    """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with.
+
+    In 8 bits these are int8 numbers and an fp32 scale for each output; in 4 bits two numbers in a
+    byte, and a scale and zero for each group of a row.
+    """
 
     original_shape: torch.Size  # of the weight, [outputs, inputs]
     original_dtype: torch.dtype  # that products with it have
+    bits: int
 
     @classmethod
-    def of(cls, slot: ParameterSlot) -> ParameterSlot:
+    def of(cls, slot: ParameterSlot, bits: int) -> ParameterSlot:
         """Makes a linear layer's slot a packed one; one that cannot be packed is given back."""
         is_linear = type(slot.owner) is nn.Linear and slot.attribute == "weight"
-        parts = cls.parts(slot.shape, slot.dtype) if is_linear else []
+        parts = _parts(slot.shape, slot.dtype, bits) if is_linear else []
         if not parts:
             return slot
-        size = block_bytes(parts)
-        return cls(
-            slot.name, slot.owner, slot.attribute, torch.Size([size]), torch.uint8, slot.shape,
-            slot.dtype,
-        )  # fmt: skip
-
-    @staticmethod
-    @abstractmethod
-    def parts(shape: torch.Size, dtype: torch.dtype) -> list[Part]:
-        """The tensors that are stored for a weight; none if it cannot be packed."""
-
-    @abstractmethod
-    def quantize(self, weight: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Makes these tensors of a weight."""
-
-    @abstractmethod
-    def as_weight(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Makes of these tensors, shared and not copied, one that multiplies."""
+        size = torch.Size([block_bytes(parts)])
+        original = slot.shape, slot.dtype
+        return cls(slot.name, slot.owner, slot.attribute, size, torch.uint8, *original, bits)
 
     @property
     def num_weights(self) -> int:
         """See `ParameterSlot.num_weights`."""
         return self.original_shape.numel()
 
+    @property
+    def form(self) -> str:
+        """See `ParameterSlot.form`; the bytes of int4 depend on the processor's instructions."""
+        processor = torch.backends.cpu.get_cpu_capability() if self.bits == 4 else ""
+        return f"int{self.bits} {processor}"
+
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
         """Quantizes a weight; uint8."""
+        weight = parameter.to(self.original_dtype)
         packed = torch.zeros(self.shape, dtype=torch.uint8)
-        made = self.quantize(parameter.to(self.original_dtype))
+        made = _quantize8(weight) if self.bits == 8 else _quantize4(weight)
         for part, tensor in zip(self._parts_of(packed), made, strict=True):
             part.copy_(tensor.view(part.shape))
         return packed
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Installs the stored bytes as a tensor that multiplies; mutates the module.
+        """Installs the stored bytes, shared, as a tensor that multiplies; mutates the module.
 
         It hides the parameter, which stays on the meta device: code that walks through a model's
         parameters expects ordinary tensors.
         """
-        vars(self.owner)[self.attribute] = self.as_weight(*self._parts_of(tensor))
+        parts, inputs = self._parts_of(tensor), self.original_shape[1]
+        if self.bits == 8:
+            weight = load_torchao().Int8Tensor(*parts, [1, inputs], self.original_dtype)
+        else:
+            weight = load_int4()(*parts, [1, _group(inputs)], self.original_shape)
+        vars(self.owner)[self.attribute] = weight
 
     def empty(self) -> None:
         """See `ParameterSlot.empty`."""
@@ -75,72 +81,34 @@ class PackedSlot(ParameterSlot):
         super().fill(meta_tensor)
 
     def _parts_of(self, packed: torch.Tensor) -> Iterable[torch.Tensor]:
-        return parts_of(packed, self.parts(self.original_shape, self.original_dtype))
+        return parts_of(packed, _parts(self.original_shape, self.original_dtype, self.bits))
 
 
-class Int8Slot(PackedSlot):
-    """A `PackedSlot` of int8 numbers and one fp32 scale for each output."""
-
-    @staticmethod
-    def parts(shape: torch.Size, dtype: torch.dtype) -> list[Part]:
-        """See `PackedSlot.parts`."""
-        return [(shape, torch.int8), (torch.Size([shape[0], 1]), torch.float32)]
-
-    def quantize(self, weight: torch.Tensor) -> Iterable[torch.Tensor]:
-        """See `PackedSlot.quantize`."""
-        torchao = load_torchao()
-        outputs, inputs = weight.shape
-        linear = nn.Linear(inputs, outputs, bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
-        made: Any = linear.weight
-        # A zero-point is not among its parts: the quantization is symmetric.
-        return made.qdata, made.scale
-
-    def as_weight(self, *parts: torch.Tensor) -> torch.Tensor:
-        """See `PackedSlot.as_weight`."""
-        weight: torch.Tensor = load_torchao().Int8Tensor(
-            *parts, [1, self.original_shape[1]], self.original_dtype
-        )
-        return weight
+def _parts(shape: torch.Size, dtype: torch.dtype, bits: int) -> list[Part]:
+    """The tensors that are stored for a weight; none if it cannot be packed."""
+    outputs, inputs = shape
+    if bits == 8:
+        return [(shape, torch.int8), (torch.Size([outputs, 1]), torch.float32)]
+    if outputs % _OUTPUTS or inputs % min(_GROUPS):
+        return []
+    codes = torch.Size([outputs, inputs // 2])
+    return [(codes, torch.uint8), (torch.Size([inputs // _group(inputs), outputs, 2]), dtype)]
 
 
-_GROUPS = (64, 32)
-"""Numbers that share a scale and a zero, the first that divides a row."""
-_OUTPUTS = 16
-"""The packing takes rows by so many."""
+def _quantize8(weight: torch.Tensor) -> Iterable[torch.Tensor]:
+    torchao = load_torchao()
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    made: Any = linear.weight
+    # A zero-point is not among its parts: the quantization is symmetric.
+    return made.qdata, made.scale
 
 
-class Int4Slot(PackedSlot):
-    """A `PackedSlot` of two numbers in a byte, and a bf16 scale and zero for each group of a row.
-
-    How the bytes lie depends on the vector instructions of the processor that packed them.
-    """
-
-    @staticmethod
-    def parts(shape: torch.Size, dtype: torch.dtype) -> list[Part]:
-        """See `PackedSlot.parts`."""
-        outputs, inputs = shape
-        if outputs % _OUTPUTS or inputs % min(_GROUPS):
-            return []
-        codes = torch.Size([outputs, inputs // 2])
-        return [(codes, torch.uint8), (torch.Size([inputs // _group(inputs), outputs, 2]), dtype)]
-
-    @property
-    def form(self) -> str:
-        """See `ParameterSlot.form`."""
-        return f"{super().form} {torch.backends.cpu.get_cpu_capability()}"
-
-    def quantize(self, weight: torch.Tensor) -> Iterable[torch.Tensor]:
-        """See `PackedSlot.quantize`."""
-        made: Any = load_int4().from_hp(weight, [1, _group(weight.shape[1])])
-        return made.qdata, made.scale_and_zero
-
-    def as_weight(self, *parts: torch.Tensor) -> torch.Tensor:
-        """See `PackedSlot.as_weight`."""
-        group = [1, _group(self.original_shape[1])]
-        weight: torch.Tensor = load_int4()(*parts, group, self.original_shape)
-        return weight
+def _quantize4(weight: torch.Tensor) -> Iterable[torch.Tensor]:
+    made: Any = load_int4().from_hp(weight, [1, _group(weight.shape[1])])
+    return made.qdata, made.scale_and_zero
 
 
 def _group(inputs: int) -> int:
@@ -165,8 +133,7 @@ def load_int4() -> Any:
     return Int4OpaqueTensor
 
 
-_KINDS: dict[int, type[PackedSlot]] = {8: Int8Slot, 4: Int4Slot}
-WEIGHT_BITS = tuple(_KINDS)
+WEIGHT_BITS = (8, 4)
 
 
 def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
@@ -186,10 +153,10 @@ def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
             )
         load_int4()
     load_torchao()
-    kind, units = _KINDS[bits], []
+    units = []
     for unit in meta.units:
         if unit.layer_idx is not None:
-            unit = replace(unit, slots=tuple(map(kind.of, unit.slots)))
+            unit = replace(unit, slots=tuple(PackedSlot.of(slot, bits) for slot in unit.slots))
         units.append(unit)
     if not any(isinstance(slot, PackedSlot) for unit in units for slot in unit.slots):
         raise ValueError(

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -12,6 +13,24 @@ def stream(tokenizer, prompt_ids, new_ids):
     pieces.append(detokenizer.end())
     assert detokenizer.token_ids == list(new_ids)
     return [piece for piece in pieces if piece]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Byte-level, with some whole words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog on the log "], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
 
 
 def metaspace_tokenizer(words):
