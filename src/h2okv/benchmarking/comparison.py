@@ -168,19 +168,13 @@ class CheckFailedError(Exception):
 def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
     """Holds H2O to full attention and to its masking simulation, on a small prompt.
 
-    In half precision rounding may swap entries further up; there only what the first layer keeps
-    is compared, whose input is the same. The model's attention implementation is mutated.
-
-    Args:
-        model: the model.
-        **options: of `H2OCache`, such as ``positions`` and ``kv_bits``.
-
-    Returns:
-        ``full_error``, the largest difference of logits between a cache with K >= length and full
-        attention, relative to the largest logit (of packed entries, which round, and a full cache
-        that rounds alike); ``drop_error``, that between dropping and masking, ``None`` in half
-        precision, where two right results part by rounding; ``kept_difference``, the fraction of
-        the entries kept by dropping that masking does not keep.
+    ``options`` are those of `H2OCache`; the model's attention implementation is mutated. Returns
+    ``full_error``, the largest difference of logits between a cache with K >= length and full
+    attention, relative to the largest logit (of packed entries, which round, and a full cache that
+    rounds alike); ``drop_error``, that between dropping and masking, ``None`` in half precision,
+    where two right results part by rounding; ``kept_difference``, the fraction of the entries kept
+    by dropping that masking does not keep, in half precision of the first layer alone, whose input
+    is the same for both.
     """
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)

@@ -7,7 +7,7 @@ smaller cache into speed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from h2okv.benchmarking.caches import CacheSpec, Peak, PeakRunFailedError, prompt_ids
@@ -92,11 +92,7 @@ class MaxBatch(Bench):
     @staticmethod
     def specs(settings: Settings) -> list[CacheSpec]:
         """The caches that are compared: the full one first."""
-        return [CacheSpec("dynamic")] + [
-            CacheSpec.of("h2o", budget, positions=settings.positions, kv_bits=bits)
-            for budget in settings.budgets
-            for bits in (None, *settings.kv_bits)
-        ]
+        return replace(settings, caches=("dynamic", "h2o")).specs()
 
     @classmethod
     def count_units(cls, settings: Settings) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -14,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -31,6 +29,7 @@ from h2okv.benchmarking.serving_client import (
     summarize,
 )
 from h2okv.console import Progress
+from h2okv.engine.memory import peak_resident_bytes
 from h2okv.integration.loading import describe
 from h2okv.integration.models import default_dtype
 from h2okv.records import unknown_name
@@ -124,16 +123,6 @@ def _is_healthy(url: str) -> bool:
             return bool(response.status == 200)
     except (URLError, OSError, ValueError):
         return False
-
-
-def _peak_bytes(process: int | None) -> int | None:
-    """The largest resident size of a process so far; ``None`` where it is not told."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 def paged_blocks(clients: int, tokens: int, page: int) -> int:
@@ -255,7 +244,8 @@ class ServeRun:
 
             def row(load: Load = load, outcomes: list[Outcome] = outcomes) -> dict[str, Any]:
                 own = {"server": server.name, "model": self.model, "settings": server.options}
-                return own | summarize(outcomes, load) | {"peak_bytes": _peak_bytes(process)}
+                peak = process and peak_resident_bytes(process)
+                return own | summarize(outcomes, load) | {"peak_bytes": peak}
 
             def done(label: str = label) -> None:
                 self.progress.advance(1, label)

@@ -61,10 +61,10 @@ def resident_bytes() -> int | None:
     return _field("self/status", "VmRSS")
 
 
-def peak_resident_bytes() -> int | None:
-    """The largest resident memory of this process since `reset_peak`, or since it began."""
+def peak_resident_bytes(process: int | str = "self") -> int | None:
+    """The largest resident memory of a process since `reset_peak`, or since it began."""
     # Not ru_maxrss: a spawned process inherits its parent's there.
-    return _field("self/status", "VmHWM")
+    return _field(f"{process}/status", "VmHWM")
 
 
 def reset_peak() -> None:

@@ -78,9 +78,9 @@ class MicroBatch:
         return len(self.sequences)
 
     @property
-    def num_live(self) -> int:
-        """Sequences that are not finished."""
-        return sum(not sequence.is_finished for sequence in self.sequences)
+    def live(self) -> list[BatchSequence]:
+        """The sequences that are not finished."""
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     def forward(self, model: PreTrainedModel) -> torch.Tensor:
         """Runs the model on the prompts or the newest tokens; mutates the cache.
@@ -139,11 +139,6 @@ class MicroBatch:
                 store.save(self.cache, index, is_new=True)
         self.sequences = [self.sequences[row] for row in rows]
         self._lengths = self._lengths[indices]
-
-    def has_room_for(self, other: MicroBatch, most: int) -> bool:
-        """Whether both can be decoded together."""
-        fits = len(self) + len(other) <= most
-        return fits and can_merge(self.cache) and can_merge(other.cache)
 
     def append(self, other: MicroBatch, store: CacheStore | None = None) -> None:
         """Adds another micro-batch's sequences, both past their prefill; mutates both."""
@@ -310,8 +305,7 @@ class Runner:
     @property
     def unfinished_tokens(self) -> int:
         """Tokens generated for sequences that still run."""
-        running = (own for batch in self._batches for own in batch.sequences)
-        return sum(len(own.new_tokens) for own in running if not own.is_finished)
+        return sum(len(own.new_tokens) for batch in self._batches for own in batch.live)
 
     @torch.inference_mode()
     def run(self, sequences: Iterable[BatchSequence]) -> Iterator[list[BatchSequence]]:
@@ -320,7 +314,7 @@ class Runner:
         waiting = _sorted_ahead(iter(sequences), size * _SORT_WINDOW)
         with enable(self._model):
             while True:
-                free = size - sum(batch.num_live for batch in self._batches)
+                free = size - sum(len(batch.live) for batch in self._batches)
                 if self._has_headroom or not self._batches or free * _REFILL >= size:
                     self._batches.extend(self._micro_batches(self._admit(waiting, free)))
                 if not self._batches:
@@ -384,7 +378,7 @@ class Runner:
         """Each micro-batch is prefilled or makes one token; returns finished sequences."""
         done: list[BatchSequence] = []
         for batch, logits in self.scheduler.run(self._model, self._batches):
-            running = [own for own in batch.sequences if not own.is_finished]
+            running = batch.live
             batch.take(self._choose(batch.sequences, logits), self._ends)
             self.num_new_tokens += len(running)
             done.extend(own for own in running if own.is_finished)
@@ -412,13 +406,14 @@ class Runner:
         """Removes finished sequences, and merges small micro-batches."""
         kept: list[MicroBatch] = []
         for batch in self._batches:
-            if batch.num_live == 0:
+            if not batch.live:
                 self.scheduler.drop(batch)
                 continue
             # Copying the live sequences for a few finished ones costs more than it saves.
-            if (len(batch) - batch.num_live) * _REFILL >= len(batch):
+            if (len(batch) - len(batch.live)) * _REFILL >= len(batch):
                 batch.drop_finished(self.scheduler.store)
-            if kept and kept[-1].has_room_for(batch, self.limits.decode_batch):
+            fits = kept and len(kept[-1]) + len(batch) <= self.limits.decode_batch
+            if fits and can_merge(kept[-1].cache) and can_merge(batch.cache):
                 kept[-1].append(batch, self.scheduler.store)
                 self.scheduler.drop(batch)
             else:

@@ -52,7 +52,8 @@ _BATCH_SIZE = 32
 _MICRO_BATCH_TOKENS = 8192
 _SMALL_MODEL = 0.5
 """A model whose weights take less than this fraction of the free memory is simply loaded."""
-_USED_STEP = 4 << 20
+_SPARE = 4 << 20
+"""By so much what a process holds differs between runs; an amount that is told must do."""
 _USABLE = 0.9
 """Fraction of the free memory that is allocated where no ``--memory`` is given."""
 
@@ -313,14 +314,13 @@ def _memory_budget(request: OffloadRequest) -> MemoryBudget:
     if device.type == "cpu":
         # The threads of a product come with the first one, and stay.
         linear(torch.ones(64, 64), torch.ones(64, 64))
-        # In steps, since it varies a little between runs, and a promise that was told must hold.
-        used, host = -(-(process.data_bytes() or 0) // _USED_STEP) * _USED_STEP, 0
+        used, host = process.data_bytes() or 0, 0
     else:
         used = torch.cuda.memory_allocated(device)
         host = (process.available_bytes(torch.device("cpu")) or 0) // 2
     if request.memory is not None:
-        return MemoryBudget(request.memory - used, host, used)
-    return MemoryBudget(int((process.available_bytes(device) or 0) * _USABLE), host, used)
+        return MemoryBudget(request.memory - used, host, used, _SPARE)
+    return MemoryBudget(int((process.available_bytes(device) or 0) * _USABLE), host, used, _SPARE)
 
 
 def open_runner(

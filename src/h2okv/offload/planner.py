@@ -141,6 +141,7 @@ class MemoryBudget:
     device: int  # for weights, caches and temporaries where the model computes
     host: int = 0  # in the CPU's memory beside that; 0 if the model computes there
     used: int = 0  # what the process has already, for messages about --memory
+    spare: int = 0  # by which that may be more in another run, for which an amount is told
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,8 @@ class Planner:
     def _too_little(self, batch_size: int) -> ValueError:
         least = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
         plan = self._plan(batch_size, least, self.caches or _IN_FILE)
-        needed, given = (self.budget.used + n for n in (plan.total_bytes, self.budget.device))
+        needed = self.budget.used + plan.total_bytes + self.budget.spare
+        given = self.budget.used + self.budget.device
         what, remedy = "a batch of one needs", "more"
         if batch_size > 1:
             what, remedy = f"a batch of {batch_size} needs", "a smaller --batch or more memory"
