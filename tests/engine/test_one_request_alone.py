@@ -17,9 +17,9 @@ from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler, sample
 
 OTHERS = (
-    h2okv.SamplingParams(max_tokens=12, temperature=0),
-    h2okv.SamplingParams(max_tokens=12, seed=3),
-    h2okv.SamplingParams(max_tokens=12, seed=4, repetition_penalty=1.5),
+    h2okv.SamplingParams(max_tokens=8, temperature=0),
+    h2okv.SamplingParams(max_tokens=8, seed=3),
+    h2okv.SamplingParams(max_tokens=8, seed=4, repetition_penalty=1.5),
 )
 MARK, MARKED = 91, h2okv.SamplingParams(max_tokens=6, seed=13, repetition_penalty=1.5)
 

@@ -110,10 +110,10 @@ def test_each_forward_through_a_layer_takes_a_while_however_small_it_is(planner)
     profile = replace(PROFILE, layer_seconds=0.25, forward_seconds=1.0)
     quick, slow = (own.plan().estimate for own in (free, replace(free, hardware=profile)))
     forward = 6 * 0.25 + 1.0
-    assert slow.step.compute == pytest.approx(quick.step.compute + forward)
+    assert slow.step["compute"] == pytest.approx(quick.step["compute"] + forward)
     # 8 prompts of 1,000 tokens are read in two micro-batches of up to 4,096.
     assert slow.prefill_seconds == pytest.approx(quick.prefill_seconds + 2 * forward)
-    assert slow.decode_tokens_per_second == pytest.approx(8 / slow.step.compute)
+    assert slow.decode_tokens_per_second == pytest.approx(8 / slow.step["compute"])
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,8 @@ class GlobalPolicy(Policy):
     """Ranks entries by the attention that they receive in the whole text, future included.
 
     It is H2O with global in place of local statistics (arXiv 2306.14048, section 3.3), and can
-    only be used on a text that is known to its end.
-
-    Args:
-        scores: float ``[L, H, T]``, attention received from all queries.
-        layers: the layers of the array, in order.
+    only be used on a text that is known to its end. ``scores`` is float ``[L, H, T]`` for
+    ``layers`` in order, attention received from all queries.
     """
 
     name = "global"

@@ -19,6 +19,7 @@ from urllib.request import urlopen
 
 import torch
 
+from h2okv.benchmarking.results import load_label
 from h2okv.benchmarking.serving_client import (
     Client,
     Load,
@@ -240,7 +241,7 @@ class ServeRun:
         await Load(max(1, self.warmup), None, self.warmup).run(client, first, [])
         for load in self.loads:
             outcomes: list[Outcome] = []
-            label = f"{server.name}: {load.label}"
+            label = f"{server.name}: {load_label(vars(load))}"
 
             def row(load: Load = load, outcomes: list[Outcome] = outcomes) -> dict[str, Any]:
                 own = {"server": server.name, "model": self.model, "settings": server.options}

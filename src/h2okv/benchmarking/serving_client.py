@@ -335,11 +335,6 @@ class Load:
     rate: float | None
     requests: int
 
-    @property
-    def label(self) -> str:
-        """What tables call it."""
-        return f"{self.clients} clients" if self.rate is None else f"{self.rate:g}/s"
-
     async def run(
         self,
         client: Client,

@@ -36,15 +36,7 @@ _MIB = 1 << 20
 class Engine:
     """A model, its slots and the loop's body; not safe to use from two threads.
 
-    Attributes:
-        name: The model's name.
-        group: The processes that hold the parts; ``None`` if the model is whole.
-        max_num_seqs: Sequences that decode at the same time.
-        max_budget: The most entries that a sequence may keep, per layer and KV head.
-        max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
-            Models whose positions are scaled by the length of the longest text in the batch
-            (dynamic scaling, LongRoPE) are held below that length.
-        max_prompt_tokens: The most tokens of a prompt.
+    See `AsyncLLM` for its limits. ``group`` are the processes that hold the parts of a model.
     """
 
     def __init__(
@@ -200,10 +192,6 @@ class Engine:
             self._counters.aborted += 1
             self.scheduler.drop(request)
 
-    def follow(self) -> None:
-        """Runs the steps of the first of several ranks, until it closes or ends a call."""
-        self.runner.follow()
-
     def close(self) -> None:
         """Gives the model its own attention back."""
         self._stack.close()
@@ -343,6 +331,8 @@ class Engine:
 
     def _set_limits(self, probe: H2OCache, context: int | None) -> None:
         """Decides how long prompts and texts may be, and how many entries a sequence may keep."""
+        # Positions that are scaled by the length of the batch's longest text (dynamic scaling,
+        # LongRoPE) are the same for all below that length.
         shared = window_by_length(self._model_config)
         if shared is not None:
             context = min(context or shared, shared)

@@ -149,7 +149,7 @@ class LLM(_Front):
         """
         group = self.engine.group
         if group is not None and group.rank:
-            self.engine.follow()
+            self.engine.runner.follow()
             return []
         texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
         wanted = _for_each(params, len(texts))
@@ -205,7 +205,7 @@ class AsyncLLM(_Front):
         model: As for `LLM`; a loaded model has H2O attention until `aclose`.
         tokenizer: As for `LLM`.
         config: As for `LLM`. With ``tensor_parallel`` only the first rank has an `AsyncLLM`; the
-            others follow (`Engine.follow`).
+            others follow (`ModelRunner.follow`).
         dtype: As for `LLM`.
         device: As for `LLM`.
         **options: As for `LLM`.

@@ -114,7 +114,7 @@ class ModelRunner:
         return self._run(step)
 
     def follow(self) -> None:
-        """Runs the first rank's steps until it lets go."""
+        """Runs the first rank's steps until it lets go: closes, or has ended a call."""
         assert self.group is not None
         while (step := self.group.broadcast(None)) is not None:
             self._run(step)

@@ -222,9 +222,7 @@ class SeededSampling(LogitsProcessor):
 class PenaltyOfText(RepetitionPenaltyLogitsProcessor):
     """The repetition penalty; transformers' own takes the padding of a batch for text.
 
-    Args:
-        penalty: Above 1 makes tokens of the prompt and the text less likely.
-        mask: ``[B, T]``, 0 where the prompts are padded on their left.
+    ``mask`` is ``[B, T]``, 0 where the prompts are padded on their left.
     """
 
     def __init__(self, penalty: float, mask: torch.Tensor) -> None:

@@ -119,7 +119,7 @@ class PlannedJob:
             **self.plan.to_dict(),
             "process_bytes": self.budget.used,
             "total_bytes": self.plan.total_bytes,
-            "limit": self.plan.estimate.step.limit,
+            "limit": self.plan.estimate.limit,
             "hardware": asdict(self.hardware),
         }
 

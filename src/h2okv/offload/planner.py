@@ -19,33 +19,19 @@ Fractions = dict[str, float]
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of a decode step's parts, which overlap: the longest is the step's."""
-
-    weights: float
-    cache: float
-    compute: float
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return max(vars(self).values())
-
-    @property
-    def limit(self) -> str:
-        """The longest part."""
-        return max(vars(self), key=vars(self).__getitem__)
-
-
-@dataclass(frozen=True)
 class Estimate:
     """A job's expected speed."""
 
-    step: StepTime
+    step: dict[str, float]  # seconds of a decode step's parts, which overlap
     prefill_seconds: float  # of one batch's prompts
     first_result_seconds: float  # until the first sequences are finished
     decode_tokens_per_second: float  # of decode steps alone
     tokens_per_second: float  # new tokens over the whole time, prefill included
+
+    @property
+    def limit(self) -> str:
+        """The longest part of a step, which takes as long as the step."""
+        return max(self.step, key=self.step.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -342,7 +328,8 @@ class Planner:
         overhead = (len(units) - 1) * machine.layer_seconds + machine.forward_seconds
         gemm = batch_size * (sum(layers) + head) / machine.gemm_rate(batch_size)
         compute = max(gemm, sum(sizes.values()) / machine.memory) + overhead
-        step = StepTime(weights, cache, compute)
+        step = {"weights": weights, "cache": cache, "compute": compute}
+        seconds = max(step.values())
         passes = -(-batch_size // max(1, pass_tokens // work.mean_prompt))
         micro_batches = -(-batch_size // max(1, micro_batch_tokens // work.mean_prompt))
         tokens, new = batch_size * work.mean_prompt, work.max_new_tokens
@@ -350,14 +337,14 @@ class Planner:
         operations = tokens * sum(layers) + batch_size * head
         compute = operations / machine.gemm_rate(min(tokens, micro_batch_tokens))
         prefill = max(passes * weights, compute + micro_batches * overhead)
-        total = prefill + (new - 1) * step.seconds
+        total = prefill + (new - 1) * seconds
         # Each pass gives every running sequence a token, also while other prompts are prefilled.
-        first = prefill * min(1.0, new / passes) + max(0, new - passes) * step.seconds
+        first = prefill * min(1.0, new / passes) + max(0, new - passes) * seconds
         return Estimate(
             step=step,
             prefill_seconds=prefill,
             first_result_seconds=first,
-            decode_tokens_per_second=batch_size / step.seconds,
+            decode_tokens_per_second=batch_size / seconds,
             tokens_per_second=batch_size * new / total,
         )
 

@@ -47,7 +47,7 @@ def follow(request: ServeRequest) -> int:
         signal.signal(number, signal.SIG_IGN)
     engine = Engine(request.model, config=request.engine_config(), **request.loading)
     try:
-        engine.follow()
+        engine.runner.follow()
     finally:
         engine.close()
     return 0
