@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -107,6 +109,18 @@ def test_a_real_process_tells_its_peak(source):
     peak = measure_peak(run)
     assert peak.peak >= peak.loaded > Footprint(source.config(), torch.float32).weight_bytes
     assert peak.cache == 3 * OWN
+
+
+def test_a_batch_too_large_for_a_gpu_is_a_run_that_failed(source, monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("h2okv.benchmarking.caches._run", run_out)
+    for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    run = PeakRun(source, torch.float32, torch.device("cuda"), 1, CacheSpec("dynamic"), CONTEXT, 1)
+    with pytest.raises(PeakRunFailedError, match="dynamic: OutOfMemoryError: CUDA out of memory"):
+        measure_peak(run, SimpleNamespace(device=run.device))
 
 
 def test_a_process_that_fails_says_why(source, monkeypatch):

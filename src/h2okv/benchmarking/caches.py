@@ -326,7 +326,7 @@ def one_line(error: BaseException) -> str:
 
 
 class PeakRunFailedError(Exception):
-    """The process of a run ended without a result, most likely for want of memory."""
+    """A run ended without a result, most likely for want of memory."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,10 @@ def _peak_on_gpu(run: PeakRun, model: PreTrainedModel) -> Peak:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     loaded = torch.cuda.memory_allocated(model.device)
-    runner = _run(model, run)
+    try:
+        runner = _run(model, run)
+    except torch.OutOfMemoryError as error:
+        raise PeakRunFailedError(f"peak memory of {run.spec.label}: {one_line(error)}") from error
     torch.cuda.synchronize(model.device)
     peak = Peak(loaded, torch.cuda.max_memory_allocated(model.device), runner.nbytes)
     runner.release()

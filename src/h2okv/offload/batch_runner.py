@@ -91,17 +91,17 @@ class MicroBatch:
         columns = torch.arange(self.columns, device=self.device)
         mask = (columns >= self.columns - self._lengths.unsqueeze(1)).long()
         if self.sequences[0].new_tokens:
-            rows = [[sequence.new_tokens[-1]] for sequence in self.sequences]
+            tokens = [[sequence.new_tokens[-1]] for sequence in self.sequences]
             positions = (self._lengths - 1).unsqueeze(1)
         else:
             # Padding is masked, so that any token will do for it.
             prompts = [sequence.prompt for sequence in self.sequences]
-            rows = [[own[0]] * (self.columns - len(own)) + own for own in prompts]
+            tokens = [[own[0]] * (self.columns - len(own)) + own for own in prompts]
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         # Some models count for themselves.
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         output: Any = model(
-            input_ids=torch.tensor(rows, device=self.device),
+            input_ids=torch.tensor(tokens, device=self.device),
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
@@ -126,10 +126,10 @@ class MicroBatch:
 
     def drop_finished(self, store: CacheStore | None = None) -> None:
         """Removes finished sequences, also from the cache; at least one must be left."""
-        rows = [row for row, own in enumerate(self.sequences) if not own.is_finished]
-        if len(rows) == len(self):
+        kept = [number for number, own in enumerate(self.sequences) if not own.is_finished]
+        if len(kept) == len(self):
             return
-        indices: Any = torch.tensor(rows, device=self.device)
+        indices: Any = torch.tensor(kept, device=self.device)
         for index, layer in enumerate(self.cache.layers):
             if store is not None:
                 store.load(self.cache, index)
@@ -137,7 +137,7 @@ class MicroBatch:
             layer.reorder_cache(indices)
             if store is not None:
                 store.save(self.cache, index, is_new=True)
-        self.sequences = [self.sequences[row] for row in rows]
+        self.sequences = [self.sequences[number] for number in kept]
         self._lengths = self._lengths[indices]
 
     def append(self, other: MicroBatch, store: CacheStore | None = None) -> None:
