@@ -116,7 +116,7 @@ def test_with_h_the_identity_all_objectives_are_the_accumulated_score():
 
 
 def test_the_late_star_breaks_the_bound_and_the_even_rows_keep_it():
-    cases = {case.name: case.logits for case in adversarial_cases(14, 4)}
+    cases = {names["case"]: logits for names, logits in adversarial_cases(14, 4)}
     bounds = {}
     for name, logits in cases.items():
         held = cache_sets(logits, "heavy", TokenBudget(0, 4, 0))
@@ -161,5 +161,6 @@ def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, atte
 def test_real_rows_are_the_models(model, sample, attention):
     cases = real_cases(model, sample.input_ids, size=10, excerpts=2)
     assert len(cases) == 2 * 2 * 2
-    first = next(case for case in cases if (case.layer, case.head, case.excerpt) == (1, 1, 0))
-    np.testing.assert_allclose(attention_rows(first.logits), attention[1, 2:, :10, :10], atol=1e-5)
+    names = {"case": "real", "layer": 1, "head": 1, "excerpt": 0}
+    (first,) = [logits for own, logits in cases if own == names]
+    np.testing.assert_allclose(attention_rows(first), attention[1, 2:, :10, :10], atol=1e-5)

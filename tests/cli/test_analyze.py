@@ -145,7 +145,7 @@ def test_a_folder_of_another_model_is_refused(
     (tmp_path / "settings.json").write_text('{"model": "another"}')
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path)
     assert done.code == 2
-    assert "holds an analysis with another model" in done.err
+    assert "was begun with model another, not " in done.err
 
 
 def test_a_model_without_attention_access(h2okv_command, text_file, tokenizer, tmp_path):

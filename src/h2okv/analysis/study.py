@@ -24,7 +24,7 @@ from h2okv.analysis.attention_stats import (
 )
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.policy import Policy
-from h2okv.records import atomic_write, file_error, write_json
+from h2okv.records import atomic_write, check_settings, naming, write_json
 
 LEAST_TOKENS = 128
 
@@ -178,20 +178,11 @@ def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
         "model": model_name, "text_sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "tokens": tokens, "h2okv": h2okv.__version__,
     }  # fmt: skip
-    try:
+    with naming(folder, "written", "choose another folder for the report"):
         (folder / KEPT_FOLDER).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "choose another folder for the report"
-        raise file_error(folder, "written", error, remedy) from error
     if not (folder / SETTINGS_FILE).is_file():
         write_json(folder / SETTINGS_FILE, settings)
-    found = read_settings(folder)
-    different = [key for key, value in settings.items() if found.get(key) != value]
-    if different:
-        raise ValueError(
-            f"'{folder}' holds an analysis with another {' and '.join(different)}; choose another "
-            "folder for the report, or delete this one."
-        )
+    check_settings(read_settings(folder), settings, f"the report in '{folder}'")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
 
@@ -22,18 +21,11 @@ from h2okv.records import Row
 _MOST_LAYERS = 8
 
 
-@dataclass(frozen=True)
-class Case:
-    """One small matrix of attention, logits float64 ``[G, n, n]``.
+Case = tuple[Row, np.ndarray]
+"""A small matrix of attention, logits float64 ``[G, n, n]``, after the columns that name it.
 
-    Its name is ``real``, or what is adversarial about it; then layer, KV head and excerpt are -1.
-    """
-
-    name: str
-    logits: np.ndarray
-    layer: int = -1
-    head: int = -1
-    excerpt: int = -1
+``case`` is ``real``, or what is adversarial about it; then layer, KV head and excerpt are -1.
+"""
 
 
 def real_cases(
@@ -49,7 +41,7 @@ def real_cases(
     layers = list(found[0])
     places = np.unique(np.linspace(0, len(layers) - 1, _MOST_LAYERS).round().astype(int))
     return [
-        Case("real", logits, layers[place], head, excerpt)
+        ({"case": "real", "layer": layers[place], "head": head, "excerpt": excerpt}, logits)
         for excerpt, by_layer in enumerate(found)
         for place in places
         for head, logits in enumerate(by_layer[layers[place]])
@@ -79,7 +71,8 @@ def adversarial_cases(size: int, kept: int) -> list[Case]:
         twins[: min(query + 1, kept)] = 0.5 / min(query + 1, kept)
         twins[max(kept, query - 1)] = 0.5
     weights["even"] = np.ones((size, size))
-    return [Case(name, np.log(rows)[None]) for name, rows in weights.items()]
+    nowhere = {"layer": -1, "head": -1, "excerpt": -1}
+    return [({"case": name, **nowhere}, np.log(rows)[None]) for name, rows in weights.items()]
 
 
 CONCAVE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -298,12 +291,9 @@ def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
     cases += adversarial_cases(SIZE, KEPT)
     tables: dict[str, list[Row]] = {"theory": [], "theory_steps": [], "theory_mass": []}
     series: dict[tuple[str, ...], list[np.ndarray]] = {}
-    for done, case in enumerate(cases):
-        names = {
-            "case": case.name, "layer": case.layer, "head": case.head, "excerpt": case.excerpt,
-        }  # fmt: skip
-        rows = attention_rows(case.logits)
-        held = {name: cache_sets(case.logits, name, budget) for name, budget in _BUDGETS.items()}
+    for done, (names, logits) in enumerate(cases):
+        rows = attention_rows(logits)
+        held = {name: cache_sets(logits, name, budget) for name, budget in _BUDGETS.items()}
         held["belady"] = belady_sets(rows, KEPT)
         masses = {name: retained_mass(rows, sets) for name, sets in held.items()}
         best = best_retained_mass(rows, KEPT)
@@ -314,7 +304,7 @@ def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
                 ratios, bound = check_bound(rows, sets, KEPT, objective, h)
                 kind = {"policy": policy, "objective": objective, "h": h}
                 tables["theory"].append({**names, **kind, **bound})
-                series.setdefault((case.name, policy, objective, h), []).append(ratios)
+                series.setdefault((names["case"], policy, objective, h), []).append(ratios)
         tick((done + 1) / len(cases))
     for key, found in series.items():
         told = dict(zip(("case", "policy", "objective", "h"), key, strict=True))
