@@ -53,7 +53,8 @@ class H2OClient(HuggingFaceClient):
         **options: Any,
     ) -> None:
         check_arguments(options)
-        self.cache, self.protocol = split_settings(options)
+        # HELM has a `cache` of its own on every client.
+        self.config, self.protocol = split_settings(options)
         if pretrained_model_name_or_path is not None:
             pretrained_model_name_or_path = resolve_model(pretrained_model_name_or_path)
         self._record = record
@@ -76,7 +77,7 @@ class H2OClient(HuggingFaceClient):
         path = self._pretrained_model_name_or_path or request.model
         asked = {
             "path": path,
-            "cache": {"protocol": self.protocol} | self.cache.to_dict(),
+            "cache": {"protocol": self.protocol} | self.config.to_dict(),
             "options": self._kwargs,
         }
         # HELM keeps loaded models and answers by this name alone.
@@ -91,12 +92,12 @@ class H2OClient(HuggingFaceClient):
             if known_as not in factory._servers:
                 server = HuggingFaceServer(path, self._wrapped_tokenizer, **self._kwargs)
                 loaded: Any = server.model
-                set_seed(self.cache.seed)
-                server.model = EvictingModel(loaded, self.cache)
+                set_seed(self.config.seed)
+                server.model = EvictingModel(loaded, self.config)
                 factory._servers[known_as] = server
             evicting: Any = factory._servers[known_as].model
         if self._record is not None:
             file = Path(self._record)
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, provenance(evicting.model, path, self.cache, self.protocol))
+            write_json(file, provenance(evicting.model, path, self.config, self.protocol))
             self._record = None
