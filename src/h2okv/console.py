@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import sys
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141  # as shells say of a command that SIGPIPE ended
+
+
+def check_least(least: int = 1, /, **counts: int | None) -> None:
+    """Refuses numbers that are too small, each given by the name of its option."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {count} is too few; give {least} or more")
+
+
+def optional(module: str, what: str, extra: str = "eval") -> Any:
+    """Imports a module that an extra brings; without it, says how it is installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"{package} is not installed, which {what} needs; pip install 'h2okv[{extra}]'"
+        ) from error
 
 
 class OutputClosedError(ValueError):

@@ -2,14 +2,9 @@ import sys
 
 import pytest
 
-from h2okv.evaluation.plots import (
-    check_plot,
-    draw_perplexity,
-    new_figure,
-    plot_needles,
-    plot_stream,
-)
+from h2okv.evaluation.plots import draw_perplexity, plot_needles, plot_stream
 from h2okv.evaluation.streaming import StreamRow
+from h2okv.plots import check_plot, new_figure
 
 ROWS = [StreamRow(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
 

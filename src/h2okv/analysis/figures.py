@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from h2okv import plots
 from h2okv.analysis.theory import FACTOR
+from h2okv.console import optional
+from h2okv.plots import BLUE, GREEN, ORANGE, PINK, RED
 
 Rows = list[dict[str, Any]]
 Tables = dict[str, Rows]
 
-BLUE, ORANGE, GREEN, GREY, RED = "#0072B2", "#E69F00", "#009E73", "#7F7F7F", "#D55E00"
-"""Of the Okabe-Ito palette."""
+GREY = "#7F7F7F"
 STYLES: dict[str, dict[str, Any]] = {
     "h2o": {"color": BLUE, "marker": "o"},
-    "global": {"color": "#CC79A7", "marker": "s"},
+    "global": {"color": PINK, "marker": "s"},
     "recent": {"color": ORANGE, "marker": "^"},
     "sink_recent": {"color": GREEN, "marker": "v"},
     "random": {"color": GREY, "marker": "x"},
@@ -40,23 +42,13 @@ _RC = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
-    "figure.constrained_layout.use": True,
 }
 
 
 def new_figure(columns: int = 1, width: float = 8.0, height: float = 3.6) -> tuple[Any, list[Any]]:
     """Makes an empty figure with some panels side by side."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-        backend = importlib.import_module("matplotlib.backends.backend_agg")
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ValueError(
-            "matplotlib is not installed, which figures need; pip install 'h2okv[analysis]'."
-        ) from error
-    with matplotlib.rc_context(_RC):
-        figure = figures.Figure(figsize=(width, height))
-        backend.FigureCanvasAgg(figure)
+    with optional("matplotlib", "a picture", "analysis").rc_context(_RC):
+        figure = plots.new_figure(width, height)
         axes = figure.subplots(1, columns, squeeze=False)[0]
     return figure, list(axes)
 

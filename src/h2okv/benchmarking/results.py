@@ -11,7 +11,8 @@ import numpy
 
 from h2okv.benchmarking.caches import cache_label
 from h2okv.console import format_table
-from h2okv.records import Row, file_error
+from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
+from h2okv.records import Row
 
 _T = TypeVar("_T")
 
@@ -165,21 +166,6 @@ def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] =
     return format_table(list(shown), zip(*shown.values(), strict=True), left)
 
 
-_SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which stay apart for colour-blind readers; the markers help in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-
-
-def check_plot(path: Path) -> None:
-    """Finds out before a long run whether its picture can be made."""
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(
-            f"--plot '{path}' is not a picture's name; let it end in {', '.join(_SUFFIXES)}"
-        )
-    _figure_class()
-
-
 def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
     """Draws the time of a decode step by context, a panel for each dtype and batch.
 
@@ -190,7 +176,7 @@ def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
     panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    figure = _figure_class()(figsize=(5 * columns + 1, 4 * lines), layout="constrained")
+    figure = new_figure(5 * columns + 1, 4 * lines)
     grid = figure.subplots(lines, columns, squeeze=False)
     labels = list(dict.fromkeys(map(_label, timed)))
     for axes, panel in zip(grid.flat, panels, strict=False):
@@ -209,10 +195,7 @@ def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
     grid.flat[0].legend(loc="best", fontsize="small")
     title = f"{timed[0]['model']}, {timed[0]['positions']} positions"
     figure.suptitle(title, fontsize="small", wrap=True)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise file_error(path, "written", error, "choose another place for --plot") from error
+    save_figure(figure, path)
 
 
 def _draw(axes: Any, rows: Sequence[Row], label: str, number: int) -> None:
@@ -222,23 +205,13 @@ def _draw(axes: Any, rows: Sequence[Row], label: str, number: int) -> None:
     medians, lower, upper = (
         1e3 * numpy.array([row[name] for row in rows]) for name in triple("decode")
     )
-    colour = _COLOURS[number % len(_COLOURS)]
+    colour = COLOURS[number % len(COLOURS)]
     axes.errorbar(
         contexts, medians, yerr=(medians - lower, upper - medians), label=label, color=colour,
-        marker=_MARKERS[number % len(_MARKERS)], capsize=3, linewidth=1,
+        marker=MARKERS[number % len(MARKERS)], capsize=3, linewidth=1,
     )  # fmt: skip
     # A single context has no line; a short dash shows its limit.
     axes.plot(
         contexts, [1e3 * row["step_bytes"] / row["bandwidth"] for row in rows], color=colour,
         linestyle="--", marker="_" if len(rows) == 1 else "", markersize=14, linewidth=1,
     )  # fmt: skip
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed; pip install 'h2okv[plot]'"
-        ) from error
-    return Figure

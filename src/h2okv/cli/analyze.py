@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2okv.cli import args
 from h2okv.cli.args import POLICIES, TEXT, ModelOptions, option
-from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
 
 if TYPE_CHECKING:
     from h2okv.analysis.measurements import Measurement
@@ -49,7 +49,7 @@ def analyze(
 
     chosen = measurements.choose_measurements(args.split_list(only), quick, neurons)
     tokens = (_QUICK_TOKENS if quick else _TOKENS) if tokens is None else tokens
-    args.check_least(study.LEAST_TOKENS, tokens=tokens)
+    check_least(study.LEAST_TOKENS, tokens=tokens)
     study.check_folder(out)
     # What is not installed shows before the long work, not in the middle of it.
     load_scipy("stats")
@@ -122,7 +122,7 @@ def view(
     from h2okv.assets import sample_prompt
     from h2okv.cache import H2OCache
 
-    args.check_least(LEAST_TOKENS, tokens=tokens)
+    check_least(LEAST_TOKENS, tokens=tokens)
     asked = list(dict.fromkeys((policy, *filter(None, [compare]))))
     is_page = export is None
     choice = {

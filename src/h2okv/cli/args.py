@@ -18,6 +18,7 @@ import typer
 from typer.models import OptionInfo, ParameterInfo
 
 from h2okv.config import POSITIONS, CacheConfig, Positions
+from h2okv.console import check_least
 
 if TYPE_CHECKING:
     import torch
@@ -337,13 +338,6 @@ def sampling_options(
 def flag(name: str) -> str:
     """The option that sets a parameter."""
     return f"--{name.replace('_', '-')}"
-
-
-def check_least(least: int = 1, /, **counts: int | None) -> None:
-    """Refuses numbers that are too small, each given by the name of its option."""
-    for name, count in counts.items():
-        if count is not None and count < least:
-            raise ValueError(f"{flag(name)} {count} is too few; give {least} or more")
 
 
 def parse_amount(name: str, text: str) -> int | float:

@@ -25,6 +25,7 @@ from h2okv.cli.args import (
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
+    check_least,
     format_bytes,
     format_table,
     write_json,
@@ -210,7 +211,7 @@ def plan(
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
-    args.check_least(prompt=prompt, gen=gen, prompts=prompts)
+    check_least(prompt=prompt, gen=gen, prompts=prompts)
     request = offload_engine.OffloadRequest(**offload.request(model, cache), device=model.device)
     planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
     if as_json:

@@ -14,7 +14,8 @@ import typer
 from h2okv.cli import args
 from h2okv.cli.args import DEVICE_HELP, DTYPES, JSON, MODEL_HELP, ROWS, option
 from h2okv.config import POSITIONS
-from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, check_least, write_json, write_remark, write_text
+from h2okv.plots import check_plot
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ def bench(
     from h2okv.integration.enable import check_compiler
     from h2okv.integration.loading import parse_device
 
-    args.check_least(threads=threads, max_run_batch=max_run_batch)
+    check_least(threads=threads, max_run_batch=max_run_batch)
     if threads is not None:
         torch.set_num_threads(threads)
     chosen_device = parse_device(device)
@@ -110,12 +111,9 @@ def bench(
     limit = None if memory is None else parse_memory(memory)
     args.check_file("csv", csv)
     args.check_file("plot", plot)
-    if plot is not None:
-        if max_batch:
-            raise ValueError(
-                "--plot draws steps by context, not --max-batch; leave one of them out"
-            )
-        results.check_plot(plot)
+    if plot is not None and max_batch:
+        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
+    check_plot(plot)
     footprints = check_room(source, settings, chosen_device, limit)
     columns = comparison.COLUMNS if limit is None else largest.COLUMNS
     with _Rows(csv, columns, chosen_device) as rows:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from h2okv.cli import args
 from h2okv.cli.args import BUNDLED, COMPILE, ModelOptions, SamplingOptions, option
 from h2okv.config import CacheConfig, Positions
-from h2okv.console import INTERRUPTED, OutputClosedError, format_bytes, write_remark, write_text
+from h2okv.console import (
+    INTERRUPTED,
+    OutputClosedError,
+    check_least,
+    format_bytes,
+    write_remark,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -92,7 +99,7 @@ def plan_cache(
                 f" such as --budget 512 or --{name} 256"
             )
     chunk, remark, most = cache.prefill_chunk, None, None
-    args.check_least(prefill_chunk=chunk)
+    check_least(prefill_chunk=chunk)
     H2OCache.from_config(config, cache)
     cache = replace(cache, positions=wanted or "rolling")
     if wanted is None:

@@ -13,6 +13,7 @@ from h2okv.cli import args
 from h2okv.cli.args import SEED, TEXT, ModelOptions, SamplingOptions, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
+from h2okv.plots import check_plot
 
 if TYPE_CHECKING:
     from h2okv.evaluation.model import ModelUnderTest
@@ -75,12 +76,11 @@ def needle(
             --question " The pass key is" --csv key.csv
     """
     from h2okv.assets import sample_prompt
-    from h2okv.evaluation.plots import check_plot, plot_needles
+    from h2okv.evaluation.plots import plot_needles
     from h2okv.evaluation.tasks.recall import NeedleTask
 
     args.check_file("csv", csv)
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     haystack = sample_prompt() if text is None else args.read_text("text", text)
     name = "needle" if text is None else f"needle in {text.stem}"
     tasks = [
@@ -185,19 +185,24 @@ def fidelity(
             --policy h2o,recent --scoring sum,decay,value_norm --csv all.csv --plot all.png
     """
     from h2okv.assets import sample_prompt
-    from h2okv.evaluation.plots import check_plot, plot_fidelity
+    from h2okv.evaluation.plots import plot_fidelity
     from h2okv.evaluation.runner import Run
-    from h2okv.evaluation.tasks.fidelity import ALL, PROTOCOLS, Fidelity, Reading, Source
+    from h2okv.evaluation.tasks.fidelity import ALL, PROTOCOLS, Fidelity, Source
 
     args.check_file("csv", csv)
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     if recommend is not None and not 0 < recommend <= 1:
         raise ValueError(f"--recommend {recommend:g} is no agreement; give a fraction up to 1")
     how = args.parse_choice("protocol", protocol, PROTOCOLS)
-    reading = Reading(prompt_tokens, new_tokens, texts, how, raw)
     sources = [Source.read(path) for path in data or ()]
-    task = Fidelity(sources or [Source("sample_prompt", sample_prompt())], reading)
+    task = Fidelity(
+        sources=sources or [Source("sample_prompt", sample_prompt())],
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        texts=texts,
+        protocol=how,
+        raw=raw,
+    )
     tested = model_under_test(model, caches, seed)
     code, details = run_tasks(tested, [task], caches, seed, csv, detailed=True, shown=False)
     found = []

@@ -16,6 +16,7 @@ from h2okv.cli.args import COMPILE, JSON, RAW, ModelOptions, SamplingOptions, op
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
+    check_least,
     format_bytes,
     format_table,
     write_json,
@@ -109,7 +110,7 @@ def demo(model: ModelOptions, max_new_tokens: int = option(128, "Tokens to gener
     from h2okv.chat.generation import Job, generate_and_compare
     from h2okv.engine.sampling_params import SamplingParams
 
-    args.check_least(max_new_tokens=max_new_tokens)
+    check_least(max_new_tokens=max_new_tokens)
     params = SamplingParams(max_tokens=max_new_tokens, seed=0, temperature=0.0)
     described = model.describe()
     is_chat = described.tokenizer.chat_template is not None

@@ -14,10 +14,12 @@ from h2okv.console import (
     INTERRUPTED,
     Interrupt,
     Progress,
+    check_least,
     format_bytes,
     write_remark,
     write_text,
 )
+from h2okv.plots import check_plot
 
 if TYPE_CHECKING:
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
@@ -40,10 +42,7 @@ class _Files:
     def __post_init__(self) -> None:
         for name in ("csv", "plot", "checkpoint"):
             args.check_file(name, getattr(self, name))
-        if self.plot is not None:
-            from h2okv.evaluation.plots import check_plot
-
-            check_plot(self.plot)
+        check_plot(self.plot)
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint FILE, the file to go on from")
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
@@ -90,7 +89,7 @@ def stream(
     from h2okv.evaluation.streaming import Stream, StreamSettings
 
     settings = StreamSettings(prefill_chunk, every, tokens, max_new_tokens)
-    args.check_least(save_every=save_every)
+    check_least(save_every=save_every)
     if (text is None) == (input is None):
         what = "both --text and --input are" if text else "neither --text nor --input is"
         raise ValueError(f"{what} given; give one of them")
@@ -179,8 +178,7 @@ def _run(
         finally:
             if rows is not None:
                 rows.close()
-    last = running.last_row() if ended else None
-    drawn = [*state.rows, *([last] if last else [])]
+    drawn = running.all_rows() if ended else state.rows
     if files.plot is not None and drawn:
         plot_stream(files.plot, drawn, described.context, f"{described.name}: {cache.label}")
     write_remark(_summary(running))

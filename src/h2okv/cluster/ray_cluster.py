@@ -11,22 +11,18 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from h2okv.console import optional
+
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception): (.+)$", re.MULTILINE)
 
 
-def import_ray() -> ModuleType:
+def import_ray() -> Any:
     """Imports Ray."""
     # Nothing is reported to anyone unless the user has said so.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # What its C++ parts have to say stands in its log files; stderr is the command's.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    try:
-        import ray
-    except ImportError:
-        raise ValueError(
-            "--ray needs Ray, which is not installed; pip install 'h2okv[ray]'"
-        ) from None
-    return ray
+    return optional("ray", "--ray", "ray")
 
 
 @contextmanager

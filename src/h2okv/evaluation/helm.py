@@ -66,14 +66,7 @@ class H2OClient(HuggingFaceClient):
         )
 
     def make_request(self, request: Request) -> RequestResult:
-        """Answers a request under eviction; see HELM's `HuggingFaceClient.make_request`.
-
-        Args:
-            request: HELM's.
-
-        Returns:
-            HELM's.
-        """
+        """Answers a request under eviction; see HELM's `HuggingFaceClient.make_request`."""
         path = self._pretrained_model_name_or_path or request.model
         asked = {
             "path": path,

@@ -58,22 +58,13 @@ def tokenize(
 
 @dataclass(eq=False)
 class ModelUnderTest:
-    """A model with its tokenizer; its weights are loaded when they are first needed.
+    """A model with its tokenizer; its weights are loaded when they are first needed."""
 
-    Args:
-        load: Loads the weights, ready to generate.
-        config: The model's config.
-        tokenizer: Its tokenizer.
-        name: What the user calls it.
-        window: The most tokens that it can read and write at their original positions; ``None``
-            for no fixed limit.
-    """
-
-    load: Callable[[], PreTrainedModel]
+    load: Callable[[], PreTrainedModel]  # loads the weights, ready to generate
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    name: str
-    window: int | None
+    name: str  # what the user calls it
+    window: int | None  # the most tokens at their original positions; None for no fixed limit
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -151,10 +142,10 @@ class Answer(NamedTuple):
 
 
 def left_padded(
-    texts: Sequence[Sequence[int]], padding: int = 0
+    texts: Sequence[Sequence[int]], padding: int = 0, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts as one batch, padded on their left, and its mask; int64 ``[B, T]`` each."""
-    rows = [torch.tensor(list(text), dtype=torch.int64) for text in texts]
+    rows = [torch.tensor(list(text), dtype=torch.int64, device=device) for text in texts]
     ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
     ones = [torch.ones_like(row) for row in rows]
     return ids, pad_sequence(ones, batch_first=True, padding_side="left")
@@ -164,7 +155,8 @@ def answer_batch(
     model: ModelUnderTest, config: CacheConfig, prompts: Sequence[Prompt], seed: int = 0
 ) -> list[Answer]:
     """Answers prompts in one left-padded batch; each gets what it would get alone."""
-    ids, mask = left_padded([prompt.ids for prompt in prompts], model.pad_token_id)
+    texts = [prompt.ids for prompt in prompts]
+    ids, mask = left_padded(texts, model.pad_token_id, model.model.device)
     cache = make_cache(config, model.config, seed)
     # Without padding the model too reads no more than a block at a time.
     chunk = cache.prefill_chunk if bool(mask.all()) else None

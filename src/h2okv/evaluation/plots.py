@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2okv.evaluation.streaming import StreamRow
-from h2okv.evaluation.task import optional
-from h2okv.records import file_error
+from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from h2okv.evaluation.sweep import Line
 
-SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which stay apart for colour-blind readers; the line styles help in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
-_MARKERS = "osD^vPX*"
 _GREY = "#555555"
 # Above that a number says nothing but "collapsed", and a float may not hold it.
 _LARGEST_NLL = 60.0
@@ -29,30 +24,9 @@ _DARK = 0.6
 FULL = "full"
 
 
-def check_plot(path: Path) -> None:
-    """Finds out before a long run whether its picture can be made."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"'{path}' is not a picture's name; let it end in {', '.join(SUFFIXES)}")
-    new_figure(1, 1)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Makes an empty picture."""
-    figure = optional("matplotlib.figure", "a picture", extra="plot")
-    return figure.Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a picture."""
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise file_error(path, "written", error, "choose another place") from error
-
-
 def _look(number: int) -> dict[str, Any]:
     """The colour and style of a picture's line."""
-    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
 
 
 def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title: str) -> None:
@@ -65,7 +39,7 @@ def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title
     draw_perplexity(quality, {"": rows}, window)
     positions = [row.position for row in rows]
     marker = "o" if len(rows) == 1 else ""
-    speed.plot(positions, [1e3 * row.step_seconds for row in rows], _COLOURS[0], marker=marker)
+    speed.plot(positions, [1e3 * row.step_seconds for row in rows], COLOURS[0], marker=marker)
     speed.set_ylabel("block, ms")
     speed.set_ylim(bottom=0)
     for number, (name, column) in enumerate((("process", "rss_bytes"), ("cache", "cache_bytes"))):
@@ -161,7 +135,7 @@ def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> Non
             [budgets.index(budget) for budget in known],
             [line.values[budget] for budget in known],
             yerr=[line.stderrs.get(budget, 0.0) for budget in known],
-            marker=_MARKERS[number % len(_MARKERS)],
+            marker=MARKERS[number % len(MARKERS)],
             capsize=2,
             label=line.policy,
             **_look(number),
@@ -235,7 +209,7 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
         if None not in ends[0]:
             bars = [[abs(kl - e) for kl, e in zip(kls, end, strict=True)] for end in ends]
         axes.errorbar(
-            [points[n][0] for n in own], kls, bars, marker=_MARKERS[number % len(_MARKERS)],
+            [points[n][0] for n in own], kls, bars, marker=MARKERS[number % len(MARKERS)],
             capsize=2, label=name, **_look(number),
         )  # fmt: skip
     axes.set_xscale("log")

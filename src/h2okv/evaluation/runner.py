@@ -141,7 +141,7 @@ class Evaluation:
             groups.setdefault((id(run.task), run.seed), []).append(run)
         for runs in groups.values():
             for some, samples in self._lacking(runs):
-                found = some[0].task.run_together(
+                found = some[0].task.run(
                     self.model, [run.config for run in some], samples, some[0].seed
                 )
                 for number, results in found:

@@ -194,13 +194,7 @@ class SharedPrefill(H2OCache):
 
 
 def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
-    """Reads a prompt ``[B, T]`` without padding onto empty caches, once for those that can share.
-
-    Args:
-        model: A loaded model.
-        input_ids: The prompt.
-        caches: Mutated.
-    """
+    """Reads a prompt ``[B, T]`` without padding onto empty caches, once for those that can share."""
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) > 1:
         shared = SharedPrefill(sharing)

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
 from h2okv.cache.validation import context_window
+from h2okv.console import check_least
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import has_learned_positions
 from h2okv.evaluation.stream_data import Segment, StreamSource
-from h2okv.evaluation.task import check_counts
 from h2okv.integration import enable, read_blocks
 from h2okv.records import CsvFile, check_settings, read_csv, write_csv
 
@@ -41,8 +41,8 @@ COLUMNS = StreamRow._fields
 """The header of the CSV file."""
 
 
-class StreamFile:
-    """A CSV file that holds every row as soon as it is known, so that a killed run keeps them."""
+class StreamFile(CsvFile):
+    """The rows of a stream, each there as soon as it is known, so that a killed run keeps them."""
 
     def __init__(self, path: Path, rows: Sequence[StreamRow] | None = None) -> None:
         if path.exists():
@@ -54,13 +54,12 @@ class StreamFile:
             read_csv(path, COLUMNS)
         # A new file in its place, not a file cut short: at no moment are rows missing.
         write_csv(path, map(_cells, rows or ()), COLUMNS)
-        self._file = CsvFile(path, COLUMNS)
-        self.close = self._file.close
+        super().__init__(path, COLUMNS)
 
-    def append(self, rows: Iterable[StreamRow]) -> None:
-        """Adds rows; they are with the operating system when this returns."""
+    def extend(self, rows: Iterable[StreamRow]) -> None:
+        """Adds rows."""
         for row in rows:
-            self._file.append(_cells(row))
+            self.append(_cells(row))
 
 
 def _cells(row: StreamRow) -> dict[str, Any]:
@@ -78,7 +77,7 @@ class StreamSettings:
     max_new_tokens: int = 128  # the most tokens of an answer
 
     def __post_init__(self) -> None:
-        check_counts(**asdict(self))
+        check_least(**asdict(self))
 
 
 _KEY = "stream"
@@ -219,14 +218,9 @@ class Stream:
                         return
                 self.state.sample, self.state.segment = sample + 1, 0
 
-    def last_row(self) -> StreamRow | None:
-        """Makes the row of what came after the last complete one; changes nothing."""
-        return self._row() if self.state.count else None
-
     def all_rows(self) -> list[StreamRow]:
-        """The rows so far, the last one too if it is not complete."""
-        last = self.last_row()
-        return self.state.rows + ([] if last is None else [last])
+        """The rows so far, with that of what came after the last complete one."""
+        return self.state.rows + ([self._row()] if self.state.count else [])
 
     @property
     def _room(self) -> int | None:
@@ -361,7 +355,7 @@ def run_stream(
     try:
         for step in blocks:
             if rows is not None and step.rows:
-                rows.append(step.rows)
+                rows.extend(step.rows)
             on_step(step)
             position = stream.state.position
             is_due = position - saved >= (1 if step.precedes_cut else save_every)
@@ -376,7 +370,7 @@ def run_stream(
         blocks.close()  # gives the model its own attention back
     if checkpoint is not None and stream.state.position > saved and not cut:
         stream.save(checkpoint)
-    last = stream.last_row()
-    if ended and last is not None and rows is not None:
-        rows.append([last])
+    last = stream.all_rows()[len(stream.state.rows) :]
+    if ended and rows is not None:
+        rows.extend(last)
     return ended

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -22,10 +23,11 @@ from pydantic import (
 
 from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig, Positions
+from h2okv.console import optional
 from h2okv.evaluation.lm_eval.launcher import HarnessTask
 from h2okv.evaluation.plots import FULL, sorted_budgets
 from h2okv.evaluation.runner import Run
-from h2okv.evaluation.task import Task, optional
+from h2okv.evaluation.task import Task
 from h2okv.evaluation.tasks.generation import Diversity, Summarization
 from h2okv.evaluation.tasks.perplexity import Perplexity
 from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
@@ -36,25 +38,21 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 """The folder of the files that come with the package."""
 
 
-class Kind(NamedTuple):
-    """What an entry of an experiment makes."""
-
-    task: type[Task]  # its fields are the entry's
-    limit: str = "limit"  # the field that --limit bounds
-    each: str = ""  # the field that may have several values, a task for each
-
-
-KINDS = {
-    "harness": Kind(HarnessTask, each="shots"),
-    "summarize": Kind(Summarization),
-    "perplexity": Kind(Perplexity, limit="windows"),
-    "needle": Kind(NeedleTask, limit="tries", each="compression"),
-    "recall": Kind(Recall, each="compression"),
-    "diversity": Kind(Diversity),
+KINDS: dict[str, type[Task]] = {
+    "harness": HarnessTask,
+    "summarize": Summarization,
+    "perplexity": Perplexity,
+    "needle": NeedleTask,
+    "recall": Recall,
+    "diversity": Diversity,
 }
 """The kinds of tasks; an entry has one of these names, with its file or its harness's task."""
 _OURS = ("samples", "prompts", "input", "text", "data", "work", "limit", "seed")
 """Fields of tasks that an entry does not say."""
+_BOUNDED = ("windows", "tries", "limit")
+"""The field that --limit bounds: the first of these that a task has."""
+_SEVERAL: dict[str, list[Any]] = {"shots": [0], "compression": list(COMPRESSIONS)}
+"""Fields that may have several values, a task for each; with what they are if an entry has none."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +66,24 @@ class Surroundings:
 
     def make(self, kind: str, entry: Mapping[str, Any], where: str) -> Iterator[Task]:
         """Makes an entry's tasks."""
-        task, limit, each = KINDS[kind]
-        known = [one.name for one in fields(task) if one.name not in _OURS]
+        task = KINDS[kind]
+        names = [one.name for one in fields(task)]
+        known = [name for name in names if name not in _OURS]
         for name in entry:
             if name not in (kind, *known):
                 raise ValueError(f"{where}: {unknown_name('name', name, [kind, *known])}")
         options = {name: value for name, value in entry.items() if name != kind}
         if self.batch_size is not None and "batch_size" in known:
             options["batch_size"] = self.batch_size
+        limit = next(name for name in _BOUNDED if name in names)
         own = options.get(limit, getattr(task, limit))
         if self.limit is not None and (own is None or isinstance(own, int)):
             options[limit] = self.limit if own is None else min(self.limit, own)
         options |= self._source(kind, entry[kind], options, where)
-        if each:
-            asked = options.get(each, list(COMPRESSIONS) if each == "compression" else 0)
-            for value in asked if isinstance(asked, list) else [asked]:
-                yield _checked(task, {**options, each: value}, where)
-        else:
-            yield _checked(task, options, where)
+        each = next((name for name in _SEVERAL if name in names), None)
+        asked = options.get(each, _SEVERAL[each]) if each else [None]
+        for value in asked if isinstance(asked, list) else [asked]:
+            yield _checked(task, {**options, each: value} if each else options, where)
 
     def _source(
         self, kind: str, file: Any, options: Mapping[str, Any], where: str
@@ -113,7 +111,6 @@ class Surroundings:
         return {"name": name, "text": read_text_file(self._file(file, name))}
 
     def _file(self, name: str, task: str) -> Path:
-        """Finds a data file."""
         if self.data is None:
             raise ValueError(
                 f"the task {task!r} needs {name!r}; say by --data DIR which folder it is in"
@@ -179,7 +176,7 @@ class Published(Strict):
 
     @property
     def label(self) -> str:
-        """The task's label."""
+        """The task's, as `Task.label`."""
         return self.task if self.shots is None else f"{self.task}, shots {self.shots}"
 
 
@@ -284,7 +281,7 @@ class Line:
 def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Line]:
     """Puts results in lines."""
     lines: dict[tuple[str, str], Line] = {}
-    found: dict[tuple[str, str, str], list[float]] = {}
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for run in runs:
         row = rows.get(run.label)
         if row is None:
@@ -292,13 +289,13 @@ def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Li
         task, policy = run.task.label, run.config.policy_label
         line = lines.setdefault((task, policy), Line(task, row["metric"], policy))
         budget = run.config.budget_label
-        values = found.setdefault((task, policy, budget), [])
+        values = found[task, policy, budget]
         values.append(row["value"])
         line.values[budget] = statistics.fmean(values)
         line.samples = row["samples"]
         if row["stderr"] is not None:
             line.stderrs[budget] = row["stderr"]
-    tasks = list(dict.fromkeys(line.task for line in lines.values()))
+    tasks = [line.task for line in lines.values()]
     return sorted(lines.values(), key=lambda line: (tasks.index(line.task), line.policy != FULL))
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, product
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.config import CacheConfig
+from h2okv.console import check_least
 from h2okv.engine.sampler import sample_seed
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch
 
+Configs = Sequence[CacheConfig]
 Result = Mapping[str, Any]
 """What came of one sample: JSON values by name."""
+Found = Iterator[tuple[int, dict[int, Result]]]
+"""Numbers of caches, each with results by sample."""
 TooLong = Literal["refuse", "skip"]
 
 
@@ -28,19 +32,12 @@ class Score(NamedTuple):
 
 @dataclass(eq=False)
 class Task(ABC):
-    """Something to evaluate. Its fields are its options, in experiment files too.
+    """Something to evaluate. Its fields are its options, in experiment files too."""
 
-    Attributes:
-        name: What tables call it.
-        samples: The numbers of its samples; known when `prepare` has run.
-        metrics: The names of its scores.
-        headline: The one of them that pictures show; the first if none is named.
-    """
-
-    name: str
-    samples: Sequence[int] = field(init=False)
-    metrics: ClassVar[tuple[str, ...]]
-    headline: ClassVar[str] = ""
+    name: str  # what tables call it
+    samples: Sequence[int] = field(init=False)  # their numbers; known when `prepare` has run
+    metrics: ClassVar[tuple[str, ...]]  # the names of its scores
+    headline: ClassVar[str] = ""  # the one that pictures show; the first if none is named
 
     @property
     def columns(self) -> Mapping[str, Any]:
@@ -57,26 +54,46 @@ class Task(ABC):
         """What its results depend on, except for the model, the cache and the seed."""
 
     @abstractmethod
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Makes the samples ready for a model, whose weights need not be loaded."""
 
     @abstractmethod
     def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
-        """Evaluates samples."""
+        self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
+    ) -> Found:
+        """Evaluates samples with several caches, which may share what they read."""
 
-    def run_together(
+    def within_window(
         self,
         model: ModelUnderTest,
-        configs: Sequence[CacheConfig],
-        samples: Sequence[int],
-        seed: int,
-    ) -> Iterator[tuple[int, dict[int, Result]]]:
-        """Evaluates samples with several caches; gives numbers of caches, and their results."""
-        for number, config in enumerate(configs):
-            for results in self.run(model, config, samples, seed):
-                yield number, results
+        configs: Configs,
+        lengths: Sequence[tuple[int, str]],
+        too_long: TooLong | None = None,
+    ) -> list[int]:
+        """The numbers of the samples that are run, of all with their tokens and place.
+
+        The tokens include the most of the answer. Samples above the window are left out or refused;
+        ``None`` refuses them where the user cannot choose.
+        """
+        kept = list(range(len(lengths)))
+        if too_long == "skip" and model.window is not None:
+            kept = [n for n in kept if lengths[n][0] <= model.window]
+            if not kept:
+                raise ValueError(
+                    f"every sample is above the model's context window of {model.window} tokens"
+                    f" (the shortest has {min(lengths)[0]}, its answer included), so that none is"
+                    " left; use --positions rolling"
+                )
+        for config, n in product(configs, kept):
+            tokens, place = lengths[n]
+            reason = model.too_long(config, tokens)
+            if reason is not None:
+                skip = ", or --too-long skip" if too_long == "refuse" else ""
+                raise ValueError(
+                    f"{place} has {tokens} tokens, the most of its answer included; for the cache"
+                    f" {config.label!r} {reason}{skip}"
+                )
+        return kept
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """The scores, by metric; means over the samples unless a task says otherwise."""
@@ -91,78 +108,12 @@ class Task(ABC):
         return [{name: score.value for name, score in self.scores(results).items()}]
 
 
-class SharingTask(Task):
-    """A task whose caches share what they read: it defines `run_together`."""
-
-    def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
-        """Evaluates samples with one cache."""
-        for _, results in self.run_together(model, [config], samples, seed):
-            yield results
-
-
 def mean(results: Iterable[Result], name: str) -> Score:
     """Averages a figure over samples."""
     values = [float(result[name]) for result in results]
     if len(values) < 2:
         return Score(values[0])
     return Score(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5)
-
-
-def optional(module: str, what: str, extra: str = "eval") -> Any:
-    """Imports a module that an extra brings; without it, says how it is installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ValueError(
-            f"{what} needs {package}, which is not installed; pip install 'h2okv[{extra}]'"
-        ) from error
-
-
-def check_counts(least: int = 1, **counts: int | None) -> None:
-    """Refuses options that are less than 1, or than another least number."""
-    for name, count in counts.items():
-        if count is not None and count < least:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {count} is too few; give {least} or more")
-
-
-def filter_by_length(
-    model: ModelUnderTest,
-    configs: Sequence[CacheConfig],
-    lengths: Sequence[tuple[int, str]],
-    too_long: TooLong | None = None,
-) -> list[int]:
-    """The numbers of the samples that are run.
-
-    Args:
-        model: What reads them.
-        configs: The caches.
-        lengths: Of all samples the tokens, the most of the answer included, and their place.
-        too_long: Whether samples above the context window are left out or refused; ``None`` if
-            they are refused and the user cannot choose.
-    """
-    kept = list(range(len(lengths)))
-    if too_long == "skip" and model.window is not None:
-        kept = [n for n in kept if lengths[n][0] <= model.window]
-        if not kept:
-            raise ValueError(
-                f"every sample is above the model's context window of {model.window} tokens (the"
-                f" shortest has {min(lengths)[0]}, its answer included), so that none is left; use"
-                " --positions rolling"
-            )
-    for config in configs:
-        for tokens, place in (lengths[n] for n in kept):
-            reason = model.too_long(config, tokens)
-            if reason is not None:
-                skip = ", or --too-long skip" if too_long == "refuse" else ""
-                raise ValueError(
-                    f"{place} has {tokens} tokens, the most of its answer included; for the cache"
-                    f" {config.label!r} {reason}{skip}"
-                )
-    return kept
 
 
 @dataclass(frozen=True)
@@ -197,7 +148,7 @@ class GenerationTask(Task):
     prompts: Sequence[TextPrompt] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_counts(
+        check_least(
             batch_size=self.batch_size, limit=self.limit, max_new_tokens=self.max_new_tokens
         )
         self._params = SamplingParams(**{name: getattr(self, name) for name in SAMPLING})
@@ -209,17 +160,15 @@ class GenerationTask(Task):
 
     def identity(self) -> Mapping[str, Any]:
         """How prompts are answered; tasks add what they are."""
-        settings = {name: getattr(self._params, name) for name in SAMPLING}
-        # The others only where they were asked for, so that results without them stay known.
-        kept = ("temperature", "top_p")
-        asked = {
-            name: value
-            for name, value in settings.items()
-            if name in kept or value != getattr(SamplingParams, name)
-        }
-        return {"max_new_tokens": self.max_new_tokens, **asked}
+        asked: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        for name in SAMPLING:
+            value = getattr(self._params, name)
+            # The others only where they were asked for, so that results without them stay known.
+            if name in ("temperature", "top_p") or value != getattr(SamplingParams, name):
+                asked[name] = value
+        return asked
 
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Tokenizes the prompts, and chooses those that are run."""
         self._encoded = []
         lengths: list[tuple[int, str]] = []
@@ -230,23 +179,25 @@ class GenerationTask(Task):
             params = replace(self._params, max_tokens=most, stop=stop)
             self._encoded.append(Prompt(ids, params))
             lengths.append((len(ids) + most, prompt.place))
-        self.samples = filter_by_length(model, configs, lengths, self.too_long)
+        self.samples = self.within_window(model, configs, lengths, self.too_long)
 
     def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
+        self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
+    ) -> Found:
         """Answers prompts, those of about the same length together."""
-
-        def stops(n: int) -> tuple[str, ...]:
-            return self._encoded[n].params.stop
-
-        left = sorted(samples, key=lambda n: (stops(n), -len(self._encoded[n].ids)))
-        while left:
-            batch = [n for n in left[: self.batch_size] if stops(n) == stops(left[0])]
-            left = left[len(batch) :]
+        stops = {n: self._encoded[n].params.stop for n in samples}
+        order = sorted(samples, key=lambda n: (stops[n], -len(self._encoded[n].ids)))
+        alike = [list(own) for _, own in groupby(order, stops.__getitem__)]
+        batches = [
+            own[start : start + self.batch_size]
+            for own in alike
+            for start in range(0, len(own), self.batch_size)
+        ]
+        for (number, config), batch in product(enumerate(configs), batches):
             prompts = []
             for n in batch:
                 ids, params = self._encoded[n]
                 prompts.append(Prompt(ids, replace(params, seed=sample_seed(seed, n))))
             answers = answer_batch(model, config, prompts, seed)
-            yield {n: self.result(n, answer) for n, answer in zip(batch, answers, strict=True)}
+            found = zip(batch, answers, strict=True)
+            yield number, {n: self.result(n, answer) for n, answer in found}

@@ -9,7 +9,7 @@ from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE, TASKS, HarnessTask,
 
 def run(task, subject, config):
     task.prepare(subject, [config])
-    (found,) = task.run(subject, config, task.samples, 0)
+    ((_, found),) = task.run(subject, [config], task.samples, 0)
     return task.scores(found), task.size(found)
 
 
@@ -47,12 +47,12 @@ def test_caches_that_read_prompts_at_once_share_them(shared, subject, tmp_path):
     hook = subject.model.register_forward_pre_hook(
         lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
     )
-    found = dict(task.run_together(subject, configs, task.samples, 0))
+    found = dict(task.run(subject, configs, task.samples, 0))
     hook.remove()
     # The contexts for all caches at once, and 24 continuations on each, 16 at a time.
     assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
     for number, config in enumerate(configs):
-        ((_, wanted),) = alone.run_together(subject, [config], alone.samples, 0)
+        ((_, wanted),) = alone.run(subject, [config], alone.samples, 0)
         assert found[number] == wanted
 
 

@@ -7,7 +7,7 @@ import torch
 from h2okv import enable
 from h2okv.config import CacheConfig
 from h2okv.evaluation.model import ModelUnderTest, make_cache
-from h2okv.evaluation.tasks.fidelity import Fidelity, Reading, Source, bootstrap
+from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
 
 CONFIGS = [
     CacheConfig.from_budget(0.5),
@@ -18,10 +18,10 @@ MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the
 
 
 def compared(subject, sources, configs=CONFIGS, **reading):
-    task = Fidelity(sources, Reading(**reading))
+    task = Fidelity(sources=sources, **reading)
     task.prepare(subject, configs)
     results = [{} for _ in configs]
-    for number, found in task.run_together(subject, configs, task.samples, 0):
+    for number, found in task.run(subject, configs, task.samples, 0):
         results[number] |= found
     return task, results
 
@@ -102,22 +102,23 @@ def test_messages_and_prompts_go_by_the_chat_template(subject, chat_tokenizer, t
         ("turns", {"turns": [question, "And then?"]}),
     ):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-        task = Fidelity([Source.read(tmp_path / f"{name}.jsonl")], Reading())
+        task = Fidelity(sources=[Source.read(tmp_path / f"{name}.jsonl")])
         task.prepare(chatty, CONFIGS)
         prompts[name] = chatty.tokenizer.decode(task._samples[0].prompt)
     assert set(prompts.values()) == {f"<|user|>{question}<|bos|>\n<|assistant|>"}
-    raw = Fidelity([Source.read(tmp_path / "prompt.jsonl")], Reading(raw=True))
+    raw = Fidelity(sources=[Source.read(tmp_path / "prompt.jsonl")], raw=True)
     raw.prepare(chatty, CONFIGS)
     assert chatty.decode(raw._samples[0].prompt) == question
     with pytest.raises(ValueError, match="--raw takes prompts, not messages"):
-        Fidelity([Source.read(tmp_path / "turns.jsonl")], Reading(raw=True)).prepare(chatty, [])
+        turns = [Source.read(tmp_path / "turns.jsonl")]
+        Fidelity(sources=turns, raw=True).prepare(chatty, [])
 
 
 def test_more_texts_begin_with_the_same_ones(subject, novel):
     sources = [Source("novel", novel), Source("backwards", novel[::-1])]
     windows = []
     for texts in (2, 5):
-        task = Fidelity(sources, Reading(80, 9, texts))
+        task = Fidelity(sources=sources, prompt_tokens=80, new_tokens=9, texts=texts)
         task.prepare(subject, CONFIGS)
         windows.append({n: own.prompt for n, own in task._samples.items()})
     assert len(windows[1]) == 10 and windows[0].items() <= windows[1].items()
@@ -125,7 +126,7 @@ def test_more_texts_begin_with_the_same_ones(subject, novel):
 
 def test_rows_say_means_and_intervals_by_file(subject):
     sources = [Source("a", "x"), Source("b", "y")]
-    task = Fidelity(sources, Reading())
+    task = Fidelity(sources=sources)
     common = {"tokens": 4, "full_nll": 1.0, "full_bytes": 1000}
     own = [(0.2, 1.0, 1.3, 100), (0.1, 0.5, 1.1, 200), (0.6, 0.75, 1.2, 300), (0.1, 0.75, 1.0, 200)]
     results = {

@@ -11,7 +11,7 @@ def run(subject, novel, config, **windows):
     task = Perplexity("novel", novel, **windows)
     task.prepare(subject, [config])
     results = {}
-    for found in task.run(subject, config, task.samples, 0):
+    for _, found in task.run(subject, [config], task.samples, 0):
         results |= found
     return task, results
 

@@ -49,7 +49,9 @@ def test_a_full_cache_finds_what_the_model_can_recall(subject, novel, tmp_path):
     rows = []
     for compression in ("query-aware", "query-agnostic"):
         task = prepared(subject, novel, compression=compression, **grid)
-        results = {n: r for f in task.run(subject, FULL, task.samples, 0) for n, r in f.items()}
+        results = {
+            n: r for _, f in task.run(subject, [FULL], task.samples, 0) for n, r in f.items()
+        }
         assert task.scores(results)["string_match"].value >= 0.75
         details = task.details(results)
         assert [(row["length"], row["depth"]) for row in details] == [
@@ -117,7 +119,7 @@ def test_values_are_recalled_with_everything_kept(subject, questions, compressio
     task = Recall("cities", questions, compression=compression, max_new_tokens=8)
     task.prepare(subject, [CacheConfig("full")])
     results = {}
-    for found in task.run(subject, CacheConfig("full"), task.samples, 0):
+    for _, found in task.run(subject, [FULL], task.samples, 0):
         results |= found
     assert [result["string_match"] for result in results.values()] == [1.0, 1.0]
     assert task.scores(results)["string_match"].value == 1.0

@@ -20,9 +20,10 @@ from unittest.mock import patch
 from tqdm import tqdm
 
 from h2okv.config import CacheConfig
+from h2okv.console import check_least
 from h2okv.evaluation.model import ModelUnderTest, settled
 from h2okv.evaluation.shared_prefill import shares_prompt
-from h2okv.evaluation.task import Result, Score, SharingTask, check_counts
+from h2okv.evaluation.task import Configs, Found, Result, Score, Task
 from h2okv.provenance import digest
 from h2okv.records import unknown_name
 
@@ -192,7 +193,7 @@ def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
 
 
 @dataclass(eq=False)
-class HarnessTask(SharingTask):
+class HarnessTask(Task):
     """A task of lm-evaluation-harness with so many examples in the prompt, as one sample.
 
     The harness makes the prompts and the scores. It is one sample, because the examples that a
@@ -217,8 +218,8 @@ class HarnessTask(SharingTask):
             )
         if self.own and self.name not in _FILES:
             raise unknown_name("task of the harness", self.name, sorted(_FILES))
-        check_counts(least=0, shots=self.shots)
-        check_counts(batch_size=self.batch_size, limit=self.limit, prefill_chunk=self.prefill_chunk)
+        check_least(0, shots=self.shots)
+        check_least(batch_size=self.batch_size, limit=self.limit, prefill_chunk=self.prefill_chunk)
         self.samples = (0,)
 
     @property
@@ -234,18 +235,14 @@ class HarnessTask(SharingTask):
             "lm_eval": importlib.metadata.version("lm_eval"),
         }
 
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Looks whether all that the harness needs is there."""
         with quietly(), _data_folder(self.data):
             self._manager().load([self._task_name])
 
-    def run_together(
-        self,
-        model: ModelUnderTest,
-        configs: Sequence[CacheConfig],
-        samples: Sequence[int],
-        seed: int,
-    ) -> Iterator[tuple[int, dict[int, Result]]]:
+    def run(
+        self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
+    ) -> Found:
         """Runs the task with each cache; contexts that are read at once are read once for all."""
         from h2okv.evaluation.lm_eval.model import Scorer
 

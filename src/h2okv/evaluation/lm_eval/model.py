@@ -154,7 +154,7 @@ class Scorer:
         """Reads contexts onto empty caches of the group; with them, the mask ``[B, tokens]``."""
         caches = [scorer._cache() for scorer in self.group]
         together = caches[0] if len(caches) == 1 else SharedPrefill(caches)
-        ids, mask = self._padded(contexts)
+        ids, mask = left_padded(contexts, device=self.model.device)
         if ids.shape[1]:
             self._forward(ids, mask, together, keep=1)
             if isinstance(together, SharedPrefill):
@@ -210,18 +210,14 @@ class Scorer:
             ).logits
         return logits
 
-    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Texts with padding on their left, and the mask; int64 ``[B, T]`` each."""
-        input_ids, mask = left_padded(texts)
-        return input_ids.to(self.model.device), mask.to(self.model.device)
-
     def _score(
         self, pairs: Sequence[Pair], cache: H2OCache, seen: torch.Tensor | None = None
     ) -> list[TokenScores]:
         """One forward over texts without their last tokens, and what it says of continuations."""
         texts = [[*context, *continuation] for context, continuation in pairs]
         counts = [len(continuation) for _, continuation in pairs]
-        input_ids, mask = self._padded([text[:-1] for text in texts])
+        given = [text[:-1] for text in texts]
+        input_ids, mask = left_padded(given, device=self.model.device)
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
         with warnings.catch_warnings():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,11 +13,18 @@ import torch
 
 from h2okv.cache import H2OCache
 from h2okv.config import CacheConfig
+from h2okv.console import check_least
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.evaluation.stream_data import Conversation, Message, read_conversations
-from h2okv.evaluation.task import Result, Score, SharingTask, check_counts, filter_by_length
+from h2okv.evaluation.task import (
+    Configs,
+    Found,
+    Result,
+    Score,
+    Task,
+)
 from h2okv.integration.chat_template import chat_text
 from h2okv.integration.enable import enable
 from h2okv.provenance import digest
@@ -30,33 +37,6 @@ _FULL = CacheConfig("full")
 _MEASURES = ("kl", "agreement", "nll", "full_nll")
 _DRAWS = 1000
 ALL = "all"
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How texts are read.
-
-    Attributes:
-        prompt_tokens: Tokens of a text that are read at once and evicted from; of a JSONL file's
-            prompts all are.
-        new_tokens: Tokens after them, each of which predicts the next; the most of an answer.
-        texts: Texts of each file; ``None`` for 8, or all of fewer.
-        protocol: ``"decode"`` evicts after each new token, as when text is generated; ``"block"``
-            reads them all on what the prompt left.
-        raw: Whether prompts go without the model's chat template.
-    """
-
-    prompt_tokens: int = 512
-    new_tokens: int = 32
-    texts: int | None = None
-    protocol: Protocol = "decode"
-    raw: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses what no text can be read by."""
-        check_counts(new_tokens=self.new_tokens, texts=self.texts)
-        if self.prompt_tokens < 2:
-            raise ValueError(f"--prompt-tokens {self.prompt_tokens} is too few; give 2 or more")
 
 
 @dataclass(frozen=True)
@@ -94,7 +74,8 @@ class _Sample(NamedTuple):
     following: list[int]
 
 
-class Fidelity(SharingTask):
+@dataclass(eq=False, kw_only=True)
+class Fidelity(Task):
     """Compares a setting's predictions with the full cache's, token by token, on the same text.
 
     The prompt is read once for all settings. The first token after it is predicted by that reading
@@ -102,45 +83,51 @@ class Fidelity(SharingTask):
     prompt of a JSONL file the text is the full cache's own greedy answer.
     """
 
+    name: str = "fidelity"
+    sources: Sequence[Source]
+    # Tokens of a text that are read at once and evicted from; of a JSONL file's prompts all are.
+    prompt_tokens: int = 512
+    new_tokens: int = 32  # after them, each of which predicts the next; the most of an answer
+    texts: int | None = None  # of each file; None for 8, or all of fewer
+    # "decode" evicts after each new token, as when text is generated; "block" reads them all on
+    # what the prompt left.
+    protocol: Protocol = "decode"
+    raw: bool = False  # whether prompts go without the model's chat template
     metrics = ("agreement", "kl", "perplexity_ratio", "bytes_fraction")
 
-    def __init__(self, sources: Sequence[Source], reading: Reading) -> None:
-        super().__init__("fidelity")
-        self.sources, self.reading = sources, reading
+    def __post_init__(self) -> None:
+        check_least(new_tokens=self.new_tokens, texts=self.texts)
+        check_least(2, prompt_tokens=self.prompt_tokens)
         self._samples: dict[int, _Sample] = {}
 
     def identity(self) -> Mapping[str, Any]:
         """Names the data and the protocol; more texts may be added later."""
-        return {
-            "data": digest(repr(list(self.sources))),
-            "prompt_tokens": self.reading.prompt_tokens,
-            "new_tokens": self.reading.new_tokens,
-            "protocol": self.reading.protocol,
-            "raw": self.reading.raw,
-        }
+        names = ("prompt_tokens", "new_tokens", "protocol", "raw")
+        data = digest(repr(list(self.sources)))
+        return {"data": data, **{name: getattr(self, name) for name in names}}
 
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Cuts the texts, and encodes the prompts."""
         for place, source in enumerate(self.sources):
             found = self._prompts(model, source) if source.prompts else self._cut(model, source)
             for number, sample in enumerate(found):
                 self._samples[number * len(self.sources) + place] = sample
         lengths = [
-            (len(own.prompt) + self.reading.new_tokens + 1, f"a text of {own.source!r}")
+            (len(own.prompt) + self.new_tokens + 1, f"a text of {own.source!r}")
             for own in self._samples.values()
         ]
-        filter_by_length(model, configs, lengths)
+        self.within_window(model, configs, lengths)
         self.samples = sorted(self._samples)
 
     def _cut(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
         """Windows of a text, far from each other, and the same ones first if more are wanted."""
-        prompt = self.reading.prompt_tokens
-        length = prompt + self.reading.new_tokens + 1
+        prompt = self.prompt_tokens
+        length = prompt + self.new_tokens + 1
         special = model.encode("")
         start = special if special == [model.tokenizer.bos_token_id] else []
         ids = model.encode(source.text, special=False)
         places = list(range(0, len(ids) - length + len(start) + 1, length))
-        wanted = self.reading.texts or min(DEFAULT_TEXTS, len(places))
+        wanted = self.texts or min(DEFAULT_TEXTS, len(places))
         if len(places) < max(wanted, 1):
             raise ValueError(
                 f"{source.name!r} has {len(ids)} tokens for this model, which are {len(places)}"
@@ -156,7 +143,7 @@ class Fidelity(SharingTask):
 
     def _prompts(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
         """The first prompts, in the form that the model knows."""
-        wanted = self.reading.texts or min(DEFAULT_TEXTS, len(source.prompts))
+        wanted = self.texts or min(DEFAULT_TEXTS, len(source.prompts))
         if wanted > len(source.prompts):
             raise ValueError(
                 f"{source.name!r} has {len(source.prompts)} prompts; give --texts"
@@ -165,9 +152,9 @@ class Fidelity(SharingTask):
         has_template = bool(model.tokenizer.chat_template)
         found = []
         for number, prompt in enumerate(source.prompts[:wanted], start=1):
-            if self.reading.raw and not isinstance(prompt, str):
+            if self.raw and not isinstance(prompt, str):
                 raise ValueError("--raw takes prompts, not messages; leave it out")
-            if isinstance(prompt, str) and (self.reading.raw or not has_template):
+            if isinstance(prompt, str) and (self.raw or not has_template):
                 ids = model.encode(prompt)
             else:
                 said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
@@ -178,19 +165,16 @@ class Fidelity(SharingTask):
             found.append(_Sample(source.name, ids, []))
         return found
 
-    def run_together(
-        self,
-        model: ModelUnderTest,
-        configs: Sequence[CacheConfig],
-        samples: Sequence[int],
-        seed: int,
-    ) -> Iterator[tuple[int, dict[int, Result]]]:
+    def run(
+        self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
+    ) -> Found:
         """Compares several caches on one reading of each prompt."""
         for sample in samples:
             caches = [make_cache(own, model.config, seed) for own in (_FULL, *configs)]
             with enable(model.model), torch.no_grad():
                 comparison = _Comparison(model, caches, self._samples[sample].prompt)
-                results = comparison.run(self._samples[sample].following, self.reading)
+                following = self._samples[sample].following
+                results = comparison.run(following, self.new_tokens, self.protocol)
             for number, result in enumerate(results):
                 yield number, {sample: result}
 
@@ -238,10 +222,10 @@ class _Comparison:
         self.first = int(first[0, -1].argmax())
         self.shared.split()
 
-    def run(self, following: Sequence[int], reading: Reading) -> list[Result]:
+    def run(self, following: Sequence[int], most: int, protocol: Protocol) -> list[Result]:
         """Reads what follows, or the full cache's own answer, on every cache."""
-        how = self._decode if reading.protocol == "decode" else self._in_one_block
-        measured = how(following, reading.new_tokens)
+        how = self._decode if protocol == "decode" else self._in_one_block
+        measured = how(following, most)
         full_bytes = self.caches[0].full_nbytes
         return [
             {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from h2okv.console import check_least, optional
 from h2okv.evaluation.model import Answer
 from h2okv.evaluation.stream_data import read_conversations
 from h2okv.evaluation.task import (
@@ -15,9 +16,7 @@ from h2okv.evaluation.task import (
     Result,
     Score,
     TextPrompt,
-    check_counts,
     mean,
-    optional,
 )
 from h2okv.provenance import digest
 from h2okv.records import Record, read_jsonl, read_text_file
@@ -133,7 +132,7 @@ class Diversity(GenerationTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(least=2, copies=self.copies)
+        check_least(2, copies=self.copies)
         if self._params.is_greedy:
             raise ValueError("temperature 0 gives the same answer each time; give 1, for example")
         self._questions = [

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from h2okv.config import CacheConfig
+from h2okv.console import check_least
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.stream_data import TextSource
 from h2okv.evaluation.streaming import Stream, StreamSettings
-from h2okv.evaluation.task import Result, Score, Task, check_counts, filter_by_length
+from h2okv.evaluation.task import (
+    Configs,
+    Found,
+    Result,
+    Score,
+    Task,
+)
 from h2okv.provenance import digest
 
 _BLOCK = 64
@@ -36,15 +44,15 @@ class Perplexity(Task):
     metrics = ("perplexity",)
 
     def __post_init__(self) -> None:
-        check_counts(least=2, length=self.length)
-        check_counts(windows=self.windows, every=self.every)
+        check_least(2, length=self.length)
+        check_least(windows=self.windows, every=self.every)
         self._ids: list[torch.Tensor] = []
 
     def identity(self) -> Mapping[str, Any]:
         """Names the text and how it is read."""
         return {"data": digest(self.text), "length": self.length, "every": self.every}
 
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Cuts the text."""
         length = self.length
         ids = torch.tensor(model.encode(self.text))
@@ -66,21 +74,21 @@ class Perplexity(Task):
                     " --prefill-chunk"
                 )
         in_blocks = [_in_blocks(config) for config in configs]
-        filter_by_length(model, in_blocks, [(length, "a window of the text")])
+        self.within_window(model, in_blocks, [(length, "a window of the text")])
 
     def run(
-        self, model: ModelUnderTest, config: CacheConfig, samples: Sequence[int], seed: int
-    ) -> Iterator[dict[int, Result]]:
+        self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
+    ) -> Found:
         """Reads windows."""
-        reading = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
-        for sample in samples:
+        for (number, config), sample in product(enumerate(configs), samples):
+            reading = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.config, seed)
             stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), reading)
             for _ in stream.blocks():
                 pass
             rows = stream.all_rows()
             positions, nlls = [row.position for row in rows], [row.nll for row in rows]
-            yield {sample: {"positions": positions, "nlls": nlls}}
+            yield number, {sample: {"positions": positions, "nlls": nlls}}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """Returns the perplexity over all tokens of all windows."""

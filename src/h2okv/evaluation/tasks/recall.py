@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from h2okv.config import CacheConfig
+from h2okv.console import check_least, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import ModelUnderTest, Prompt, answer_question
 from h2okv.evaluation.task import (
+    Configs,
+    Found,
     Result,
-    SharingTask,
+    Task,
     TooLong,
-    check_counts,
-    filter_by_length,
     mean,
-    optional,
 )
 from h2okv.evaluation.tasks.generation import load_rouge
 from h2okv.provenance import digest
@@ -41,14 +40,14 @@ _CITIES = (
 
 
 @dataclass(eq=False, kw_only=True)
-class QuestionTask(SharingTask):
+class QuestionTask(Task):
     """Questions about long texts, each with a cache of its own, scored by RULER's rule."""
 
     compression: Compression = "query-agnostic"
     max_new_tokens: int = 16
 
     def __post_init__(self) -> None:
-        check_counts(max_new_tokens=self.max_new_tokens)
+        check_least(max_new_tokens=self.max_new_tokens)
         scores = optional("lm_eval.tasks.ruler.common_utils", "recall")
         self._match: Callable[[list[str], list[list[str]]], float] = scores.string_match_all
         # Context and question, each tokenized on its own so that both ways read the same; the
@@ -60,13 +59,9 @@ class QuestionTask(SharingTask):
         """Which way the cache is compressed."""
         return {"compression": self.compression}
 
-    def run_together(
-        self,
-        model: ModelUnderTest,
-        configs: Sequence[CacheConfig],
-        samples: Sequence[int],
-        seed: int,
-    ) -> Iterator[tuple[int, dict[int, Result]]]:
+    def run(
+        self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
+    ) -> Found:
         """Asks questions."""
         params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=("\n",))
         aware = self.compression == "query-aware"
@@ -117,7 +112,7 @@ class Recall(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(limit=self.limit)
+        check_least(limit=self.limit)
         self.questions = read_ruler(self.input)
 
     def identity(self) -> Mapping[str, Any]:
@@ -125,7 +120,7 @@ class Recall(QuestionTask):
         content = repr([(q.context, q.question, q.answers) for q in self.questions])
         return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
 
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Tokenizes the questions, and chooses those that are asked."""
         self._asked = []
         lengths: list[tuple[int, str]] = []
@@ -133,7 +128,7 @@ class Recall(QuestionTask):
             ids, asked = model.encode(text), model.encode(question, special=False)
             self._asked.append((ids, asked, answers, {"expected": answers}))
             lengths.append((len(ids) + len(asked) + self.max_new_tokens, place))
-        self.samples = filter_by_length(model, configs, lengths, self.too_long)
+        self.samples = self.within_window(model, configs, lengths, self.too_long)
 
 
 @dataclass(eq=False)
@@ -163,7 +158,7 @@ class NeedleTask(QuestionTask):
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"--depths {depth:g} is out of range; give fractions from 0 to 1")
-        check_counts(tries=self.tries)
+        check_least(tries=self.tries)
         answer = "{answer}" if self.answer is None else self.answer
         if answer not in self.statement:
             raise ValueError(
@@ -177,7 +172,7 @@ class NeedleTask(QuestionTask):
         names = ("lengths", "depths", "tries", "statement", "question", "answer", "max_new_tokens")
         return {"data": digest(self.text), **{name: getattr(self, name) for name in names}}
 
-    def prepare(self, model: ModelUnderTest, configs: Sequence[CacheConfig]) -> None:
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         """Hides the needles."""
         ids = model.encode(self.text, special=False)
         opening = model.encode("")
@@ -216,7 +211,7 @@ class NeedleTask(QuestionTask):
             self._asked.append((context, question, [expected], beside))
         most = self.max_new_tokens
         lengths = [(length + most, f"a text of --lengths {length}") for length in self.lengths]
-        filter_by_length(model, configs, lengths)
+        self.within_window(model, configs, lengths)
         self.samples = range(len(self._asked))
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
