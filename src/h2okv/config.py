@@ -246,6 +246,16 @@ class CacheConfig:
         """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""
         return length if self.is_full else self.budget.resolve(length).total
 
+    def past_window(self, held: int, block: int, window: int | None) -> str | None:
+        """Why so many entries and a block cannot roll in a context window; ``None`` if they can."""
+        if self.positions != "rolling" or window is None or held + block <= window:
+            return None
+        return (
+            f"a budget of {held} entries and blocks of {block} tokens are more than the context"
+            f" window of {window}; give a smaller budget (--budget, --sink) or a lower"
+            " --prefill-chunk"
+        )
+
     @property
     def budget_label(self) -> str:
         """The budget in few characters: ``full``, ``20%`` or ``512``."""

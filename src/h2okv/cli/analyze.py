@@ -167,7 +167,6 @@ def parse_fractions(text: str) -> list[float]:
 
 
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
-    """Writes the page with the policies and budgets that were asked for."""
     from h2okv.analysis.viewer.reading import export_content
     from h2okv.analysis.viewer.server import build_page
     from h2okv.records import atomic_write
@@ -187,7 +186,6 @@ def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
 
 
 def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool) -> int:
-    """Serves the page until Ctrl-C."""
     from h2okv.analysis.viewer.reading import Desk
     from h2okv.analysis.viewer.server import HOST, make_server
 

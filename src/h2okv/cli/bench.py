@@ -223,8 +223,6 @@ def check_room(
 
 @dataclass
 class _Bench:
-    """A measurement, and what it found so far."""
-
     source: ModelSource
     settings: Settings
     device: torch.device

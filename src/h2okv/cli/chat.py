@@ -90,6 +90,7 @@ def plan_cache(
 ) -> tuple[CacheConfig, str | None]:
     """Settles positions and chunk; gives a remark on positions that had to stay original."""
     from h2okv.cache import H2OCache
+    from h2okv.cache.validation import context_window
 
     for name in ("heavy", "recent"):
         part = getattr(cache, name)
@@ -98,7 +99,7 @@ def plan_cache(
                 f"--{name} {part:g} is a fraction of a prompt, but a chat has no end; give tokens,"
                 f" such as --budget 512 or --{name} 256"
             )
-    chunk, remark, most = cache.prefill_chunk, None, None
+    chunk, remark = cache.prefill_chunk, None
     check_least(prefill_chunk=chunk)
     H2OCache.from_config(config, cache)
     cache = replace(cache, positions=wanted or "rolling")
@@ -107,14 +108,13 @@ def plan_cache(
             H2OCache.from_config(config, cache)
         except ValueError as error:
             cache, remark = _with_original(cache, error)
-    if cache.positions == "rolling":
-        most = _largest_chunk(config, cache)
-    if chunk is not None and most is not None and chunk > most:
-        raise ValueError(
-            f"--prefill-chunk {chunk} does not fit behind the cache's entries in the model's"
-            f" context window; give {most} or less, or lower --budget or --sink"
-        )
-    cache = replace(cache, prefill_chunk=chunk or min(_CHUNK, most or _CHUNK))
+    held, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
+    if chunk is None:
+        room = window - held if cache.positions == "rolling" and window is not None else _CHUNK
+        chunk = max(1, min(_CHUNK, room))
+    if reason := cache.past_window(held, chunk, window):
+        raise ValueError(reason)
+    cache = replace(cache, prefill_chunk=chunk)
     H2OCache.from_config(config, cache)
     return cache, remark
 
@@ -140,22 +140,6 @@ def _with_original(cache: CacheConfig, error: ValueError) -> tuple[CacheConfig, 
     reason = str(error).rstrip(".")
     remark = f"note: positions stay original, so the chat ends with the model's context ({reason})"
     return replace(cache, positions="original"), remark
-
-
-def _largest_chunk(config: PreTrainedConfig, cache: CacheConfig) -> int | None:
-    """The most tokens that fit behind a full cache; None for any number."""
-    from h2okv.cache.validation import context_window
-
-    window = context_window(config)
-    if window is None:
-        return None
-    held = int(cache.sink + cache.heavy + cache.recent)
-    if held >= window:
-        raise ValueError(
-            f"the budget and --sink are {held} tokens, which leaves no room for a new one in the"
-            f" model's context window of {window}; lower them"
-        )
-    return window - held
 
 
 _LONG_CHAT = 2000

@@ -296,7 +296,6 @@ def _settings(job: Any, cache: CacheConfig) -> dict[str, Any]:
 
 
 def _results(found: Comparison) -> dict[str, Any]:
-    """What `--json` says of the runs."""
     told = [_fields(run) for run in found.runs.values()]
     if not found.agreements:
         return told[0]

@@ -89,7 +89,7 @@ def serve(
         max_body=_body_bytes(max_body),
         max_new_tokens=max_new_tokens,
         max_choices=max_choices,
-        view_page=None if view_page is None else config.read_text("view-page", view_page),
+        view_page=None if view_page is None else args.read_text("view-page", view_page),
     )
     loading: dict[str, Any] = {"dtype": model.dtype}
     if not ray:  # there, each copy takes what its machine has
@@ -98,8 +98,9 @@ def serve(
         model=model.name,
         server=server,
         engine=engine,
-        prefixes=tuple(prefix or ()),
-        systems=tuple(system or ()),
+        # Without the line end that editors put last, which no client sends.
+        prefixes=tuple(args.read_text("prefix", path) for path in prefix or ()),
+        systems=tuple(args.read_text("system", path) for path in system or ()),
         loading=loading,
     )
     config.check_installed()

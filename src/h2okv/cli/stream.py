@@ -32,8 +32,6 @@ _NO_WINDOW = 8192
 
 @dataclass(frozen=True)
 class _Files:
-    """The files that a stream writes."""
-
     csv: Path | None
     plot: Path | None
     checkpoint: Path | None
@@ -85,8 +83,10 @@ def stream(
         h2okv stream --input mt_bench.jsonl --checkpoint chats.safetensors --resume
     """
     from h2okv.cache import H2OCache
+    from h2okv.cache.validation import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
     from h2okv.evaluation.streaming import Stream, StreamSettings
+    from h2okv.records import read_text_file
 
     settings = StreamSettings(prefill_chunk, every, tokens, max_new_tokens)
     check_least(save_every=save_every)
@@ -101,11 +101,14 @@ def stream(
     cache = replace(cache, heavy=parts.heavy, recent=parts.recent, positions=wanted).seeded(seed)
     # A bad budget shows before anything is read.
     made = H2OCache.from_config(described.config, cache)
-    _check_room(described, cache, prefill_chunk)
+    # Now, not at the block that would reach beyond the window.
+    if reason := cache.past_window(parts.total, prefill_chunk, context_window(described.config)):
+        raise ValueError(reason)
     vocab_size = described.config.get_text_config().vocab_size
     source: TextSource | ConversationSource
     if text is not None:
-        source = TextSource.of_file(text, described.tokenizer, vocab_size)
+        content = read_text_file(text)
+        source = TextSource.of_text(content, described.tokenizer, vocab_size)
         if tokens is not None and source.num_tokens < tokens:
             write_remark(f"note: the text has {source.num_tokens} tokens to read, not {tokens}")
     else:
@@ -123,19 +126,6 @@ def stream(
     else:
         running = Stream(loaded, made, source, settings, identity)
     return _run(running, described, cache, files, save_every)
-
-
-def _check_room(described: Described, cache: CacheConfig, chunk: int) -> None:
-    """Refuses ranks past the context window now, not at the block that would reach them."""
-    from h2okv.cache.validation import context_window
-
-    held = int(cache.heavy) + int(cache.recent) + cache.sink
-    window = context_window(described.config)
-    if cache.positions == "rolling" and window is not None and held + chunk > window:
-        raise ValueError(
-            f"a budget of {held} tokens and a --prefill-chunk of {chunk} are more than the context"
-            f" window of {window}; make --budget or --prefill-chunk smaller"
-        )
 
 
 def _run(
@@ -189,7 +179,6 @@ def _run(
 
 
 def _answer(running: Stream, described: Described, answer: tuple[int, ...]) -> str:
-    """An answer as text, under its place in the stream."""
     state = running.state
     heading = f"--- sample {state.sample + 1}, answer {state.segment + 1} ---\n"
     return heading + str(described.tokenizer.decode(list(answer), skip_special_tokens=True)) + "\n"

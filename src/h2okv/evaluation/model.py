@@ -100,14 +100,9 @@ class ModelUnderTest:
         trained = context_window(self.config)
         own = settled(config, self.config)
         if own.positions == "rolling":
-            held, block = own.entries(tokens), own.prefill_chunk or tokens
-            if trained is not None and tokens > trained and held + block > trained:
-                return (
-                    f"a budget of {held} entries and blocks of {block} tokens are more than the"
-                    f" context window of {trained}; give a smaller budget or a smaller prefill"
-                    " chunk"
-                )
-            return None
+            if trained is None or tokens <= trained:
+                return None
+            return own.past_window(own.entries(tokens), own.prefill_chunk or tokens, trained)
         if self.window is None or tokens <= self.window or own.positions == "clamped":
             return None
         if own.prefill_chunk is not None and not has_learned_positions(self.config):

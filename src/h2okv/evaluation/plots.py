@@ -25,7 +25,6 @@ FULL = "full"
 
 
 def _look(number: int) -> dict[str, Any]:
-    """The colour and style of a picture's line."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
 
 
@@ -122,7 +121,6 @@ def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
 
 
 def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> None:
-    """Draws one task; mutates the axes."""
     budgets = [budget for budget in sorted_budgets(lines) if budget != FULL]
     for line in lines:
         known = [budget for budget in budgets if budget in line.values]

@@ -44,7 +44,6 @@ class _Attention:
         softcap: float | None,
         weights: Tensor | None,
     ) -> Attended:
-        """Takes and returns what `Operations.attend` does."""
         if self._attended is None:
             self._attended = attend(query, key, value, visibility, scale, softcap, None)
         output, sums = self._attended
@@ -194,7 +193,7 @@ class SharedPrefill(H2OCache):
 
 
 def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
-    """Reads a prompt ``[B, T]`` without padding onto empty caches, once for those that can share."""
+    """Reads a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) > 1:
         shared = SharedPrefill(sharing)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from h2okv.evaluation.model import tokenize
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
 from h2okv.provenance import digest
-from h2okv.records import Record, check_text, read_jsonl, read_text_file
+from h2okv.records import Record, check_text, read_jsonl
 
 _ROLES = ("system", "user", "assistant")
 
@@ -152,11 +152,6 @@ class TextSource:
     def of_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
         """Makes a source from a text."""
         return cls(torch.tensor(tokenize(tokenizer, text, vocab_size)), digest(text))
-
-    @classmethod
-    def of_file(cls, path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
-        """Makes a source from a text file; see `of_text` and `read_text_file`."""
-        return cls.of_text(read_text_file(path), tokenizer, vocab_size)
 
     @property
     def num_tokens(self) -> int:

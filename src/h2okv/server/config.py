@@ -13,7 +13,6 @@ from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.integration.loading import describe
 from h2okv.integration.models import BUNDLED
-from h2okv.records import read_text_file
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -36,7 +35,6 @@ class ServerSettings:
     view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
 
     def __post_init__(self) -> None:
-        """Checks all limits."""
         for name in ("timeout", "max_body", "max_new_tokens", "max_choices"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too little; give more than 0.")
@@ -66,8 +64,8 @@ class ServeRequest:
     model: str = BUNDLED
     server: ServerSettings
     engine: EngineConfig = field(default_factory=EngineConfig)  # without prefixes
-    prefixes: tuple[Path, ...] = ()  # files with texts that many prompts begin with
-    systems: tuple[Path, ...] = ()  # files with system messages of many chats
+    prefixes: tuple[str, ...] = ()  # texts that many prompts begin with
+    systems: tuple[str, ...] = ()  # system messages of many chats
     loading: dict[str, Any] = field(default_factory=dict)  # what else `AsyncLLM` takes
 
     def engine_config(self) -> EngineConfig:
@@ -77,13 +75,10 @@ class ServeRequest:
 
         if not self.prefixes and not self.systems:
             return self.engine
-        # Without the line end that editors put last, which no client sends.
-        texts = [read_text("prefix", path).rstrip("\n") for path in self.prefixes]
-        systems = [read_text("system", path).rstrip("\n") for path in self.systems]
         tokenizer = describe(self.model).tokenizer
         try:
-            found = [text_prefix(tokenizer, text) for text in texts]
-            found += [system_prefix(tokenizer, text) for text in systems]
+            found = [text_prefix(tokenizer, text) for text in self.prefixes]
+            found += [system_prefix(tokenizer, text) for text in self.systems]
         except ApiError as error:
             raise ValueError(f"--system: {error}") from error
         return dataclasses.replace(self.engine, prefixes=found)
@@ -102,11 +97,3 @@ def served_name(model: str) -> str:
     """A path's last name, so that clients do not see where it lies; a Hub id as it is."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
-
-
-def read_text(option: str, path: Path) -> str:
-    """Reads the text file of an option."""
-    try:
-        return read_text_file(path)
-    except ValueError as error:
-        raise ValueError(f"--{option} {error}") from error

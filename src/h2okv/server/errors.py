@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -19,28 +20,20 @@ LOG = logging.getLogger("h2okv.server")
 _SERVER = "server_error"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal or a failure that goes to the client as it is.
+    """A refusal or a failure that goes to the client as it is."""
 
-    ``kind``, ``param`` and ``code`` are OpenAI's; the metrics count it as ``outcome``; a new try
-    makes sense after ``retry_after`` seconds.
-    """
+    status: int
+    message: str
+    kind: str = "invalid_request_error"  # OpenAI's type, as are the next two
+    param: str | None = None
+    code: str | None = None
+    outcome: str = "refused"  # what the metrics count it as
+    retry_after: float | None = None  # seconds after which a new try makes sense
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        outcome: str = "refused",
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
-        self.param, self.code, self.outcome = param, code, outcome
-        self.retry_after = retry_after
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """The JSON object."""

@@ -224,7 +224,6 @@ class ChatMessage(Strict):
 
 
 def _part(part: Any) -> str:
-    """The text of one part of a message."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
         raise ValueError(

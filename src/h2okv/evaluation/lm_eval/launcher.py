@@ -259,7 +259,6 @@ class HarnessTask(Task):
     def _run(
         self, model: ModelUnderTest, config: CacheConfig, seed: int, scorer: Scorer | None
     ) -> Result:
-        """Runs the task with one cache."""
         from lm_eval.evaluator import simple_evaluate
 
         from h2okv.evaluation.lm_eval.model import H2OLM

@@ -444,5 +444,4 @@ class H2OLM(HFLM):
 
 
 def _opening(texts: Sequence[Any] | None) -> str:
-    """The first words of a request's text, quoted."""
     return repr(" ".join(str(texts[0]).split())[:40]) if texts else "part of a long text"
