@@ -250,10 +250,10 @@ class CacheConfig:
         """Why so many entries and a block cannot roll in a context window; ``None`` if they can."""
         if self.positions != "rolling" or window is None or held + block <= window:
             return None
+        room = f" (to {window - held} at most)" if held < window else ""
         return (
-            f"a budget of {held} entries and blocks of {block} tokens are more than the context"
-            f" window of {window}; give a smaller budget (--budget, --sink) or a lower"
-            " --prefill-chunk"
+            f"a budget of {held} entries and --prefill-chunk {block} are more than the context"
+            f" window of {window}; lower --budget, --sink or --prefill-chunk{room}"
         )
 
     @property

@@ -196,11 +196,11 @@ BAD = {
     "no place for the cache": (("--cache", "disk"), ("--cache 'disk'", "device, cpu, file")),
     "no folder for the cache": (
         ("--cache", "file", "--cache-folder", "/nowhere"),
-        ("no file for the cache can be made in '/nowhere'", "--cache-folder"),
+        ("--cache-folder '/nowhere' cannot be written to",),
     ),
     "a folder that is not needed, and not there": (
         ("--cache-folder", "/nowhere"),
-        ("no file for the cache can be made in '/nowhere'", "--cache-folder"),
+        ("--cache-folder '/nowhere' cannot be written to",),
     ),
     "next to nothing": (("--memory", "1MiB"), ("--memory 1MiB is too little", "give more")),
 }

@@ -101,13 +101,14 @@ def stopping(tell):
 def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "perplexity", "--model", model_folder, "--text", novel_file, "--length", 64,
-        "--windows", 2, "--every", 24, "--prefill-chunk", 16, "--budget", "0.25,full",
+        "--windows", 2, "--every", 24, "--prefill-chunk", 16, "--budget", "0.25,100,full",
         "--csv", tmp_path / "p.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
+    assert done.err == "note: h2o, 100 keeps all 64 tokens of a window, as full does\n"
     rows = table(tmp_path / "p.csv")
-    assert [(row["policy"], row["position"]) for row in rows] == [
-        (policy, position) for policy in ("h2o", "full") for position in ("24", "48", "63")
+    assert [(row["budget"], row["position"]) for row in rows] == [
+        (budget, position) for budget in ("25%", "100", "full") for position in ("24", "48", "63")
     ]
 
 

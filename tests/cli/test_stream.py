@@ -107,9 +107,7 @@ def test_budget_and_chunk_must_fit_the_window(stream, book):
     budget = ("--heavy", 200, "--recent", 49, "--prefill-chunk", 8)
     outcome = stream("--text", book, "--tokens", 300, budget=budget)
     assert outcome.code == 2
-    assert (
-        "a budget of 249 tokens and a --prefill-chunk of 8 are more than the context" in outcome.err
-    )
+    assert "a budget of 249 entries and --prefill-chunk 8 are more than the context" in outcome.err
     budget = ("--heavy", 200, "--recent", 48, "--prefill-chunk", 8)
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 

@@ -86,7 +86,7 @@ def test_longer_than_the_window_needs_rolling_or_chunks(subject):
 def test_a_rolling_budget_must_leave_room_for_a_block(subject):
     config = budget(0.5, positions="rolling")
     assert subject.too_long(config, 2048) is None
-    assert "smaller budget" in subject.too_long(config, 4000)
+    assert "lower --budget" in subject.too_long(config, 4000)
 
 
 TIGHT = CacheConfig.from_budget(24)

@@ -217,7 +217,7 @@ def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, 
 def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
     stream = begin(text_source, StreamSettings(tokens=80))
-    with pytest.raises(ValueError, match="does not exist, so there is nothing to go on with"):
+    with pytest.raises(ValueError, match="does not exist: nothing to go on with"):
         Stream.resume(stream.model, path, text_source, stream.settings)
     run_stream(stream, checkpoint=path)
     other = make_llama(layers=3)
@@ -316,7 +316,7 @@ def test_a_lost_file_is_made_again(tmp_path):
 def test_what_is_there_is_not_overwritten(tmp_path):
     path = tmp_path / "rows.csv"
     StreamFile(path).close()
-    with pytest.raises(ValueError, match="exists already; go on with it by --resume"):
+    with pytest.raises(ValueError, match="exists already; add --resume"):
         StreamFile(path)
     path.write_text("name,age\nAnn,7\n")
     with pytest.raises(ValueError, match="its first line is not position,nll"):

@@ -53,7 +53,6 @@ class Generation:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended it."""
         return self.finish_reason == "interrupted"
 
 
@@ -113,7 +112,7 @@ class Generating(StoppingCriteria):
         length = self._ids.shape[1]
         if not isinstance(cache, H2OCache):
             with prefill_progress(model, length, show_progress) as self._close_bar:
-                self._generate(model, cache, self._ids, int(cache.get_seq_length()), processors)
+                self._generate(model, cache, self._ids, processors)
             return
         chunk = cache.prefill_chunk
         before = 0 if chunk is None else (length - 1) // chunk * chunk
@@ -122,8 +121,7 @@ class Generating(StoppingCriteria):
             try:
                 blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
                 if all(not self._should_stop() for _ in blocks):
-                    rest = self._ids[:, before:]
-                    self._generate(model, cache, rest, cache.num_seen_tokens, processors)
+                    self._generate(model, cache, self._ids[:, before:], processors)
             finally:
                 cache.expect(None)
 
@@ -132,15 +130,13 @@ class Generating(StoppingCriteria):
         model: PreTrainedModel,
         cache: Cache,
         rest: torch.Tensor,
-        seen: int,
         processors: Sequence[LogitsProcessor],
     ) -> None:
         generate: Any = model.generate  # its type gets lost on the way through torch's Module
+        read = int(cache.get_seq_length()) + rest.shape[1]
         generate(
             input_ids=rest.to(model.device),
-            attention_mask=torch.ones(
-                1, seen + rest.shape[1], dtype=torch.long, device=model.device
-            ),
+            attention_mask=torch.ones(1, read, dtype=torch.long, device=model.device),
             past_key_values=cache,
             max_new_tokens=self._params.max_tokens,
             use_cache=True,

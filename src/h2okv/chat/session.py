@@ -40,7 +40,6 @@ class Transcript:
     text: str = ""  # the same as text, in a template's form, special tokens included
 
     def then(self, role: str, content: str, token_ids: list[int], text: str) -> Transcript:
-        """Returns the transcript with a message at its end."""
         messages = [*self.messages, {"role": role, "content": content}]
         return Transcript(messages, self.token_ids + token_ids, self.text + text)
 
@@ -167,7 +166,6 @@ class SavedChat:
     params: SamplingParams
 
     def to_note(self) -> str:
-        """JSON of it all."""
         transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
         told = {"transcript": transcript, "system": self.system, "sampling": sampling}
         return json.dumps({"version": _VERSION, **told})

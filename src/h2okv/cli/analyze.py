@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from h2okv.cli import args
 from h2okv.cli.args import POLICIES, TEXT, ModelOptions, option
 from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
+from h2okv.records import atomic_write
 
 if TYPE_CHECKING:
     from h2okv.analysis.measurements import Measurement
@@ -45,7 +46,6 @@ def analyze(
     from h2okv.analysis.figures import new_figure
     from h2okv.analysis.report import REPORT_FILE, write_report
     from h2okv.analysis.score_stats import load_scipy
-    from h2okv.assets import sample_prompt
 
     chosen = measurements.choose_measurements(args.split_list(only), quick, neurons)
     tokens = (_QUICK_TOKENS if quick else _TOKENS) if tokens is None else tokens
@@ -54,7 +54,7 @@ def analyze(
     # What is not installed shows before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
-    wording = sample_prompt() if text is None else args.read_text("text", text)
+    wording = args.text_or_sample(text)
     described = model.describe()
     most = min(tokens, described.context or tokens)
     sample = study.make_sample(described.tokenizer, wording, most)
@@ -119,7 +119,6 @@ def view(
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
     from h2okv.analysis.viewer.server import check_port
-    from h2okv.assets import sample_prompt
     from h2okv.cache import H2OCache
 
     check_least(LEAST_TOKENS, tokens=tokens)
@@ -139,9 +138,8 @@ def view(
     args.check_file("export", export)
     if is_page:
         check_port(port)
-    choice["text"] = (
-        sample_prompt()[:_SHORT_PROMPT] if text is None else args.read_text("text", text)
-    )
+    wording = args.text_or_sample(text)
+    choice["text"] = wording[:_SHORT_PROMPT] if text is None else wording
     described = model.describe()
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
     check_layer(described.config, layer, head)
@@ -169,7 +167,6 @@ def parse_fractions(text: str) -> list[float]:
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
     from h2okv.analysis.viewer.reading import export_content
     from h2okv.analysis.viewer.server import build_page
-    from h2okv.records import atomic_write
 
     with Progress("computing", 1.0) as progress:
         try:

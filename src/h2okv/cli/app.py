@@ -40,7 +40,6 @@ class LazyGroup(TyperGroup):
     """Lists commands without importing them, and imports the one that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Finds the command that the user called."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load_command(str(name)), rest
 

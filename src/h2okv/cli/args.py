@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
+from h2okv.assets import sample_prompt
 from h2okv.config import POSITIONS, CacheConfig, Positions
 from h2okv.console import check_least
+from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +108,7 @@ CHUNK_HELP = (
 )
 
 
-def _make_cache(
+def make_cache(
     policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}."),
     budget: str = option("20%", _BUDGET),
     heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
@@ -140,9 +142,7 @@ def _names_parts(default: str, budget: str, values: dict[str, Any]) -> bool:
     """Whether --heavy or --recent stand for --budget, which must then be left alone."""
     is_fine = values["heavy"] is not None or values["recent"] is not None
     if is_fine and budget != default:
-        raise ValueError(
-            "--budget goes without --heavy and --recent, which are its parts; leave one of them out"
-        )
+        raise ValueError("--budget goes without its parts, --heavy and --recent; leave one out")
     return is_fine
 
 
@@ -151,9 +151,9 @@ def cache_options(budget: str = "20%", **fixed: Any) -> Callable[[Command], Comm
 
     def build(**values: Any) -> CacheConfig:
         _names_parts(budget, values["budget"], values)
-        return _make_cache(**values)
+        return make_cache(**values)
 
-    return bundle("cache", build, _make_cache, budget=option(budget, _BUDGET), **fixed)
+    return bundle("cache", build, make_cache, budget=option(budget, _BUDGET), **fixed)
 
 
 def cache_lists(
@@ -171,7 +171,7 @@ def cache_lists(
         caches: list[CacheConfig] = []
         for own, name in itertools.product(lists["budget"], lists["policy"]):
             for chosen in _scorings_of(name, lists["scoring"], values["decay"]):
-                made = _make_cache(policy=name, budget=own, **(values | chosen))
+                made = make_cache(policy=name, budget=own, **(values | chosen))
                 if not any(made.identity() == other.identity() for other in caches):
                     caches.append(made)
         return caches
@@ -185,7 +185,7 @@ def cache_lists(
             scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
         ),
     }
-    return bundle("caches", build, _make_cache, **lists, **changed)
+    return bundle("caches", build, make_cache, **lists, **changed)
 
 
 def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
@@ -245,7 +245,6 @@ class ModelOptions:
         return describe(self.name)
 
     def load(self, described: Described) -> PreTrainedModel:
-        """Loads the weights."""
         from h2okv.integration.loading import load_weights
 
         return load_weights(described, self.dtype, self.device)
@@ -419,10 +418,13 @@ def check_file(option: str, path: Path | None) -> None:
     raise ValueError(f"--{option} '{path}' cannot be written ({reason}); choose another file")
 
 
+def text_or_sample(path: Path | None) -> str:
+    """Reads --text; without it the opening of a novel."""
+    return sample_prompt() if path is None else read_text("text", path)
+
+
 def read_text(option: str, path: Path) -> str:
     """Reads a text file that an option names, without the last line's end."""
-    from h2okv.records import read_text_file
-
     try:
         return read_text_file(path).rstrip("\r\n")
     except ValueError as error:

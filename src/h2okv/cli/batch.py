@@ -61,9 +61,7 @@ class OffloadOptions:
         from h2okv.offload.quantized_linear import WEIGHT_BITS
 
         if self.batch != "auto" and not (self.batch.isdecimal() and int(self.batch)):
-            raise ValueError(
-                f"--batch {self.batch!r} is not a number of prompts; give 1 or more, or auto"
-            )
+            raise ValueError(f"--batch {self.batch!r} is not a number; give 1 or more, or auto")
         bits = self.weight_bits
         if bits is not None and bits not in WEIGHT_BITS:
             raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
@@ -135,10 +133,7 @@ def batch(
         keep_pages=keep_pages,
     )
     if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
-        raise ValueError(
-            f"no file for the cache can be made in '{cache_folder}'; give another --cache-folder,"
-            " one that exists"
-        )
+        raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
     args.check_copies("actors", actors, ray, model.device_name)
     if ray:
         _check_for_ray(offload, cache_folder, converted, keep_pages)

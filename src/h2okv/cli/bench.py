@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,7 @@ RUNNERS = ("dynamic", "static", "quantized", "h2o", "kvpress")
 SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b", "small")
 """Written down, for the modules that define them import torch."""
 
-bench_app = typer.Typer(name="bench", pretty_exceptions_enable=False)
+bench_app = typer.Typer(name="bench", add_completion=False, pretty_exceptions_enable=False)
 
 
 def bench(
@@ -293,7 +295,6 @@ class _Bench:
         yield from Comparison(*common, self.bandwidth).rows()
 
     def show(self, as_json: bool) -> None:
-        """Prints what was found."""
         from h2okv.benchmarking.results import comparison_table, max_batch_table, missing_figures
 
         rows = self.rows.found
@@ -372,6 +373,8 @@ def bench_serve(
     if not timeout > 0:
         raise ValueError(f"--timeout {timeout:g} leaves no time; give seconds, such as 600")
     args.check_file("csv", csv)
+    if model is not None:
+        check_serve_options(model, serve_options)
     servers = choose_servers(
         url, model, args.split_list(against), served_name, serve_options, device, loads, workload
     )
@@ -394,6 +397,18 @@ def bench_serve(
             progress.close()
             _show_loads(rows, as_json)
     return code or (0 if all(row["finished"] for row in rows.found) else FAILED)
+
+
+def check_serve_options(model: str, text: str) -> None:
+    """Refuses a cache that the server would refuse, before it is started for the run."""
+    from h2okv.cache import H2OCache
+    from h2okv.cli.app import load_command
+    from h2okv.integration.loading import describe
+
+    with load_command("serve").make_context("h2okv serve", shlex.split(text)) as given:
+        names = inspect.signature(args.make_cache).parameters
+        values = {name: given.params.get(name) for name in names}
+    H2OCache.from_config(describe(model).config, args.make_cache(**values))
 
 
 def parse_context(text: str) -> tuple[int, int] | None:

@@ -93,7 +93,9 @@ Examples:
     h2okv models list
 """
 
-models_app = typer.Typer(name="models", help=MODELS_HELP, pretty_exceptions_enable=False)
+models_app = typer.Typer(
+    name="models", help=MODELS_HELP, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 @models_app.command("pull")

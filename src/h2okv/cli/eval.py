@@ -14,6 +14,7 @@ from h2okv.cli.args import SEED, TEXT, ModelOptions, SamplingOptions, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
 from h2okv.plots import check_plot
+from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
 if TYPE_CHECKING:
     from h2okv.evaluation.model import ModelUnderTest
@@ -32,7 +33,7 @@ LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option("refuse", "refuse samples beyond the context window, or skip them.")
 _COMPRESSION_HELP = "query-aware, query-agnostic, or both."
 
-eval_app = typer.Typer(name="eval", pretty_exceptions_enable=False)
+eval_app = typer.Typer(name="eval", add_completion=False, pretty_exceptions_enable=False)
 
 
 @eval_app.callback()
@@ -75,13 +76,12 @@ def needle(
         h2okv eval needle --text book.txt --needle "The pass key is 7914." --answer 7914
             --question " The pass key is" --csv key.csv
     """
-    from h2okv.assets import sample_prompt
     from h2okv.evaluation.plots import plot_needles
     from h2okv.evaluation.tasks.recall import NeedleTask
 
     args.check_file("csv", csv)
     check_plot(plot)
-    haystack = sample_prompt() if text is None else args.read_text("text", text)
+    haystack = args.text_or_sample(text)
     name = "needle" if text is None else f"needle in {text.stem}"
     tasks = [
         NeedleTask(
@@ -129,13 +129,15 @@ def perplexity(
         h2okv eval perplexity --text book.txt --budget 4%,20%,60%,full --windows 16 --csv ppl.csv
         h2okv eval perplexity --text book.txt --policy h2o,recent --prefill-chunk 1 --csv ppl.csv
     """
-    from h2okv.assets import sample_prompt
     from h2okv.evaluation.tasks.perplexity import Perplexity
 
     args.check_file("csv", csv)
     name = "sample_prompt" if text is None else text.stem
-    content = sample_prompt() if text is None else args.read_text("text", text)
+    content = args.text_or_sample(text)
     task = Perplexity(name, content, length, windows, every)
+    for own in caches:
+        if not own.is_full and own.entries(length) >= length:
+            write_remark(f"note: {own.label} keeps all {length} tokens of a window, as full does")
     tested = model_under_test(model, caches, seed)
     return run_tasks(tested, [task], caches, seed, csv, detailed=True)[0]
 
@@ -184,7 +186,6 @@ def fidelity(
         h2okv eval fidelity --data book.txt --data chats.jsonl --texts 50 --prompt-tokens 1024
             --policy h2o,recent --scoring sum,decay,value_norm --csv all.csv --plot all.png
     """
-    from h2okv.assets import sample_prompt
     from h2okv.evaluation.plots import plot_fidelity
     from h2okv.evaluation.runner import Run
     from h2okv.evaluation.tasks.fidelity import ALL, PROTOCOLS, Fidelity, Source
@@ -196,7 +197,7 @@ def fidelity(
     how = args.parse_choice("protocol", protocol, PROTOCOLS)
     sources = [Source.read(path) for path in data or ()]
     task = Fidelity(
-        sources=sources or [Source("sample_prompt", sample_prompt())],
+        sources=sources or [Source("sample_prompt", args.text_or_sample(None))],
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         texts=texts,
@@ -339,7 +340,6 @@ def sweep(
     """
     from h2okv.evaluation.runner import Evaluation, Run, SampleFile
     from h2okv.evaluation.sweep import Surroundings, load_experiment
-    from h2okv.provenance import versions
 
     if data is not None and not data.is_dir():
         raise ValueError(f"--data '{data}' is not a folder; name the one with the data files")
@@ -347,16 +347,12 @@ def sweep(
     plan = load_experiment(experiment)
     configs = plan.placed(placed, prefill_chunk)
     work = out / "working"
-    try:
+    with naming(out, "written", "choose another folder for --out"):
         work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--out '{out}' cannot be made ({error.strerror}); choose another folder"
-        ) from error
     tasks = _chosen(plan.make_tasks(Surroundings(data, work, limit, batch_size)), only)
     runs = [Run(task, config, seed) for task in tasks for config in configs for seed in plan.seeds]
     tested = model_under_test(model, configs, plan.seeds[0])
-    with SampleFile(out / "samples.jsonl", versions()) as file:
+    with SampleFile(out / "samples.jsonl") as file:
         evaluation = Evaluation(tested, runs, file)
         code = run_all(evaluation)
         _write(plan, evaluation, out)
@@ -431,10 +427,8 @@ def run_tasks(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Runs tasks with several caches, writes the table, and prints the scores."""
     from h2okv.evaluation.runner import Evaluation, Run, SampleFile
-    from h2okv.provenance import versions
-    from h2okv.records import markdown_table, write_csv
 
-    with SampleFile(csv.with_suffix(".samples.jsonl"), versions()) as file:
+    with SampleFile(csv.with_suffix(".samples.jsonl")) as file:
         runs = [Run(task, config, seed) for task in tasks for config in configs]
         evaluation = Evaluation(model, runs, file)
         code = run_all(evaluation)
@@ -465,7 +459,6 @@ def run_all(evaluation: Evaluation) -> int:
 
 
 def _chosen(tasks: list[Task], only: str | None) -> list[Task]:
-    from h2okv.records import unknown_name
 
     if only is None:
         return tasks
@@ -480,7 +473,6 @@ def _write(plan: Experiment, evaluation: Evaluation, out: Path) -> None:
     """Writes tables and picture of the runs that are done, and prints the table."""
     from h2okv.evaluation.plots import plot_sweep
     from h2okv.evaluation.sweep import pivot, report, results_table
-    from h2okv.records import atomic_write, write_csv
 
     rows = evaluation.rows()
     if not rows:
@@ -499,7 +491,6 @@ def _write(plan: Experiment, evaluation: Evaluation, out: Path) -> None:
 
 def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each cache, the intervals in brackets."""
-    from h2okv.records import markdown_table
 
     def cell(row: dict[str, Any], name: str) -> str:
         low, high = row[f"{name}_low"], row[f"{name}_high"]

@@ -20,6 +20,7 @@ from h2okv.console import (
     write_text,
 )
 from h2okv.plots import check_plot
+from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
@@ -44,10 +45,7 @@ class _Files:
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint FILE, the file to go on from")
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
-            raise ValueError(
-                f"--checkpoint '{self.checkpoint}' exists already; add --resume to go on from it,"
-                " or move it away to begin again"
-            )
+            raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
 
 
 @args.cache_options("25%", positions="original", prefill_chunk=None)
@@ -86,7 +84,6 @@ def stream(
     from h2okv.cache.validation import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
     from h2okv.evaluation.streaming import Stream, StreamSettings
-    from h2okv.records import read_text_file
 
     settings = StreamSettings(prefill_chunk, every, tokens, max_new_tokens)
     check_least(save_every=save_every)

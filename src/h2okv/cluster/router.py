@@ -43,7 +43,6 @@ class Router:
         self.broken = 0  # streams that ended with an error, because they had begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
         try:
             body = await HttpRequest(scope, receive).body()
         except ClientDisconnect:
@@ -107,7 +106,6 @@ class _Answer:
             await self.release()
 
     async def release(self) -> None:
-        """Passes on what is held back."""
         held, self._held = self._held, []
         for message in held:
             self.has_begun = True

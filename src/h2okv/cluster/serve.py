@@ -30,7 +30,7 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.cluster.ray_cluster import cluster, place_copies, reason
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
@@ -72,11 +72,9 @@ class Board:
         self._newest: dict[str, tuple[float, ReplicaNumbers]] = {}
 
     def put(self, numbers: ReplicaNumbers) -> None:
-        """Takes a replica's numbers."""
         self._newest[numbers.replica] = time.monotonic(), numbers
 
     def get(self) -> list[ReplicaNumbers]:
-        """The numbers of the replicas that live."""
         since = time.monotonic() - _STALE
         self._newest = {name: entry for name, entry in self._newest.items() if entry[0] > since}
         return [numbers for _, numbers in self._newest.values()]
@@ -139,7 +137,6 @@ class Replica:
         self._app = make_app(self._engine, request.server, is_guarded=False)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
-        """Answers one HTTP request."""
         async for messages in messages_of(self._app, scope, body):
             yield messages
 
@@ -183,12 +180,11 @@ class Front:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers what is about all replicas; what is about one text goes to one of them."""
-        own = {"/health": self._health, "/stats": self._stats, "/metrics": self._metrics}
-        page = own.get(scope["path"]) if scope["method"] == "GET" else None
-        if page is None:
-            await self._router(scope, receive, send)
-        else:
-            await (await page())(scope, receive, send)
+        path = scope["path"]
+        answer: ASGIApp = self._router
+        if scope["method"] == "GET" and path in ("/health", "/stats", "/metrics"):
+            answer = await self._status(path, await self._numbers())
+        await answer(scope, receive, send)
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
         """Hands a request to a replica, and tells the router's errors by our names."""
@@ -221,18 +217,15 @@ class Front:
         except (TimeoutError, RayActorError):
             return []
 
-    async def _health(self) -> Response:
-        alive = len(await self._numbers())
-        state = {"status": "ok" if alive else "stopped", "replicas": alive}
-        return JSONResponse(state, 200 if alive else 503)
-
-    async def _stats(self) -> Response:
-        merged = merge_stats(await self._numbers(), self._router)
-        return JSONResponse(merged, headers={"Cache-Control": "no-store"})
-
-    async def _metrics(self) -> Response:
+    async def _status(self, path: str, numbers: Sequence[ReplicaNumbers]) -> Response:
+        if path == "/health":
+            state = {"status": "ok" if numbers else "stopped", "replicas": len(numbers)}
+            return JSONResponse(state, 200 if numbers else 503)
+        if path == "/stats":
+            merged = merge_stats(numbers, self._router)
+            return JSONResponse(merged, headers={"Cache-Control": "no-store"})
         # Parsing several pages takes longer than streams should wait for.
-        page = await asyncio.to_thread(merge_metrics, await self._numbers(), self._router)
+        page = await asyncio.to_thread(merge_metrics, numbers, self._router)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 

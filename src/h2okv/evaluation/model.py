@@ -68,7 +68,6 @@ class ModelUnderTest:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model, in evaluation mode."""
         return self.load()
 
     @property
@@ -78,7 +77,6 @@ class ModelUnderTest:
         return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Tokenizes a text."""
         vocab_size = self.config.get_text_config().vocab_size
         return tokenize(self.tokenizer, text, vocab_size, special)
 

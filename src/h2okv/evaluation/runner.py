@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from h2okv import provenance
 from h2okv.config import CacheConfig
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.task import Result, Task
@@ -29,7 +30,6 @@ class Run:
         return f"{self.task.label}: {self.config.label}{seed}"
 
     def columns(self) -> dict[str, Any]:
-        """Which task and cache, in columns."""
         cache = self.config.identity()
         head = {"task": self.task.name, **self.task.columns, "policy": cache.pop("policy")}
         return {**head, "budget": self.config.budget_label, **cache, "seed": self.seed}
@@ -43,7 +43,8 @@ class SampleFile(ResultFile):
     ``result``.
     """
 
-    def __init__(self, path: Path, versions: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, versions: Mapping[str, str] | None = None) -> None:
+        versions = provenance.versions() if versions is None else versions
         self._identities: dict[str, dict[str, Any]] = {}
         self._results: dict[str, dict[int, Result]] = {}
         self._versions: dict[str, list[Mapping[str, str]]] = {}
@@ -55,16 +56,10 @@ class SampleFile(ResultFile):
     def take(self, record: Record) -> None:
         """Remembers who ran what, and what came of it."""
         fields = record.fields
-        shapes = {
-            ("versions",): (dict,),
-            ("run", "identity"): (str, dict),
-            ("run", "sample", "result"): (str, int, dict),
-        }
-        shape = shapes.get(tuple(fields))
-        if shape is None:
+        if tuple(fields) not in (("versions",), ("run", "identity"), ("run", "sample", "result")):
             raise ValueError(f"{record.place} is no result of {self.kind}; choose another file")
-        for (name, value), kind in zip(fields.items(), shape, strict=True):
-            if not isinstance(value, kind):
+        for name, value in fields.items():
+            if not isinstance(value, {"run": str, "sample": int}.get(name, dict)):
                 record.refuse(name, f"is {value!r}; correct or remove the line")
         if "versions" in fields:
             self._current = fields["versions"]
@@ -86,7 +81,6 @@ class SampleFile(ResultFile):
             self.append([{"run": run, "identity": json.loads(json.dumps(identity))}])
 
     def results(self, run: str) -> dict[int, Result]:
-        """A run's results by sample."""
         return dict(self._results.get(run, {}))
 
     def versions(self, run: str) -> dict[str, str]:

@@ -73,19 +73,16 @@ class SharedLayer(CacheLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `CacheLayer.update`."""
         self.require_attention()
         setattr(key_states, LAYER_ATTRIBUTE, self)
         self.awaits_attention = True
         return key_states, value_states
 
     def claim(self, module: torch.nn.Module) -> None:
-        """See `CacheLayer.claim`."""
         for part in self.parts:
             part.claim(module)
 
     def get_seq_length(self) -> Any:
-        """See `CacheLayer.get_seq_length`."""
         return self.parts[0].get_seq_length()
 
     @torch.no_grad()
@@ -99,7 +96,6 @@ class SharedLayer(CacheLayer):
         softcap: float | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """See `CacheLayer.attend`."""
         self.awaits_attention = False
         self.cumulative_length += query.shape[2]
         output = self._attend(Block(query, key, value, real, None, scale, softcap))
@@ -136,7 +132,6 @@ class SharedLayer(CacheLayer):
 
     @property
     def nbytes(self) -> int:
-        """See `CacheLayer.nbytes`."""
         return sum(part.nbytes for part in self.parts)
 
 

@@ -72,10 +72,7 @@ def _check_order(messages: Conversation, places: Sequence[str]) -> None:
         if role == "system" and before is not None:
             raise ValueError(f"{place}.role is 'system'; only the first message may be that")
         if role == "assistant" and before != "user":
-            raise ValueError(
-                f"{place}.role is 'assistant', but no message of the user stands before it; an"
-                " answer needs a question"
-            )
+            raise ValueError(f"{place}.role is 'assistant' with no question before it; give one")
         before = role
 
 
@@ -142,15 +139,12 @@ class TextSource:
 
     def __init__(self, ids: torch.Tensor, digest: str) -> None:
         if len(ids) < 2:
-            raise ValueError(
-                f"the text has {len(ids)} tokens for this model; a text to score needs 2 or more"
-            )
+            raise ValueError(f"the text has {len(ids)} tokens; a text to score needs 2 or more")
         self.ids = ids
         self.digest = digest
 
     @classmethod
     def of_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
-        """Makes a source from a text."""
         return cls(torch.tensor(tokenize(tokenizer, text, vocab_size)), digest(text))
 
     @property

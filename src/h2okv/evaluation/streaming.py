@@ -47,17 +47,13 @@ class StreamFile(CsvFile):
     def __init__(self, path: Path, rows: Sequence[StreamRow] | None = None) -> None:
         if path.exists():
             if rows is None:
-                raise ValueError(
-                    f"'{path}' exists already; go on with it by --resume, move it away, or choose"
-                    " another name"
-                )
+                raise ValueError(f"'{path}' exists already; add --resume, or choose another name")
             read_csv(path, COLUMNS)
         # A new file in its place, not a file cut short: at no moment are rows missing.
         write_csv(path, map(_cells, rows or ()), COLUMNS)
         super().__init__(path, COLUMNS)
 
     def extend(self, rows: Iterable[StreamRow]) -> None:
-        """Adds rows."""
         for row in rows:
             self.append(_cells(row))
 
@@ -115,28 +111,22 @@ class StreamState:
     def from_notes(
         cls, notes: Mapping[str, str], settings: Mapping[str, Setting], where: str
     ) -> StreamState:
-        """Reads a state back."""
         if _KEY not in notes:
-            raise ValueError(
-                f"'{where}' holds a cache, but no stream to go on with; give a file that"
-                " h2okv stream saved"
-            )
+            raise ValueError(f"'{where}' holds no stream; give a file that h2okv stream saved")
         try:
             content: dict[str, Any] = json.loads(notes[_KEY])
-            version = content["version"]
-            if version == _VERSION:
+            if (version := content["version"]) == _VERSION:
                 state = cls(**content["state"])
                 state.rows = [StreamRow(**row) for row in content["state"]["rows"]]
-                saved = dict(content["settings"])
-        except (ValueError, TypeError, KeyError) as error:
+                saved = {k: v for k, v in content["settings"].items() if k in settings}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"'{where}' is damaged; begin again without --resume") from error
         if version != _VERSION:
             raise ValueError(
                 f"'{where}' is of version {version}, this h2okv reads {_VERSION}; begin again"
                 " without --resume"
             )
-        given = {name: value for name, value in saved.items() if name in settings}
-        check_settings(given, settings, f"'{where}'")
+        check_settings(saved, settings, f"'{where}'")
         return state
 
 
@@ -184,10 +174,7 @@ class Stream:
     ) -> Stream:
         """Goes on where a checkpoint stands."""
         if not path.is_file():
-            raise ValueError(
-                f"'{path}' does not exist, so there is nothing to go on with; begin without"
-                " --resume"
-            )
+            raise ValueError(f"'{path}' does not exist: nothing to go on with; omit --resume")
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
         stream.state = StreamState.from_notes(read_notes(path), stream._fixed(), str(path))
         return stream

@@ -65,7 +65,6 @@ class Surroundings:
     batch_size: int | None = None  # None for the entry's own
 
     def make(self, kind: str, entry: Mapping[str, Any], where: str) -> Iterator[Task]:
-        """Makes an entry's tasks."""
         task = KINDS[kind]
         names = [one.name for one in fields(task)]
         known = [name for name in names if name not in _OURS]
@@ -96,10 +95,7 @@ class Surroundings:
             raise ValueError(f"{where}: {kind} is {file!r}; give a name")
         if kind == "harness":
             if options.get("own", True) and self.data is None:
-                raise ValueError(
-                    f"the task {file!r} needs data files; say by --data DIR which folder they are"
-                    " in"
-                )
+                raise ValueError(f"the task {file!r} needs files; name their folder by --data DIR")
             return {"name": file, "data": self.data, "work": self.work}
         if not reads_text:
             name: str = options.get("name") or file
@@ -112,9 +108,7 @@ class Surroundings:
 
     def _file(self, name: str, task: str) -> Path:
         if self.data is None:
-            raise ValueError(
-                f"the task {task!r} needs {name!r}; say by --data DIR which folder it is in"
-            )
+            raise ValueError(f"the task {task!r} needs {name!r}; name its folder by --data DIR")
         path = self.data / name
         if not path.is_file():
             raise ValueError(
@@ -155,7 +149,6 @@ class CacheEntry(Strict):
     kv_bits: int | None = None
 
     def configs(self, budgets: Sequence[Any] | None) -> list[CacheConfig]:
-        """Makes a cache of each budget."""
         get_policy(self.policy)
         amounts: Sequence[Any] = [FULL] if self.policy == FULL else self.budgets or budgets or ()
         if not amounts:
@@ -176,7 +169,6 @@ class Published(Strict):
 
     @property
     def label(self) -> str:
-        """The task's, as `Task.label`."""
         return self.task if self.shots is None else f"{self.task}, shots {self.shots}"
 
 
@@ -216,7 +208,6 @@ class Experiment(Strict):
         return tuple(replace(config, **given) for config in self.configs)
 
     def make_tasks(self, around: Surroundings) -> list[Task]:
-        """Makes all tasks."""
         made: list[Task] = []
         for number, entry in enumerate(self.tasks):
             where = f"experiment {self.name!r}: tasks[{number}]"

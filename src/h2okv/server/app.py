@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, BodyTooLargeError
 from h2okv.server.handlers import Handlers
+from h2okv.server.protocol import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -44,8 +46,8 @@ def make_app(engine: AsyncLLM, settings: ServerSettings, *, is_guarded: bool = T
     # No pages of FastAPI's own: they load scripts from elsewhere.
     app = FastAPI(title="h2okv", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.handlers = handlers = Handlers(engine, settings)
-    app.add_api_route("/v1/completions", handlers.completion, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", handlers.chat, methods=["POST"])
+    for path, kind in (("completions", CompletionRequest), ("chat/completions", ChatRequest)):
+        app.add_route(f"/v1/{path}", partial(handlers.answer, kind=kind), methods=["POST"])
     _add_status(app, handlers)
     _add_pages(app, settings.view_page)
     app.add_exception_handler(ApiError, _refused)

@@ -36,12 +36,10 @@ class ApiError(Exception):
         return self.message
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self, **headers: str) -> JSONResponse:
-        """The HTTP response."""
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:

@@ -19,7 +19,7 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, BodyTooLargeError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
-from h2okv.server.protocol import ChatRequest, CompletionRequest, SampledRequest, read_body
+from h2okv.server.protocol import ChatRequest, SampledRequest, read_body
 from h2okv.server.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
@@ -47,16 +47,7 @@ class Handlers:
         self._reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
         self._tokens = TokenText(engine.tokenizer)
 
-    async def completion(self, request: Request) -> Response:
-        """Answers a request for completions."""
-        return await self._answer(request, CompletionRequest)
-
-    async def chat(self, request: Request) -> Response:
-        """Answers a request for a chat's next message."""
-        return await self._answer(request, ChatRequest)
-
     def stats(self) -> dict[str, Any]:
-        """The engine's numbers and limits."""
         engine = self.engine
         return {
             "model": self.settings.model_name,
@@ -77,7 +68,7 @@ class Handlers:
                 code="model_not_found",
             )
 
-    async def _answer(self, request: Request, kind: type[SampledRequest]) -> Response:
+    async def answer(self, request: Request, kind: type[SampledRequest]) -> Response:
         """Answers a request; whatever is wrong with it becomes an answer too."""
         metrics, timeout = RequestMetrics(self.metrics, request.url.path), self.settings.timeout
         deadline = asyncio.get_running_loop().time() + timeout
@@ -255,7 +246,6 @@ class EventStream(Response):
         self._deadline, self._timeout = deadline, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
         told: ApiError | None = None
         outcome = "ok"
         try:

@@ -115,7 +115,6 @@ class Listener(uvicorn.Server):
         self._engine, self._drain, self._on_started = engine, drain, on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections."""
         await super().startup(sockets)
         self._on_started()
 

@@ -65,7 +65,6 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's own numbers."""
         stats = self._engine.stats()
         for one in fields(stats):
             kind = CounterMetricFamily if one.metadata["is_counter"] else GaugeMetricFamily

@@ -69,7 +69,6 @@ class BudgetChoice(Strict):
     sink: int | None = None
 
     def budget(self, standard: Budget) -> Budget:
-        """The whole budget."""
         try:
             return dataclasses.replace(standard, **self.model_dump(exclude_none=True))
         except ValueError as error:

@@ -87,7 +87,6 @@ class ResponseBuilder(ABC):
         }
 
     def take(self, delta: OutputDelta) -> None:
-        """Adds what has come to its output."""
         if delta.prompt is not None:
             self._read[delta.index // self.num_outputs] = delta.prompt
         self.outputs[delta.index].add(delta)
@@ -156,7 +155,6 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        """See `ResponseBuilder.chunks`."""
         text = delta.text
         before = self.outputs[delta.index].text.removesuffix(text)
         if self._strips_start and not before.strip():
@@ -208,7 +206,6 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        """See `ResponseBuilder.chunks`."""
         number = delta.index // self.num_outputs
         if self._echoes and number not in self._echoed:
             self._echoed.add(number)

@@ -40,7 +40,6 @@ class PromptReader:
         tokenizer("a")  # the first use may set the tokenizer up, which is best done alone
 
     def read(self, prompt: str | Sequence[int]) -> Prompt:
-        """Reads a text, or tokens."""
         if isinstance(prompt, str):
             return Prompt(self._encode(prompt, "prompt"), prompt, True)
         token_ids = self._checked(tuple(prompt), "prompt")

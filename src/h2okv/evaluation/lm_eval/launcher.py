@@ -85,10 +85,7 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     Releases up to 0.4.13 look for no models outside themselves, and read ``--include_path`` when
     the model has been looked up already.
     """
-    if not _is_installed():
-        raise ValueError(
-            "lm-evaluation-harness is not installed; run pip install 'h2okv[eval]' first."
-        )
+    _check_installed()
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is no folder; name the one with the data files.")
     words = completed(list(args))
@@ -101,8 +98,9 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
             return _evaluate()
 
 
-def _is_installed() -> bool:
-    return importlib.util.find_spec("lm_eval") is not None
+def _check_installed() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm-evaluation-harness is not installed; pip install 'h2okv[eval]'")
 
 
 def completed(args: list[str]) -> list[str]:
@@ -211,11 +209,7 @@ class HarnessTask(Task):
     metrics = ("acc", "acc_norm")
 
     def __post_init__(self) -> None:
-        if not _is_installed():
-            raise ValueError(
-                f"the task {self.name!r} is run by lm-evaluation-harness, which is not installed;"
-                " pip install 'h2okv[eval]'"
-            )
+        _check_installed()
         if self.own and self.name not in _FILES:
             raise unknown_name("task of the harness", self.name, sorted(_FILES))
         check_least(0, shots=self.shots)
@@ -224,11 +218,9 @@ class HarnessTask(Task):
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """How many examples there are."""
         return {"shots": self.shots}
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the protocol, the number of documents and the harness's version."""
         return {
             "task_prefill_chunk": self.prefill_chunk,
             "limit": self.limit,
@@ -301,7 +293,6 @@ class HarnessTask(Task):
         return {**scores, "documents": found["n-samples"][self._task_name]["effective"]}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """Returns the harness's scores with its standard errors."""
         result = results[0]
         return {
             name: Score(value, result.get(f"{name}_stderr"))
@@ -310,7 +301,6 @@ class HarnessTask(Task):
         }
 
     def size(self, results: Mapping[int, Result]) -> int:
-        """Returns how many documents the scores are made of."""
         return int(results[0]["documents"])
 
     @property

@@ -95,7 +95,6 @@ class TokenScores(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The log-probability of all tokens together."""
         return float(self.log_probs.sum())
 
 
@@ -290,10 +289,7 @@ class H2OLM(HFLM):
         check_arguments(name for name in options if name not in known)
         rolls = options.get("positions") == "rolling"
         if rolls and str(options.get("batch_size")).startswith("auto"):
-            raise ValueError(
-                "batch_size=auto tries the longest text, which positions='rolling' does not have; "
-                "give a number."
-            )
+            raise ValueError("batch_size=auto cannot go with positions=rolling; give a number")
         self.cache_config, self.protocol = split_settings(options)
         if isinstance(pretrained, str):
             self.name = pretrained
@@ -331,15 +327,9 @@ class H2OLM(HFLM):
         )
         stored = store.get(_SETTINGS_KEY)
         if stored is None and len(store):
-            raise ValueError(
-                "--use_cache names a store whose answers were not made by this model type; give "
-                "another path."
-            )
+            raise ValueError("--use_cache: not made by this model type; give another path")
         if stored not in (None, mine):
-            raise ValueError(
-                f"--use_cache names a store whose answers were made with {stored}; give another "
-                "path for these settings."
-            )
+            raise ValueError(f"--use_cache: made with {stored}; give another path")
         store[_SETTINGS_KEY] = mine
 
     def get_model_info(self) -> dict[str, Any]:
@@ -348,7 +338,6 @@ class H2OLM(HFLM):
         return super().get_model_info() | {"h2okv": record}
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Scores whole texts, as perplexity tasks do; see `HFLM.loglikelihood_rolling`."""
         if self.protocol == "prompt" and not self.cache_config.is_full:
             raise ValueError(
                 "a task of rolling log-likelihoods has no prompt to evict, so protocol='prompt' "
@@ -358,7 +347,6 @@ class H2OLM(HFLM):
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates on the cache; see `HFLM.generate_until`."""
         if not self.truncation:
             for number, request in enumerate(requests):
                 context, options = request.args[:2]

@@ -107,7 +107,6 @@ class Fidelity(Task):
         return {"data": data, **{name: getattr(self, name) for name in names}}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Cuts the texts, and encodes the prompts."""
         for place, source in enumerate(self.sources):
             found = self._prompts(model, source) if source.prompts else self._cut(model, source)
             for number, sample in enumerate(found):
@@ -168,7 +167,6 @@ class Fidelity(Task):
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
-        """Compares several caches on one reading of each prompt."""
         for sample in samples:
             caches = [make_cache(own, model.config, seed) for own in (_FULL, *configs)]
             with enable(model.model), torch.no_grad():
@@ -179,7 +177,6 @@ class Fidelity(Task):
                 yield number, {sample: result}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """The means over all texts."""
         row = self._row(ALL, list(results.values()))
         return {name: Score(row[name]) for name in self.metrics}
 

@@ -106,12 +106,10 @@ class Summarization(GenerationTask):
         self._rouge = load_rouge(self.stemmer)
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the articles and how they are summarized and scored."""
         content = repr([(p.text, p.stops, p.references) for p in self.prompts])
         return {"data": digest(content), **super().identity(), "stemmer": self.stemmer}
 
     def result(self, sample: int, answer: Answer) -> Result:
-        """Scores a summary."""
         found = self._rouge.score_multi(list(self.prompts[sample].references), answer.text)
         scores = {name: float(found[name].fmeasure) for name in ROUGE}
         return {**scores, "tokens": answer.tokens, "text": answer.text}
@@ -144,7 +142,6 @@ class Diversity(GenerationTask):
         self._bleu = optional("sacrebleu.metrics", "Self-BLEU").BLEU(effective_order=True)
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the prompts and how they are answered."""
         data = digest(repr([(p.text, p.stops) for p in self._questions]))
         return {"data": data, "copies": self.copies, **super().identity()}
 

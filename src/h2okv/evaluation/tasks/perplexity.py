@@ -49,11 +49,9 @@ class Perplexity(Task):
         self._ids: list[torch.Tensor] = []
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the text and how it is read."""
         return {"data": digest(self.text), "length": self.length, "every": self.every}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Cuts the text."""
         length = self.length
         ids = torch.tensor(model.encode(self.text))
         whole = len(ids) // length
@@ -79,7 +77,6 @@ class Perplexity(Task):
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
-        """Reads windows."""
         for (number, config), sample in product(enumerate(configs), samples):
             reading = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.config, seed)
@@ -91,7 +88,6 @@ class Perplexity(Task):
             yield number, {sample: {"positions": positions, "nlls": nlls}}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """Returns the perplexity over all tokens of all windows."""
         total, tokens = 0.0, 0
         for result in results.values():
             start = 0

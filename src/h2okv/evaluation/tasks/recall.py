@@ -56,13 +56,11 @@ class QuestionTask(Task):
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """Which way the cache is compressed."""
         return {"compression": self.compression}
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
-        """Asks questions."""
         params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=("\n",))
         aware = self.compression == "query-aware"
         for sample in samples:
@@ -92,10 +90,7 @@ def read_ruler(path: Path) -> list[Question]:
     for line in read_jsonl(path, "an object with input and outputs"):
         context, end, question = line.text("input").rpartition("\n")
         if not context.strip() or not question.strip():
-            raise ValueError(
-                f"{line.place}: field input has no last line that asks about the text before it;"
-                " give RULER's form"
-            )
+            raise ValueError(f"{line.place}: field input has no last line; give RULER's form")
         questions.append(Question(context, end + question, line.texts("outputs"), line.place))
     return questions
 
@@ -116,12 +111,10 @@ class Recall(QuestionTask):
         self.questions = read_ruler(self.input)
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the questions and how they are asked."""
         content = repr([(q.context, q.question, q.answers) for q in self.questions])
         return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Tokenizes the questions, and chooses those that are asked."""
         self._asked = []
         lengths: list[tuple[int, str]] = []
         for text, question, answers, place in self.questions[: self.limit]:
@@ -168,12 +161,10 @@ class NeedleTask(QuestionTask):
         self._rouge = load_rouge()
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the text, the needle and its places."""
         names = ("lengths", "depths", "tries", "statement", "question", "answer", "max_new_tokens")
         return {"data": digest(self.text), **{name: getattr(self, name) for name in names}}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Hides the needles."""
         ids = model.encode(self.text, special=False)
         opening = model.encode("")
         ends = [
@@ -222,7 +213,6 @@ class NeedleTask(QuestionTask):
         }
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
-        """Makes a row for each length and depth."""
         cells: dict[tuple[int, float], list[Result]] = {}
         for result in results.values():
             cells.setdefault((result["length"], result["depth"]), []).append(result)
