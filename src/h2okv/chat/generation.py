@@ -218,16 +218,6 @@ def end_tokens(
     return sorted(token for token in ends if token is not None)
 
 
-def check_vocabulary(described: Described, largest: int) -> None:
-    """Refuses a token that the model has no embedding for."""
-    vocab_size = described.config.get_text_config().vocab_size
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the tokenizer of --model {described.name!r} gives token {largest}, but the model"
-            f" knows only {vocab_size}; get the model again, with its own tokenizer"
-        )
-
-
 @dataclass(frozen=True)
 class Job:
     """What is to be generated, whatever cache it is done with."""

@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.chat.generation import Generating, Generation, check_vocabulary, end_tokens
+from h2okv.chat.generation import Generating, Generation, end_tokens
 from h2okv.console import Interrupt
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import ChatTemplateError, chat_text
-from h2okv.integration.loading import Described
+from h2okv.integration.loading import Described, check_vocabulary
 
 Message = dict[str, str]
 
@@ -251,7 +251,7 @@ class Chat:
         seen = self.cache.num_seen_tokens
         asked = self.form.ask(self.transcript, message)
         new = asked.token_ids[seen:]
-        check_vocabulary(self.partner.described, max(new))
+        check_vocabulary(new, self.partner.described.vocab_size)
         wanted = self.partner.params
         params = replace(
             wanted,

@@ -182,8 +182,8 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 def encode_prompt(described: Described, prompt: str, system: str | None = None) -> torch.Tensor:
     """Tokenizes the prompt: as a chat with this system message, or as it is with None."""
-    from h2okv.chat.generation import check_vocabulary
     from h2okv.integration.chat_template import chat_text
+    from h2okv.integration.loading import check_vocabulary
 
     if system is not None:
         messages = [{"role": "system", "content": system}] if system else []
@@ -201,7 +201,7 @@ def encode_prompt(described: Described, prompt: str, system: str | None = None) 
             f" {described.name!r} is {described.context}; add --positions rolling, which reads"
             f" beyond it, or shorten the prompt to {described.context - 1} or fewer"
         )
-    check_vocabulary(described, int(input_ids.max()))
+    check_vocabulary(input_ids[0].tolist(), described.vocab_size)
     return input_ids
 
 

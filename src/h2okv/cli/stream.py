@@ -101,7 +101,7 @@ def stream(
     # Now, not at the block that would reach beyond the window.
     if reason := cache.past_window(parts.total, prefill_chunk, context_window(described.config)):
         raise ValueError(reason)
-    vocab_size = described.config.get_text_config().vocab_size
+    vocab_size = described.vocab_size
     source: TextSource | ConversationSource
     if text is not None:
         content = read_text_file(text)

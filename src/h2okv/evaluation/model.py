@@ -18,6 +18,7 @@ from h2okv.config import CacheConfig
 from h2okv.engine.sampler import PenaltyOfText, RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.shared_prefill import read_together
+from h2okv.integration.loading import check_vocabulary
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint
 
@@ -48,11 +49,7 @@ def tokenize(
 ) -> list[int]:
     """Tokenizes a text, with special tokens or without; refuses another model's tokenizer."""
     ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    if ids and max(ids) >= vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get the"
-            " model again, with its own tokenizer"
-        )
+    check_vocabulary(ids, vocab_size)
     return ids
 
 

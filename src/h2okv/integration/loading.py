@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,11 @@ class Described:
     tokenizer: PreTrainedTokenizerBase
     context: int | None  # the most tokens that it can read and write; None for no fixed limit
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model has an embedding for."""
+        return self.config.get_text_config().vocab_size
+
 
 def describe(name: str) -> Described:
     """Reads what is cheap to read, so that most mistakes show before the weights load."""
@@ -41,6 +47,15 @@ def describe(name: str) -> Described:
     config = read("configuration", AutoConfig)
     check_model(config)
     return Described(name, source, config, read("tokenizer", AutoTokenizer), context_of(config))
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses tokens that a model has no embedding for."""
+    if ids and max(ids) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get the"
+            " model again, with its own tokenizer"
+        )
 
 
 def load_weights(
