@@ -118,7 +118,7 @@ def test_options_unknown_to_the_harness_are_its_own_error(run, data, capsys):
 
 
 def test_without_the_harness_the_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr(launcher, "_is_installed", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = run()
     assert outcome.code == 2 and "pip install 'h2okv[eval]'" in outcome.err
 

@@ -224,7 +224,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source
     with pytest.raises(ValueError, match="saved with another model"):
         Stream.resume(other, path, text_source, stream.settings)
     stream.cache.save(path)
-    with pytest.raises(ValueError, match="holds a cache, but no stream"):
+    with pytest.raises(ValueError, match="holds no stream; give a file that h2okv stream"):
         Stream.resume(stream.model, path, text_source, stream.settings)
     stream.cache.save(path, notes={"stream": '{"version": 99}'})
     with pytest.raises(ValueError, match="is of version 99"):
@@ -273,7 +273,7 @@ def test_settings_that_make_no_sense(name):
 
 
 def test_a_text_of_one_token_cannot_be_scored():
-    with pytest.raises(ValueError, match="the text has 1 tokens for this model"):
+    with pytest.raises(ValueError, match="the text has 1 tokens; a text to score needs 2"):
         TextSource(torch.tensor([5]), "text")
 
 

@@ -107,7 +107,7 @@ def test_a_mistake_in_a_task_is_named(tmp_path, task, message):
 
 def test_without_a_folder_the_file_that_is_needed_is_named(tmp_path):
     experiment = loaded(tmp_path, tasks=[{"summarize": "x.jsonl"}])
-    with pytest.raises(ValueError, match="needs 'x.jsonl'; say by --data"):
+    with pytest.raises(ValueError, match="needs 'x.jsonl'; name its folder by --data"):
         experiment.make_tasks(Surroundings(None, tmp_path))
 
 

@@ -142,7 +142,7 @@ def _names_parts(default: str, budget: str, values: dict[str, Any]) -> bool:
     """Whether --heavy or --recent stand for --budget, which must then be left alone."""
     is_fine = values["heavy"] is not None or values["recent"] is not None
     if is_fine and budget != default:
-        raise ValueError("--budget goes without its parts, --heavy and --recent; leave one out")
+        raise ValueError("--budget goes without --heavy and --recent, its parts; leave one out")
     return is_fine
 
 

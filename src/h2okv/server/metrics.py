@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -33,31 +33,22 @@ class Metrics(Collector):
         # How many tokens were made in each of the last seconds.
         self._tokens: deque[tuple[int, int]] = deque()
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            f"{_PREFIX}requests",
-            "HTTP requests, by what became of them.",
-            ["endpoint", "outcome"],
-            registry=registry,
+        requests = "HTTP requests, by what became of them."
+        labels = ("endpoint", "outcome")
+        self.requests = Counter(f"{_PREFIX}requests", requests, labels, registry=registry)
+
+        def seconds(name: str, what: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+            name = f"{_PREFIX}{name}_seconds"
+            return Histogram(name, what, labels, buckets=buckets, registry=registry)
+
+        request = "From a request to the end of its answer."
+        self.request_seconds = seconds("request", request, "endpoint", buckets=_REQUEST_BUCKETS)
+        first = "From a request to the first token of each of its prompts, waiting included."
+        self.first_token_seconds = seconds(
+            "time_to_first_token", first, buckets=_FIRST_TOKEN_BUCKETS
         )
-        self.request_seconds = Histogram(
-            f"{_PREFIX}request_seconds",
-            "From a request to the end of its answer.",
-            ["endpoint"],
-            buckets=_REQUEST_BUCKETS,
-            registry=registry,
-        )
-        self.first_token_seconds = Histogram(
-            f"{_PREFIX}time_to_first_token_seconds",
-            "From a request to the first token of each of its prompts, waiting included.",
-            buckets=_FIRST_TOKEN_BUCKETS,
-            registry=registry,
-        )
-        self.token_seconds = Histogram(
-            f"{_PREFIX}time_per_token_seconds",
-            "Mean time between the tokens of an output, after the first.",
-            buckets=_TOKEN_BUCKETS,
-            registry=registry,
-        )
+        token = "Mean time between the tokens of an output, after the first."
+        self.token_seconds = seconds("time_per_token", token, buckets=_TOKEN_BUCKETS)
         registry.register(self)
 
     def text(self) -> bytes:

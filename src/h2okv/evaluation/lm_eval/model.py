@@ -215,8 +215,8 @@ class Scorer:
         """One forward over texts without their last tokens, and what it says of continuations."""
         texts = [[*context, *continuation] for context, continuation in pairs]
         counts = [len(continuation) for _, continuation in pairs]
-        given = [text[:-1] for text in texts]
-        input_ids, mask = left_padded(given, device=self.model.device)
+        read = [text[:-1] for text in texts]
+        input_ids, mask = left_padded(read, device=self.model.device)
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
         with warnings.catch_warnings():
