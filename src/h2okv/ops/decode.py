@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2okv.ops.indexed import Indexed
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
 from h2okv.ops.rope import Scratch, rotate, rotate_gathered
 
@@ -26,14 +27,17 @@ class Ranks(NamedTuple):
     ranks: Tensor  # int32 [B, H, S], below n, whatever it is for slots that are hidden
 
 
-def write_slot(slots: Entries, free: Tensor, entry: Tensor) -> None:
+def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
     """Writes one entry for each sequence and head into its free slot.
 
     Args:
-        slots: ``[B, H, S, D]``, contiguous or packed; mutated.
+        slots: ``[B, H, S, D]``, contiguous, packed or indexed; mutated.
         free: int64 ``[B, H, 1]``, the slot to take.
         entry: ``[B, H, 1, D]``.
     """
+    if isinstance(slots, Indexed):
+        slots.write(free, entry)
+        return
     if isinstance(slots, Packed):
         packed = pack(entry, slots.bits)
         write_slot(slots.codes, free, packed.codes)
@@ -47,8 +51,8 @@ def write_slot(slots: Entries, free: Tensor, entry: Tensor) -> None:
 
 def decode_with_scores(
     query: Tensor,
-    keys: Entries,
-    values: Entries,
+    keys: Entries | Indexed,
+    values: Entries | Indexed,
     hidden: Tensor | None,
     scale: float,
     softcap: float | None = None,
@@ -58,7 +62,7 @@ def decode_with_scores(
 
     Args:
         query: ``[B, HQ, 1, D]``.
-        keys: ``[B, H, S, D]``, contiguous or packed. A hidden slot may hold anything.
+        keys: ``[B, H, S, D]``, contiguous, packed or indexed. A hidden slot may hold anything.
         values: ``[B, H, S, Dv]``, likewise. A hidden slot may hold anything finite: its
             probability is zero, and zero times NaN would still be NaN.
         hidden: bool ``[B, H, S]``, slots to leave out; ``None`` if all are entries. A sequence
@@ -91,8 +95,10 @@ def decode_with_scores(
     return (output.view(batch, num_heads, 1, -1), sums.view(batch, num_kv_heads, num_slots))
 
 
-def _by_row(entries: Entries) -> Entries:
-    """Entries ``[B, H, S, D]`` as ``[B * H, S, D]``."""
+def _by_row(entries: Entries | Indexed) -> Entries | Indexed:
+    """Entries ``[B, H, S, D]`` as ``[B * H, S, D]``; indexed ones as they are."""
+    if isinstance(entries, Indexed):
+        return entries
     if isinstance(entries, Packed):
         return entries.with_parts(entries.codes.flatten(0, 1), entries.grid.flatten(0, 1))
     return entries.view(-1, *entries.shape[2:])
@@ -106,8 +112,11 @@ def _fuses(groups: int, device: torch.device) -> bool:
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
-def _logits(scaled: Tensor, keys: Entries, ranks: Ranks | None) -> Tensor:
+def _logits(scaled: Tensor, keys: Entries | Indexed, ranks: Ranks | None) -> Tensor:
     """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``."""
+    if isinstance(keys, Indexed):
+        assert ranks is None, "indexed keys come rotated"
+        return keys.logits(scaled)
     if isinstance(keys, Packed):
         if ranks is None:
             return packed_logits(scaled, keys)
@@ -122,8 +131,10 @@ def _logits(scaled: Tensor, keys: Entries, ranks: Ranks | None) -> Tensor:
     return torch.bmm(scaled, rotated.transpose(1, 2))
 
 
-def _output(weights: Tensor, values: Entries, dtype: torch.dtype) -> Tensor:
+def _output(weights: Tensor, values: Entries | Indexed, dtype: torch.dtype) -> Tensor:
     """Sums ``[rows, G, Dv]`` of values ``[rows, S, Dv]``."""
+    if isinstance(values, Indexed):
+        return values.mix(weights)
     if isinstance(values, Packed):
         return packed_output(weights, values).to(dtype)
     if _fuses(weights.shape[1], weights.device):

@@ -1,0 +1,104 @@
+"""Exact H2O inside vLLM: a state of constant size for each request (docs/vllm.md).
+
+vLLM calls `register` at its start, in each of its processes. Nothing of vLLM is replaced: where
+``additional_config`` names h2okv, the model's configuration is changed before the engine starts;
+everywhere else it is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from h2okv.vllm_plugin.settings import FAMILIES, KEY, check_engine, parse, with_chunk
+
+__all__ = ["register"]
+
+TESTED = "0.32.0"
+NAMES = {
+    "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP", "VerifyAndUpdateConfig"),
+    "vllm.model_executor.models": ("ModelRegistry.register_model",),
+    "vllm.model_executor.layers.mamba.abstract": (
+        "MambaBase.bind_kv_cache",
+        "MambaBase.get_kv_cache_spec",
+    ),
+    "vllm.v1.attention.backends.linear_attn": ("LinearAttentionBackend",),
+    "vllm.v1.core.sched.scheduler": ("Scheduler._mamba_block_aligned_split",),
+}
+"""What of vLLM the plug-in stands on, by module."""
+
+
+def moved_names() -> list[str]:
+    """The names of `NAMES` that this vLLM does not have."""
+    missing = []
+    for module, names in NAMES.items():
+        for name in names:
+            try:
+                found: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError):
+                missing.append(f"{module}.{name}")
+    return missing
+
+
+def register() -> None:
+    """Lets h2okv see the configuration of every engine; the entry point of vLLM's plug-ins."""
+    try:
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    except ImportError as error:
+        logging.getLogger("vllm.h2okv").warning("h2okv is not active in this vLLM: %s", error)
+        return
+    for name in ModelRegistry.get_supported_archs():
+        own = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
+        if not hasattr(own, "h2okv"):  # register may be called more than once
+            MODELS_CONFIG_MAP[name] = _with_h2o(own)
+    for name in FAMILIES:
+        ModelRegistry.register_model(f"H2O{name}", f"h2okv.vllm_plugin.layer:H2O{name}")
+
+
+def _with_h2o(own: Any) -> Any:
+    """An architecture's hook for its configuration, and then H2O's where that is asked for."""
+
+    def verify_and_update_config(cls: type, vllm_config: Any) -> None:
+        own.verify_and_update_config(vllm_config)
+        if parse(vllm_config.additional_config) is not None:
+            prepare(vllm_config)
+
+    hook = classmethod(verify_and_update_config)
+    return type(own.__name__, (own,), {"verify_and_update_config": hook, "h2okv": True})
+
+
+def prepare(vllm_config: Any) -> None:
+    """Turns the configuration of an engine into that of one with H2O; mutates it.
+
+    Raises:
+        ValueError: if something of it does not go with H2O.
+    """
+    cache = parse(vllm_config.additional_config)
+    assert cache is not None
+    missing = moved_names()
+    if missing:
+        import vllm
+
+        raise ValueError(
+            f"h2okv: vLLM {vllm.__version__} has no {' and no '.join(missing)}; h2okv was tested "
+            f"with vLLM {TESTED}, install that one or a newer h2okv."
+        )
+    check_engine(vllm_config, cache)
+    cache = with_chunk(cache, vllm_config)
+    vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    # By its name, so that each process finds the class; the engine goes on knowing the model as
+    # what it is.
+    model.hf_config.architectures = [f"H2O{model.architecture}"]
+    model.model_impl = "vllm"
+    model.enforce_eager = True
+    scheduler.scheduler_cls = "h2okv.vllm_plugin.scheduler.H2OScheduler"
+    scheduler.async_scheduling = False
+    pages = vllm_config.cache_config
+    pages.enable_prefix_caching = False
+    pages.mamba_cache_mode = "none"
+    pages.mamba_block_size = model.max_model_len

@@ -1,0 +1,169 @@
+"""Attention whose requests hold an H2O state, and the models that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from h2okv.config import CacheConfig
+from h2okv.vllm_plugin.settings import parse, summary
+from h2okv.vllm_plugin.state import StateLayer, block_bytes, state_spec
+
+PREFIX = "H2O"
+"""Before an architecture's name, the same with H2O."""
+logger = init_logger("vllm.h2okv")  # a child of vLLM's own, whose level and format it has
+
+
+class H2OAttention(nn.Module, MambaBase):
+    """Takes the place of one of vLLM's attention layers.
+
+    vLLM gives each request one block of such a layer, of any shapes, for the request's whole life,
+    as it does for Mamba's states. What is in it, `StateLayer` knows.
+    """
+
+    def __init__(self, attention: Attention, cache: CacheConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_name = attention.layer_name
+        self.num_heads, self.head_size = attention.num_heads, attention.head_size
+        self.num_kv_heads = attention.num_kv_heads
+        self.scale = float(attention.impl.scale)
+        self.softcap = getattr(attention.impl, "logits_soft_cap", None) or None
+        self.spec = state_spec(cache, self.num_kv_heads, self.head_size, dtype)
+        self.state = StateLayer(cache, extract_layer_index(self.layer_name))
+        self.blocks: dict[str, Tensor] = {}
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """Whose metadata say where each request's block is; they are the same for any state."""
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_state_shape(self) -> Iterable[tuple[int, ...]]:
+        """Shapes of a block's tensors."""
+        return tuple(shape for shape, _ in self.spec.values())
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Their dtypes."""
+        return tuple(dtype for _, dtype in self.spec.values())
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Takes the memory of all requests' blocks."""
+        super().bind_kv_cache(kv_cache)
+        self.blocks = dict(zip(self.spec, self.kv_cache, strict=True))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Attends, scores and evicts for all requests of the step."""
+        parts = (query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads)
+        query, key, value = (part.view(-1, heads, self.head_size) for part, heads in parts)
+        output = torch.zeros_like(query)
+        metadata = get_forward_context().attn_metadata
+        if metadata is not None:  # else it is the run that measures the memory
+            own = metadata[self.layer_name]
+            index = own.state_indices_tensor.tolist()
+            starts = own.query_start_loc.tolist()
+            count = starts[-1]
+            output[:count] = self.state.run(
+                self.blocks, query[:count], key[:count], value[:count], starts,
+                own.seq_lens.tolist(), [block or -1 for block in index],  # 0 is no request's
+                self.scale, self.softcap,
+            )  # fmt: skip
+        output = output.to(output_dtype or query.dtype)
+        return output.view(output_shape or (-1, self.num_heads * self.head_size))
+
+
+class FirstLayer(H2OAttention):
+    """The one that tells the log what all of them hold."""
+
+    num_layers = 1
+    cache: CacheConfig
+    max_num_seqs: int
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Takes the memory, of which the first block is nobody's."""
+        super().bind_kv_cache(kv_cache)
+        size = self.num_layers * block_bytes(self.spec)
+        logger.info(summary(self.cache, size, kv_cache.shape[0] - 1, self.max_num_seqs))
+
+
+def replace_attention(model: nn.Module, vllm_config: Any) -> None:
+    """Puts H2O in the place of every attention layer of a model; mutates it.
+
+    Raises:
+        ValueError: if a layer does what H2O does not model.
+    """
+    cache = parse(vllm_config.additional_config)
+    assert cache is not None
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {name: part for name, part in model.named_modules() if isinstance(part, Attention)}
+    made: dict[str, H2OAttention] = {}
+    for name, attention in found.items():
+        _check_layer(attention)
+        kind = H2OAttention if made else FirstLayer
+        made[name] = kind(attention, cache, vllm_config.model_config.dtype)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, made[name])
+        layers[attention.layer_name] = made[name]
+    for name, other in layers.items():
+        if isinstance(other, AttentionLayerBase) and not isinstance(other, H2OAttention):
+            raise ValueError(
+                f"h2okv: layer {name} is a {type(other).__name__}, and H2O is for models whose "
+                "layers are all full attention; leave the h2okv setting out."
+            )
+    if not made:
+        raise ValueError("h2okv: the model has no attention layer; leave the h2okv setting out.")
+    first = next(iter(made.values()))
+    assert isinstance(first, FirstLayer)
+    first.num_layers, first.cache = len(made), cache
+    first.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+
+
+def _check_layer(attention: Attention) -> None:
+    """Refuses attention that is not softmax over all that came before."""
+    troubles = {
+        f"is a {type(attention).__name__}": type(attention) is not Attention,
+        f"has a sliding window of {attention.sliding_window}": attention.sliding_window is not None,
+        "has sinks in its softmax": attention.has_sink,
+        f"is {attention.attn_type} attention": attention.attn_type != "decoder",
+        "has ALiBi": getattr(attention.impl, "alibi_slopes", None) is not None,
+        "shares another layer's keys": attention.kv_sharing_target_layer_name is not None,
+        "has values of another size": attention.head_size_v != attention.head_size,
+        f"has a {attention.kv_cache_dtype} cache": "8" in attention.kv_cache_dtype,
+    }
+    for trouble, is_so in troubles.items():
+        if is_so:
+            raise ValueError(
+                f"h2okv: attention layer {attention.layer_name} {trouble}, which H2O does not "
+                "model; leave the h2okv setting out."
+            )
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """Makes the class of an architecture with H2O, of vLLM's own, when it is asked for."""
+    if not name.startswith(PREFIX):
+        raise AttributeError(name)
+    own: Any = ModelRegistry.models[name.removeprefix(PREFIX)].load_model_cls()
+
+    def init(self: nn.Module, *, vllm_config: Any, prefix: str = "") -> None:
+        own.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        replace_attention(self, vllm_config)
+
+    made = type(name, (own,), {"__init__": init, "__module__": __name__})
+    globals()[name] = made
+    return made

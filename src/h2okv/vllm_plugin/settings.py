@@ -1,0 +1,207 @@
+"""What is asked for, and what of vLLM goes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from h2okv.cache.rope import PositionRule
+from h2okv.cache.validation import check_policy
+from h2okv.config import CacheConfig
+from h2okv.policy import get_policy
+from h2okv.policy.scoring import get_scoring
+
+KEY = "h2okv"
+"""The name under which the settings stand in vLLM's ``additional_config``."""
+EXAMPLE = "--additional-config '{\"h2okv\": {\"heavy\": 256, \"recent\": 256}}'"
+
+FAMILIES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "TransformersForCausalLM",
+    "TransformersMoEForCausalLM",
+)
+"""vLLM's names of what can be served; the last two are any model of its Transformers backend."""
+
+
+def parse(additional_config: Any) -> CacheConfig | None:
+    """Reads the settings; ``None`` where there are none, and vLLM is to be left alone.
+
+    Raises:
+        ValueError: if a setting is unknown, makes no sense, or cannot be had of a fixed block.
+    """
+    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+        return None
+    values = additional_config[KEY]
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{KEY}={values!r} is no set of options; give for example {EXAMPLE}.")
+    for name in ("heavy", "recent"):
+        if name not in values and values.get("policy") != "full":
+            raise ValueError(
+                f"h2okv: {name} is missing; vLLM needs the number of entries at its start, so give "
+                f"both: {EXAMPLE}."
+            )
+        if isinstance(values.get(name), float):
+            raise ValueError(
+                f"h2okv: {name}={values[name]!r} is a fraction of the prompt, but vLLM gives every "
+                "request a block of one size before it knows any prompt; give a number of tokens."
+            )
+    config = CacheConfig.from_dict(values)
+    _check_cache(config)
+    return config
+
+
+def _check_cache(config: CacheConfig) -> None:
+    policy = get_policy(config.policy, config.seed)
+    scoring = get_scoring(config.scoring, config.decay)
+    rule = PositionRule(config.positions, config.prefill_chunk, None)
+    chunk = config.prefill_chunk
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(
+            f"h2okv: prefill_chunk={chunk!r} is no number of tokens; give an int of 1 or more."
+        )
+    check_policy(policy, rule, scoring, simulate=False)
+    if not policy.is_bounded:
+        raise ValueError(
+            f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "
+            "has one size; use policy='h2o', or leave the h2okv setting out for a full cache."
+        )
+    if config.positions != "original":
+        raise ValueError(
+            f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
+            "positions='original'."
+        )
+    if config.kv_bits is not None:
+        raise ValueError(
+            f"h2okv: kv_bits={config.kv_bits} is not to be had inside vLLM; leave it out."
+        )
+
+
+def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
+    """Refuses what H2O cannot keep exact, or what nobody has tried.
+
+    Raises:
+        ValueError: in one sentence, with the name, the value and the remedy.
+    """
+    model, length = vllm_config.model_config, vllm_config.model_config.max_model_len
+    total = cache.budget.resolve(0).total
+    if model.architecture not in FAMILIES:
+        raise ValueError(
+            f"h2okv: the architecture {model.architecture} is not among those that H2O has been "
+            f"run with in vLLM ({', '.join(FAMILIES)}); leave the h2okv setting out, or try "
+            "--model-impl transformers if all its layers are full attention."
+        )
+    if total > length:
+        raise ValueError(
+            f"h2okv: sink + heavy + recent = {total} entries are above max_model_len={length}, so "
+            "nothing would ever be evicted; lower the budget, or leave the h2okv setting out."
+        )
+    for trouble in _troubles(vllm_config):
+        raise ValueError(f"h2okv: {trouble}.")
+    chunk, most = cache.prefill_chunk, vllm_config.scheduler_config.max_num_batched_tokens
+    if chunk is not None and chunk > most:
+        raise ValueError(
+            f"h2okv: prefill_chunk={chunk} is above max_num_batched_tokens={most}, so that no step "
+            "could ever read a chunk; lower the one, or raise --max-num-batched-tokens."
+        )
+
+
+def _troubles(vllm_config: Any) -> Iterator[str]:
+    """What of an engine's configuration does not go with H2O."""
+    model, own, parallel = (
+        getattr(vllm_config, f"{name}_config") for name in ("model", "cache", "parallel")
+    )
+    scheduler, text = vllm_config.scheduler_config, model.hf_text_config
+    if vllm_config.speculative_config is not None:
+        yield (
+            "speculative decoding takes tokens back, and what was evicted for them is gone; leave "
+            "--speculative-config out"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV connectors move pages of a full cache; leave --kv-transfer-config out"
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters have not been tried; merge the adapter, and leave --enable-lora out"
+    for name in (
+        "data_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        value = getattr(parallel, name, 1)
+        if value > 1:
+            yield (
+                f"{name}={value} has not been tried; use --tensor-parallel-size, or several servers"
+            )
+    if own.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+        yield f"kv_cache_dtype={own.cache_dtype} is not supported; use --kv-cache-dtype auto"
+    if getattr(own, "kv_offloading_size", None):
+        yield "KV offloading moves pages of a full cache; leave --kv-offloading-size out"
+    if model.runner_type != "generate":
+        yield f"runner={model.runner_type!r} generates no text; leave the h2okv setting out"
+    if getattr(model, "multimodal_config", None) is not None:
+        yield f"{model.architecture} reads more than text, which has not been tried; serve it alone"
+    kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention"}
+    if kinds:
+        yield (
+            f"{model.architecture} has layers that are not full attention "
+            f"({', '.join(sorted(kinds))}), which vLLM would have to keep in pages beside the "
+            "states; leave the h2okv setting out"
+        )
+    if scheduler.scheduler_cls is not None:
+        yield (
+            f"scheduler_cls={scheduler.scheduler_cls!r} would take the place of the scheduler that "
+            "cuts prompts; leave --scheduler-cls out"
+        )
+    if scheduler.async_scheduling:
+        yield "asynchronous scheduling has not been tried; use --no-async-scheduling"
+    threshold = scheduler.long_prefill_token_threshold
+    if threshold:
+        yield (
+            f"long_prefill_token_threshold={threshold} cuts prompts by what else is running; use "
+            "prefill_chunk in the h2okv setting instead"
+        )
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        yield "the V2 model runner has not been tried; set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def with_chunk(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
+    """The settings with a chunk that every step has room for, where whole prompts may not fit."""
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_batched_tokens
+    if cache.prefill_chunk is not None or vllm_config.model_config.max_model_len <= most:
+        return cache
+    # With a token of every other request in the same step.
+    return dataclasses.replace(cache, prefill_chunk=max(most - scheduler.max_num_seqs, 1))
+
+
+def tokens_to_run(start: int, available: int, prompt_length: int, chunk: int | None) -> int:
+    """How many tokens of a request a step runs: a whole chunk of its prompt, or none.
+
+    Past the prompt it is one, also where a request that was interrupted reads its own tokens again.
+
+    Args:
+        start: tokens that went through before.
+        available: tokens that the step has room for.
+        prompt_length: tokens of the prompt.
+        chunk: the most tokens between two evictions; ``None``: the prompt is one block.
+    """
+    if start >= prompt_length:
+        return min(available, 1)
+    end = prompt_length if chunk is None else min(start - start % chunk + chunk, prompt_length)
+    return end - start if available >= end - start else 0
+
+
+def summary(cache: CacheConfig, request_bytes: int, num_requests: int, max_num_seqs: int) -> str:
+    """One line for the log."""
+    chunk = "whole" if cache.prefill_chunk is None else f"in chunks of {cache.prefill_chunk}"
+    return (
+        f"h2okv: {cache.label}: {cache.budget.resolve(0).total} entries for each layer and KV head "
+        f"(sink {cache.sink}, heavy {cache.heavy}, recent {cache.recent}), prompts read {chunk}; "
+        f"{request_bytes:,} bytes a request on each rank, room for {num_requests:,} requests at "
+        f"once (max_num_seqs={max_num_seqs}); prefix caching is off"
+    )

@@ -1,0 +1,179 @@
+"""H2O on states that a server keeps: one block for each request, for its whole life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2okv.cache.layer import Block
+from h2okv.cache.rope import PositionRule
+from h2okv.cache.slot_state import SlotState, empty_value
+from h2okv.cache.slots import SlotLayer
+from h2okv.config import CacheConfig
+from h2okv.ops.indexed import Indexed
+from h2okv.policy import get_policy
+from h2okv.policy.scoring import get_scoring
+
+Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor of a request's block in one layer, by its name."""
+
+
+def state_spec(config: CacheConfig, num_kv_heads: int, size: int, dtype: torch.dtype) -> Spec:
+    """What a block consists of, in the order in which it lies there.
+
+    Numbers of four bytes come first, so that each tensor begins at a multiple of its own size.
+    """
+    slots = (num_kv_heads, config.budget.resolve(0).total + 1)
+    spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
+    if config.scoring == "value_norm":
+        spec["norms"] = (slots, torch.float32)
+    return spec | {"keys": ((*slots, size), dtype), "values": ((*slots, size), dtype)}
+
+
+def block_bytes(spec: Spec) -> int:
+    """Bytes of a request's block in one layer."""
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in spec.values())
+
+
+class StateLayer(SlotLayer):
+    """A layer whose requests have their entries in blocks ``[N, ...]`` that are not its own.
+
+    What a block held before is never read: a request's first tokens fill all of it. A prompt's
+    block is `SlotLayer`'s, on a view of the request's block; single tokens of many requests are
+    one step of `SlotLayer`, with keys and values read where they lie.
+    """
+
+    checks_numbers = False  # an error in the middle of a forward would end the server
+
+    def __init__(self, config: CacheConfig, layer_idx: int) -> None:
+        policy = get_policy(config.policy, config.seed)
+        scoring = get_scoring(config.scoring, config.decay)
+        rule = PositionRule("original", None, None)
+        super().__init__(layer_idx, config.budget, policy, rule, scoring)
+        self.tokens = policy.allocate_budget(config.budget.resolve(0))
+
+    def run(
+        self,
+        blocks: Mapping[str, Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        index: Sequence[int],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attends, scores and evicts for a batch of requests, their tokens one after the other.
+
+        Args:
+            blocks: the tensors of `state_spec`, each ``[N, ...]``; mutated.
+            query: ``[T, HQ, D]``, of all requests.
+            key: ``[T, H, D]``.
+            value: ``[T, H, D]``.
+            starts: where each request's tokens begin, and T.
+            lengths: tokens of each request that have gone through, these included.
+            index: each request's block; below zero for one that only fills the batch up.
+            scale: factor on the logits.
+            softcap: as in `h2okv.ops.reference.attention_with_scores`.
+
+        Returns:
+            ``[T, HQ, D]`` in the values' dtype; zero for what only fills the batch up.
+        """
+        output = value.new_zeros(query.shape)
+        single = []
+        for request, block in enumerate(index):
+            own = slice(starts[request], starts[request + 1])
+            count = own.stop - own.start
+            seen = lengths[request] - count
+            if count == 0 or block < 0:
+                continue
+            if count == 1 and seen > 0:
+                single.append((own.start, seen, block))
+                continue
+            tokens = (part[own].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+            made = self._run_block(blocks, *tokens, seen, block, scale, softcap)
+            output[own] = made[0].transpose(0, 1)
+        if single:
+            rows, seen_tokens, places = torch.tensor(single, device=query.device).T
+            tokens = (part[rows].unsqueeze(2) for part in (query, key, value))
+            made = self._run_step(blocks, *tokens, seen_tokens, places, scale, softcap)
+            output[rows] = made.squeeze(2)
+        return output
+
+    def _run_block(
+        self,
+        blocks: Mapping[str, Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: int,
+        block: int,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """A prompt, or a later part of one, of one request: ``[1, H, T, D]``."""
+        self.reset()
+        self.lazy_initialization(key, value)
+        if seen:
+            own = {name: tensor[block : block + 1] for name, tensor in blocks.items()}
+            counts = torch.tensor([seen], device=key.device)
+            self.state = self._state(own["keys"], own["values"], own, counts)
+        output = self.attend(query, key, value, None, scale, softcap)
+        for name, tensor in blocks.items():
+            held, num_slots = getattr(self.state, name)[0], tensor.shape[2]
+            tensor[block, :, : held.shape[1]] = held
+            tensor[block, :, held.shape[1] :] = empty_value(name, num_slots)
+        return output
+
+    def _run_step(
+        self,
+        blocks: Mapping[str, Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor,
+        index: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """One token of each of B requests, ``[B, H, 1, D]``."""
+        if not self.is_initialized:  # loaded from nowhere: a step of requests that others read
+            self.lazy_initialization(key, value)
+        self._choose_operations(query)
+        small = {name: tensor[index] for name, tensor in blocks.items() if tensor.dim() == 3}
+        large: dict[str, Any]
+        if self.operations.name == "plain":
+            large = {name: Indexed(blocks[name], index) for name in ("keys", "values")}
+        else:  # the kernels take contiguous slots
+            large = {name: blocks[name][index] for name in ("keys", "values")}
+        self.state = self._state(large["keys"], large["values"], small, seen)
+        self.is_full = bool((seen >= self.tokens.total).all())
+        self.has_sinks = self.tokens.sink > 0
+        self.steps_left = -1
+        output = self._decode(Block(query, key, value, None, None, scale, softcap))
+        changed = small if self.operations.name == "plain" else small | large
+        for name in changed:
+            blocks[name][index] = getattr(self.state, name)
+        return output
+
+    def _state(
+        self, keys: Any, values: Any, small: Mapping[str, Tensor], seen: Tensor
+    ) -> SlotState:
+        """What is held of B requests after so many tokens, int64 ``[B]``."""
+        positions = small["positions"]
+
+        def same(count: int) -> Tensor:
+            return torch.full((1, 1, 1), count, device=positions.device)
+
+        own = self.tokens
+        return SlotState(
+            keys, values, small["scores"], positions,
+            (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True), seen.clone(),
+            sink=same(own.sink), recent=same(own.recent), total=same(own.total),
+            num_static=same(own.num_static) if self.has_static_mask else None,
+            norms=small.get("norms"), budgets=[own] * len(seen),
+        )  # fmt: skip
