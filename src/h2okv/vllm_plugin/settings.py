@@ -14,7 +14,7 @@ from h2okv.policy.scoring import get_scoring
 
 KEY = "h2okv"
 """The name under which the settings stand in vLLM's ``additional_config``."""
-EXAMPLE = "--additional-config '{\"h2okv\": {\"heavy\": 256, \"recent\": 256}}'"
+EXAMPLE = '--additional-config \'{"h2okv": {"heavy": 256, "recent": 256}}\''
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -60,11 +60,6 @@ def _check_cache(config: CacheConfig) -> None:
     policy = get_policy(config.policy, config.seed)
     scoring = get_scoring(config.scoring, config.decay)
     rule = PositionRule(config.positions, config.prefill_chunk, None)
-    chunk = config.prefill_chunk
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(
-            f"h2okv: prefill_chunk={chunk!r} is no number of tokens; give an int of 1 or more."
-        )
     check_policy(policy, rule, scoring, simulate=False)
     if not policy.is_bounded:
         raise ValueError(

@@ -167,7 +167,7 @@ class StateLayer(SlotLayer):
         positions = small["positions"]
 
         def same(count: int) -> Tensor:
-            return torch.full((1, 1, 1), count, device=positions.device)
+            return torch.full((len(seen), 1, 1), count, device=positions.device)
 
         own = self.tokens
         return SlotState(

@@ -1,0 +1,237 @@
+"""What is read, what is refused and what an engine's configuration becomes, without vLLM."""
+
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from h2okv import vllm_plugin
+from h2okv.config import CacheConfig
+from h2okv.vllm_plugin import settings
+from h2okv.vllm_plugin.settings import check_engine, parse, summary, tokens_to_run, with_chunk
+
+GIVEN = {"heavy": 32, "recent": 32}
+
+
+def engine(**changes) -> SimpleNamespace:
+    """A configuration as vLLM 0.32 has it, as far as it is asked."""
+    text = SimpleNamespace(layer_types=None)
+    made = SimpleNamespace(
+        additional_config={"h2okv": GIVEN},
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM",
+            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+            hf_text_config=text,
+            max_model_len=1024,
+            runner_type="generate",
+            multimodal_config=None,
+            model_impl="auto",
+            enforce_eager=False,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            kv_offloading_size=None,
+            enable_prefix_caching=True,
+            mamba_cache_mode="align",
+            mamba_block_size=None,
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=2048,
+            max_num_seqs=64,
+            scheduler_cls=None,
+            async_scheduling=None,
+            long_prefill_token_threshold=0,
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+        use_v2_model_runner=False,
+    )
+    for path, value in changes.items():
+        part, _, name = path.rpartition("__")
+        setattr(getattr(made, part) if part else made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("nothing", [None, {}, {"other": 1}, "text"])
+def test_without_the_setting_there_is_none(nothing):
+    assert parse(nothing) is None
+
+
+def test_the_setting_is_a_cache_config():
+    options = GIVEN | {"policy": "sink_recent", "sink": 2, "prefill_chunk": 128}
+    assert parse({"h2okv": options}) == CacheConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (3, "is no set of options"),
+        ({"heavy": 32}, "recent is missing"),
+        ({"heavy": 0.1, "recent": 0.1}, "fraction of the prompt"),
+        ({"heavy": -1, "recent": 4}, "negative"),
+        ({"heavy": 0, "recent": 0}, "keep nothing"),
+        (GIVEN | {"hevy": 3}, "did you mean 'heavy'"),
+        (GIVEN | {"policy": "h20"}, "policy 'h20' is unknown"),
+        ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
+        (GIVEN | {"policy": "snapkv"}, "keeps more with every token"),
+        (GIVEN | {"policy": "topk"}, "chooses anew for every query"),
+        (GIVEN | {"policy": "recent", "scoring": "mean"}, "has no effect"),
+        (GIVEN | {"positions": "rolling"}, "use positions='original'"),
+        (GIVEN | {"kv_bits": 8}, "kv_bits=8"),
+        (GIVEN | {"prefill_chunk": 0}, "prefill_chunk=0"),
+        (GIVEN | {"scoring": "men"}, "scoring 'men' is unknown"),
+    ],
+)
+def test_refused_settings(options, words):
+    with pytest.raises(ValueError, match="h2okv|heavy|policy|scoring|chunk") as refusal:
+        parse({"h2okv": options})
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_config__architecture": "GptOssForCausalLM"}, "GptOssForCausalLM is not among"),
+        ({"model_config__max_model_len": 63}, "64 entries are above max_model_len=63"),
+        ({"speculative_config": object()}, "--speculative-config"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"lora_config": object()}, "merge the adapter"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size=2"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"cache_config__kv_offloading_size": 4.0}, "--kv-offloading-size"),
+        ({"model_config__runner_type": "pooling"}, "runner='pooling'"),
+        ({"model_config__multimodal_config": object()}, "more than text"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention"])},
+            "not full attention (sliding_attention)",
+        ),
+        ({"scheduler_config__scheduler_cls": "mine"}, "--scheduler-cls"),
+        ({"scheduler_config__async_scheduling": True}, "--no-async-scheduling"),
+        ({"scheduler_config__long_prefill_token_threshold": 9}, "use prefill_chunk"),
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    ],
+)
+def test_refused_engines(changes, words):
+    check_engine(engine(), CacheConfig(**GIVEN))
+    with pytest.raises(ValueError, match="^h2okv: ") as refusal:
+        check_engine(engine(**changes), CacheConfig(**GIVEN))
+    assert words in str(refusal.value)
+
+
+def test_a_chunk_that_no_step_has_room_for_is_refused():
+    config = CacheConfig(**GIVEN, prefill_chunk=4096)
+    with pytest.raises(ValueError, match="prefill_chunk=4096 is above max_num_batched_tokens=2048"):
+        check_engine(engine(), config)
+
+
+def test_prompts_that_may_not_fit_into_a_step_get_a_chunk():
+    config = CacheConfig(**GIVEN)
+    assert with_chunk(config, engine()).prefill_chunk is None
+    long = engine(model_config__max_model_len=8192)
+    assert with_chunk(config, long).prefill_chunk == 2048 - 64
+    given = CacheConfig(**GIVEN, prefill_chunk=100)
+    assert with_chunk(given, long).prefill_chunk == 100
+
+
+@pytest.mark.parametrize("prompt_length", [1, 6, 7, 20, 21])
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+def test_cuts_depend_on_nothing_but_the_prompt(prompt_length, chunk):
+    import random
+
+    draw = random.Random(3)
+    ends = list(range(chunk, prompt_length, chunk)) if chunk else []
+    for _ in range(5):
+        start, cuts = 0, []
+        while start < prompt_length + 4:
+            count = tokens_to_run(start, draw.randrange(1, 25), prompt_length, chunk)
+            start += count
+            cuts += [start] * bool(count)
+        after = [prompt_length + 1 + later for later in range(4)]
+        assert cuts == [*ends, prompt_length, *after]
+
+
+def test_the_configuration_of_an_engine_with_h2o(monkeypatch):
+    monkeypatch.setattr(vllm_plugin, "moved_names", list)
+    made = engine(model_config__max_model_len=4096)
+    vllm_plugin.prepare(made)
+    assert made.model_config.hf_config.architectures == ["H2OLlamaForCausalLM"]
+    assert made.model_config.architecture == "LlamaForCausalLM"
+    assert made.model_config.enforce_eager and made.scheduler_config.async_scheduling is False
+    assert not made.cache_config.enable_prefix_caching
+    assert made.cache_config.mamba_block_size == 4096
+    assert made.scheduler_config.scheduler_cls.endswith("H2OScheduler")
+    # What the other processes read says the chunk too.
+    assert parse(made.additional_config).prefill_chunk == 2048 - 64
+
+
+def test_the_hook_is_vllms_own_without_the_setting(monkeypatch):
+    called = []
+
+    class Own:
+        @staticmethod
+        def verify_and_update_config(vllm_config):
+            called.append(vllm_config)
+
+        @staticmethod
+        def verify_and_update_model_config(model_config):
+            called.append(model_config)
+
+    registered = {}
+    registry = SimpleNamespace(
+        get_supported_archs=lambda: {"OwnForCausalLM", "LlamaForCausalLM"},
+        register_model=registered.__setitem__,
+    )
+    table = {"OwnForCausalLM": Own}
+    models = ModuleType("vllm.model_executor.models")
+    models.ModelRegistry = registry
+    config = ModuleType("vllm.model_executor.models.config")
+    config.MODELS_CONFIG_MAP, config.VerifyAndUpdateConfig = table, Own
+    for name in ("vllm", "vllm.model_executor"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, models.__name__, models)
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+    vllm_plugin.register()
+    hook = table["OwnForCausalLM"]
+    vllm_plugin.register()
+    assert table["OwnForCausalLM"] is hook
+    assert set(registered) == {f"H2O{name}" for name in settings.FAMILIES}
+
+    plain = engine(additional_config={})
+    before = repr(plain)
+    hook.verify_and_update_config(plain)
+    hook.verify_and_update_model_config(plain.model_config)
+    assert called == [plain, plain.model_config] and repr(plain) == before
+
+    # With it, a vLLM that lacks what the plug-in stands on is refused, and says what.
+    sys.modules["vllm"].__version__ = "9.9"
+    with pytest.raises(ValueError, match="vLLM 9.9 has no .*MambaBase.bind_kv_cache"):
+        hook.verify_and_update_config(engine())
+
+
+def test_without_vllm_registering_says_so_and_no_more(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    vllm_plugin.register()
+    assert "not active" in caplog.text
+
+
+def test_vllm_finds_the_plug_in():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    target = project["project"]["entry-points"]["vllm.general_plugins"]["h2okv"]
+    module, _, name = target.partition(":")
+    assert getattr(sys.modules[module], name) is vllm_plugin.register
+
+
+def test_the_line_in_the_log_says_policy_entries_bytes_and_requests():
+    line = summary(CacheConfig(**GIVEN, sink=4), 3042000, 351, 16)
+    for part in ("h2o", "68 entries", "sink 4, heavy 32, recent 32", "3,042,000 bytes", "351"):
+        assert part in line
