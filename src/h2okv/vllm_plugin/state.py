@@ -94,28 +94,27 @@ class StateLayer(SlotLayer):
             if count == 1 and seen > 0:
                 single.append((own.start, seen, block))
                 continue
-            tokens = (part[own].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-            made = self._run_block(blocks, *tokens, seen, block, scale, softcap)
+            tokens = [part[own].transpose(0, 1).unsqueeze(0) for part in (query, key, value)]
+            made = self._run_block(blocks, tokens, seen, block, scale, softcap)
             output[own] = made[0].transpose(0, 1)
         if single:
-            rows, seen_tokens, places = torch.tensor(single, device=query.device).T
-            tokens = (part[rows].unsqueeze(2) for part in (query, key, value))
-            made = self._run_step(blocks, *tokens, seen_tokens, places, scale, softcap)
+            rows, counts, places = torch.tensor(single, device=query.device).T
+            tokens = [part[rows].unsqueeze(2) for part in (query, key, value)]
+            made = self._run_step(blocks, tokens, counts, places, scale, softcap)
             output[rows] = made.squeeze(2)
         return output
 
     def _run_block(
         self,
         blocks: Mapping[str, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        tokens: list[Tensor],
         seen: int,
         block: int,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
         """A prompt, or a later part of one, of one request: ``[1, H, T, D]``."""
+        query, key, value = tokens
         self.reset()
         self.lazy_initialization(key, value)
         if seen:
@@ -132,16 +131,15 @@ class StateLayer(SlotLayer):
     def _run_step(
         self,
         blocks: Mapping[str, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        tokens: list[Tensor],
         seen: Tensor,
         index: Tensor,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
         """One token of each of B requests, ``[B, H, 1, D]``."""
-        if not self.is_initialized:  # loaded from nowhere: a step of requests that others read
+        query, key, value = tokens
+        if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._choose_operations(query)
         small = {name: tensor[index] for name, tensor in blocks.items() if tensor.dim() == 3}

@@ -1,0 +1,319 @@
+"""H2O inside vLLM, against vLLM's full attention and against `H2OCache`: `make vllm-test`.
+
+Not among the ordinary tests: it needs vLLM, in an environment of its own, and every engine takes
+the better part of a minute to start. `H2OKV_VLLM_MODEL` names another Llama than the bundled one.
+"""
+
+import contextlib
+import os
+
+import pytest
+import torch
+import vllm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from vllm import LLM, SamplingParams
+
+import h2okv
+from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.vllm_plugin import TESTED, moved_names
+
+MODEL = os.environ.get("H2OKV_VLLM_MODEL", str(bundled_model_path()))
+LENGTH, NEW = 512, 24
+SMALL = {"heavy": 16, "recent": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment():
+    """What vLLM on a CPU wants set; its processes inherit it."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    given = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ.update({name: os.environ.get(name, value) for name, value in given.items()})
+
+
+@contextlib.contextmanager
+def engine(setting, model=MODEL, **options):
+    """An engine, with H2O where there is a setting, that is gone afterwards."""
+    if setting is not None:
+        options["additional_config"] = {"h2okv": setting}
+    given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_batched_tokens": 2 * LENGTH}
+    given |= {"max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": True}
+    made = LLM(model=str(model), **(given | options))
+    try:
+        yield made
+    finally:
+        made.llm_engine.engine_core.shutdown()
+
+
+def prompts_of(lengths, vocabulary=None):
+    """Token ids: parts of a novel, or random ones for a model that reads none."""
+    if vocabulary is not None:
+        draw = torch.Generator().manual_seed(0)
+        return [torch.randint(3, vocabulary, (n,), generator=draw).tolist() for n in lengths]
+    ids = AutoTokenizer.from_pretrained(MODEL)(sample_prompt())["input_ids"]
+    return [ids[97 * place : 97 * place + n] for place, n in enumerate(lengths)]
+
+
+LENGTHS = (150, 61, 203, 33, 17, 96, 128, 1)
+
+
+def greedy(new=NEW, **options):
+    return SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, **options)
+
+
+def generate(llm, prompts, params=None):
+    """New tokens of each prompt."""
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    made = llm.generate(given, params or greedy(), use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in made]
+
+
+def expected(prompts, model=MODEL, new=NEW, **options):
+    """The same by `H2OCache`, one prompt after the other."""
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="h2o"
+    )
+    loaded.generation_config.eos_token_id = None
+    made = []
+    for prompt in prompts:
+        cache = h2okv.H2OCache(loaded.config, **options)
+        ids = torch.tensor([prompt])
+        text = loaded.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            max_new_tokens=new, do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        made.append(text[0, len(prompt) :].tolist())
+    return made
+
+
+def test_this_vllm_has_the_names_that_the_plug_in_stands_on():
+    assert moved_names() == []
+    assert vllm.__version__.startswith(TESTED)
+
+
+@pytest.fixture(scope="module")
+def full():
+    """What vLLM gives by itself, with the plug-in installed and not asked for."""
+    prompts = prompts_of(LENGTHS)
+    with engine(None) as llm:
+        config = llm.llm_engine.vllm_config
+        assert config.model_config.hf_config.architectures == ["LlamaForCausalLM"]
+        assert config.scheduler_config.scheduler_cls is None
+        assert config.cache_config.enable_prefix_caching
+        yield generate(llm, prompts)
+
+
+def test_a_budget_above_the_text_gives_full_attention(full):
+    with engine({"heavy": 200, "recent": 200}) as llm:
+        assert generate(llm, prompts_of(LENGTHS)) == full
+
+
+def test_requests_that_queue_for_blocks(full):
+    """Five blocks, of which one is nobody's, for eight requests: blocks are used again."""
+    prompts = prompts_of(LENGTHS)
+    wanted = expected(prompts, **SMALL)
+    assert wanted != full, "nothing would be seen of the eviction"
+    with engine(SMALL, num_gpu_blocks_override=5) as llm:
+        assert generate(llm, prompts) == wanted
+        assert generate(llm, prompts[::-1]) == wanted[::-1]
+        for prompt, own in list(zip(prompts, wanted, strict=True))[:3]:
+            assert generate(llm, [prompt]) == [own], "alone it is another text than in a batch"
+        _abort_and_come_again(llm, prompts, wanted)
+        _interrupt(llm, prompts[:3], wanted[:3])
+        _sample(llm, prompts[0])
+
+
+def _add(llm, prompts, name):
+    for place, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"{name}{place}", {"prompt_token_ids": prompt}, greedy())
+
+
+def _finish(llm):
+    """Runs until all is done; new tokens by the request's name."""
+    done = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for one in llm.llm_engine.step():
+            if one.finished:
+                done[one.request_id] = list(one.outputs[0].token_ids)
+    return done
+
+
+def _abort_and_come_again(llm, prompts, wanted):
+    """A request that is cut off leaves its block in whatever state it is; the next ones do not."""
+    _add(llm, prompts[:4], "gone")
+    for _ in range(6):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(["gone0", "gone2"])
+    _add(llm, [prompts[2], prompts[0]], "again")
+    done = _finish(llm)
+    assert done["again0"] == wanted[2] and done["again1"] == wanted[0]
+    assert done["gone1"] == wanted[1] and done["gone3"] == wanted[3]
+
+
+def _interrupt(llm, prompts, wanted):
+    """A request that loses its block in the middle reads its own tokens again, one by one."""
+    _add(llm, prompts, "early")
+    for _ in range(9):
+        llm.llm_engine.step()
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    done = _finish(llm)
+    assert [done[f"early{place}"] for place in range(len(prompts))] == wanted
+
+
+def _sample(llm, prompt):
+    """Several samples of one prompt are requests of their own; a seed gives the same again."""
+    params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=8, logprobs=2)
+    first, again = (
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs
+        for _ in range(2)
+    )
+    assert [list(one.token_ids) for one in first] == [list(one.token_ids) for one in again]
+    assert len({tuple(one.token_ids) for one in first}) > 1
+
+
+def test_prompts_are_cut_where_prefill_chunk_cuts_them_whatever_else_runs():
+    prompts = prompts_of(LENGTHS)
+    wanted = expected(prompts, prefill_chunk=24, **SMALL)
+    assert wanted != expected(prompts, **SMALL), "nothing would be seen of the cuts"
+    setting = SMALL | {"prefill_chunk": 24}
+    # A step has room for two chunks and some: neighbours would cut everything differently.
+    with engine(setting, max_num_batched_tokens=61, max_num_seqs=4) as llm:
+        assert generate(llm, prompts) == wanted
+        assert generate(llm, prompts[3:]) == wanted[3:]
+        assert generate(llm, prompts[2:3]) == wanted[2:3]
+        _interrupt(llm, prompts[:3], wanted[:3])
+
+
+def test_prompts_longer_than_a_step_get_a_chunk_by_themselves():
+    prompts = prompts_of(LENGTHS[:4])
+    with engine(SMALL, max_num_batched_tokens=64) as llm:
+        chunk = llm.llm_engine.vllm_config.additional_config["h2okv"]["prefill_chunk"]
+        assert chunk == 64 - 8
+        assert generate(llm, prompts) == expected(prompts, prefill_chunk=chunk, **SMALL)
+
+
+OTHERS = [{"policy": policy} for policy in ("heavy", "recent", "sink_recent", "random", "strided")]
+OTHERS += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm")] + [{"sink": 4}]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=lambda case: "-".join(map(str, case.values())))
+def test_every_policy_and_scoring(options):
+    prompts = prompts_of(LENGTHS)
+    with engine(SMALL | options) as llm:
+        assert generate(llm, prompts) == expected(prompts, **SMALL, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_few_bits_the_first_token_is_as_likely(dtype):
+    """Later tokens need not agree: vLLM's own matrices round otherwise than transformers'."""
+    prompts = prompts_of(LENGTHS)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="h2o"
+    )
+    with engine(SMALL | {"prefill_chunk": 24}, dtype=dtype) as llm:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        made = llm.generate(given, greedy(4, logprobs=1), use_tqdm=False)
+    for prompt, one in zip(prompts, made, strict=True):
+        cache = h2okv.H2OCache(loaded.config, prefill_chunk=24, **SMALL)
+        with torch.inference_mode():
+            logits = loaded(torch.tensor([prompt]), past_key_values=cache).logits[0, -1]
+        token = one.outputs[0].token_ids[0]
+        likely = one.outputs[0].logprobs[0][token].logprob
+        assert likely == pytest.approx(float(logits.log_softmax(-1)[token]), abs=0.15)
+
+
+def test_vllms_transformers_backend():
+    prompts = prompts_of(LENGTHS)
+    with engine(SMALL, model_impl="transformers") as llm:
+        assert llm.llm_engine.vllm_config.model_config.using_transformers_backend()
+        assert generate(llm, prompts) == expected(prompts, **SMALL)
+
+
+SHAPE = {
+    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": None}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+}
+
+
+def tiny(family, folder, **options):
+    """A random model of a family whose attention is far from uniform, saved."""
+    config_class, model_class, own = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**(SHAPE | own | options))).eval()
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data *= 6
+        if "qkv_proj" in name:  # not the values, of which there are as many as keys
+            weight.data[: weight.shape[0] * 3 // 4] *= 6
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    path, prompts = tiny(family, tmp_path), prompts_of(LENGTHS, 200)
+    with engine(SMALL, path, skip_tokenizer_init=True) as llm:
+        assert generate(llm, prompts) == expected(prompts, path, **SMALL)
+
+
+def test_two_ranks_each_with_its_own_heads():
+    prompts = prompts_of(LENGTHS)
+    with engine(SMALL, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
+        assert generate(llm, prompts) == expected(prompts, **SMALL)
+
+
+REFUSED = [
+    ({"enable_lora": True}, "merge the adapter"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                             "prompt_lookup_max": 3}}, "--speculative-config"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+    ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
+    ({"max_model_len": 31}, "32 entries are above max_model_len=31"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda case: str(case)[:30])
+def test_what_does_not_go_with_h2o_is_refused_at_the_start(options, words):
+    with pytest.raises(ValueError, match="h2okv: ") as refusal, engine(SMALL, **options):
+        pass
+    assert words in str(refusal.value)
+
+
+def test_a_model_with_sliding_layers_is_refused_with_the_reason(tmp_path):
+    options = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+    path = tiny("qwen2", tmp_path, **options)
+    with (
+        pytest.raises(ValueError, match="not full attention"),
+        engine(SMALL, path, skip_tokenizer_init=True),
+    ):
+        pass

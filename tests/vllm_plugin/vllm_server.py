@@ -1,0 +1,126 @@
+"""vLLM's OpenAI server with H2O, asked by the official client: `make vllm-test`."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import h2okv
+from h2okv.assets import bundled_model_path, sample_prompt
+
+MODEL, NEW = str(bundled_model_path()), 24
+SETTING = {"heavy": 16, "recent": 16, "prefill_chunk": 64}
+EXTRA = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of `vllm serve`, and what it wrote."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", MODEL, "--port", str(port),
+        "--host", "127.0.0.1", "--served-model-name", "bundled", "--dtype", "float32",
+        "--max-model-len", "512", "--max-num-seqs", "8",
+        "--additional-config", json.dumps({"h2okv": SETTING}),
+    ]  # fmt: skip
+    given = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment | given, stdout=out, stderr=out)
+    try:
+        _wait(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}/v1", log
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=120)
+
+
+def _wait(address, process, log):
+    for _ in range(300):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(address, timeout=2):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    ids = AutoTokenizer.from_pretrained(MODEL)(sample_prompt())["input_ids"]
+    return [ids[53 * place : 53 * place + 90 + 40 * place] for place in range(6)]
+
+
+@pytest.fixture(scope="module")
+def texts(prompts):
+    """What each prompt gives with a cache of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="h2o"
+    )
+    model.generation_config.eos_token_id = None
+    made = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        cache = h2okv.H2OCache(model.config, **SETTING)
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        made.append(tokenizer.decode(text[0, len(prompt) :], skip_special_tokens=True))
+    return made
+
+
+def _complete(client, prompt, **options):
+    return client.completions.create(
+        model="bundled", prompt=prompt, max_tokens=NEW, temperature=0, extra_body=EXTRA, **options
+    )
+
+
+def test_concurrent_clients_each_get_their_own_text(server, prompts, texts):
+    with openai.OpenAI(base_url=server[0], api_key="none") as client:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            made = list(pool.map(lambda prompt: _complete(client, prompt).choices[0].text, prompts))
+        assert made == texts
+        assert "entries for each layer and KV head" in server[1].read_text()
+
+
+def test_a_stream_that_is_left_disturbs_nobody(server, prompts, texts):
+    with openai.OpenAI(base_url=server[0], api_key="none") as client:
+        left = client.completions.create(
+            model="bundled", prompt=prompts[0], max_tokens=300, stream=True, extra_body=EXTRA
+        )
+        next(iter(left))
+        left.close()
+        streamed = [_complete(client, prompt, stream=True) for prompt in prompts[:3]]
+        made = ["".join(part.choices[0].text for part in one) for one in streamed]
+        assert made == texts[:3]
+
+
+def test_a_bad_setting_ends_the_server_with_one_sentence():
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", MODEL]
+    command += ["--additional-config", json.dumps({"h2okv": {"heavy": 0.1, "recent": 0.1}})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert "h2okv: heavy=0.1 is a fraction of the prompt" in done.stdout + done.stderr
