@@ -164,7 +164,8 @@ def test_the_configuration_of_an_engine_with_h2o(monkeypatch):
     monkeypatch.setattr(vllm_plugin, "moved_names", list)
     made = engine(model_config__max_model_len=4096)
     vllm_plugin.prepare(made)
-    assert made.model_config.hf_config.architectures == ["H2OLlamaForCausalLM"]
+    classes = ["H2OLlamaForCausalLM", "LlamaForCausalLM"]
+    assert made.model_config.hf_config.architectures == classes
     assert made.model_config.architecture == "LlamaForCausalLM"
     assert made.model_config.enforce_eager and made.scheduler_config.async_scheduling is False
     assert not made.cache_config.enable_prefix_caching

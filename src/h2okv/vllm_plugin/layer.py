@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from h2okv.config import CacheConfig
-from h2okv.vllm_plugin.settings import parse, summary
+from h2okv.vllm_plugin.settings import UNQUANTISED, parse, summary
 from h2okv.vllm_plugin.state import StateLayer, block_bytes, state_spec
 
 PREFIX = "H2O"
@@ -42,6 +42,7 @@ class H2OAttention(nn.Module, MambaBase):
         self.spec = state_spec(cache, self.num_kv_heads, self.head_size, dtype)
         self.state = StateLayer(cache, extract_layer_index(self.layer_name))
         self.blocks: dict[str, Tensor] = {}
+        self.announce: Callable[[int], None] | None = None
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -57,10 +58,12 @@ class H2OAttention(nn.Module, MambaBase):
         return tuple(dtype for _, dtype in self.spec.values())
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Takes the memory of all requests' blocks."""
+        """Takes the memory of all requests' blocks, of which the first is nobody's."""
         super().bind_kv_cache(kv_cache)
         cut: Any = self.kv_cache
         self.blocks = dict(zip(self.spec, cut, strict=True))
+        if self.announce is not None:
+            self.announce(kv_cache.shape[0] - 1)
 
     def forward(
         self,
@@ -89,20 +92,6 @@ class H2OAttention(nn.Module, MambaBase):
         return output.view(output_shape or (-1, self.num_heads * self.head_size))
 
 
-class FirstLayer(H2OAttention):
-    """The one that tells the log what all of them hold."""
-
-    num_layers = 1
-    cache: CacheConfig
-    max_num_seqs: int
-
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Takes the memory, of which the first block is nobody's."""
-        super().bind_kv_cache(kv_cache)
-        size = self.num_layers * block_bytes(self.spec)
-        logger.info(summary(self.cache, size, kv_cache.shape[0] - 1, self.max_num_seqs))
-
-
 def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     """Puts H2O in the place of every attention layer of a model; mutates it.
 
@@ -116,8 +105,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     made: dict[str, H2OAttention] = {}
     for name, attention in found.items():
         _check_layer(attention)
-        kind = H2OAttention if made else FirstLayer
-        made[name] = kind(attention, cache, vllm_config.model_config.dtype)
+        made[name] = H2OAttention(attention, cache, vllm_config.model_config.dtype)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[name])
         layers[attention.layer_name] = made[name]
@@ -130,9 +118,9 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     if not made:
         raise ValueError("h2okv: the model has no attention layer; leave the h2okv setting out.")
     first = next(iter(made.values()))
-    assert isinstance(first, FirstLayer)
-    first.num_layers, first.cache = len(made), cache
-    first.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    size = len(made) * block_bytes(first.spec)
+    most = vllm_config.scheduler_config.max_num_seqs
+    first.announce = lambda count: logger.info(summary(cache, size, count, most))
 
 
 def _check_layer(attention: Attention) -> None:
@@ -145,7 +133,7 @@ def _check_layer(attention: Attention) -> None:
         "has ALiBi": getattr(attention.impl, "alibi_slopes", None) is not None,
         "shares another layer's keys": attention.kv_sharing_target_layer_name is not None,
         "has values of another size": attention.head_size_v != attention.head_size,
-        f"has a {attention.kv_cache_dtype} cache": "8" in attention.kv_cache_dtype,
+        f"has a {attention.kv_cache_dtype} cache": attention.kv_cache_dtype not in UNQUANTISED,
     }
     for trouble, is_so in troubles.items():
         if is_so:

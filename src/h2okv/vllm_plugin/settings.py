@@ -28,6 +28,8 @@ FAMILIES = (
 )
 """vLLM's names of what can be served; the last two are any model of its Transformers backend."""
 
+UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
+
 
 def parse(additional_config: Any) -> CacheConfig | None:
     """Reads the settings; ``None`` where there are none, and vLLM is to be left alone.
@@ -134,7 +136,7 @@ def _troubles(vllm_config: Any) -> Iterator[str]:
             yield (
                 f"{name}={value} has not been tried; use --tensor-parallel-size, or several servers"
             )
-    if own.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+    if own.cache_dtype not in UNQUANTISED:
         yield f"kv_cache_dtype={own.cache_dtype} is not supported; use --kv-cache-dtype auto"
     if getattr(own, "kv_offloading_size", None):
         yield "KV offloading moves pages of a full cache; leave --kv-offloading-size out"
