@@ -33,6 +33,7 @@ def engine(**changes) -> SimpleNamespace:
         cache_config=SimpleNamespace(
             cache_dtype="auto",
             kv_offloading_size=None,
+            sliding_window=None,
             enable_prefix_caching=True,
             mamba_cache_mode="align",
             mamba_block_size=None,
@@ -115,6 +116,7 @@ def test_refused_settings(options, words):
             {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention"])},
             "not full attention (sliding_attention)",
         ),
+        ({"cache_config__sliding_window": 4096}, "sliding window of 4096 tokens"),
         ({"scheduler_config__scheduler_cls": "mine"}, "--scheduler-cls"),
         ({"scheduler_config__async_scheduling": True}, "--no-async-scheduling"),
         ({"scheduler_config__long_prefill_token_threshold": 9}, "use prefill_chunk"),
@@ -160,7 +162,10 @@ def test_cuts_depend_on_nothing_but_the_prompt(prompt_length, chunk):
         assert cuts == [*ends, prompt_length, *after]
 
 
-def test_the_configuration_of_an_engine_with_h2o(monkeypatch):
+def test_the_configuration_of_an_engine_with_h2o(monkeypatch, caplog):
+    other = ModuleType("vllm")
+    other.__version__ = "0.32.9"
+    monkeypatch.setitem(sys.modules, "vllm", other)
     monkeypatch.setattr(vllm_plugin, "moved_names", list)
     made = engine(model_config__max_model_len=4096)
     vllm_plugin.prepare(made)
@@ -171,6 +176,7 @@ def test_the_configuration_of_an_engine_with_h2o(monkeypatch):
     assert not made.cache_config.enable_prefix_caching
     assert made.cache_config.mamba_block_size == 4096
     assert made.scheduler_config.scheduler_cls.endswith("H2OScheduler")
+    assert "tested with vLLM 0.32.0, and this is 0.32.9" in caplog.text
     # What the other processes read says the chunk too.
     assert parse(made.additional_config).prefill_chunk == 2048 - 64
 

@@ -15,6 +15,7 @@ from h2okv.vllm_plugin.settings import FAMILIES, KEY, check_engine, parse, with_
 
 __all__ = ["register"]
 
+_logger = logging.getLogger("vllm.h2okv")  # which vLLM shows, as a child of its own
 TESTED = "0.32.0"
 NAMES = {
     "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP", "VerifyAndUpdateConfig"),
@@ -49,7 +50,7 @@ def register() -> None:
         from vllm.model_executor.models import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     except ImportError as error:
-        logging.getLogger("vllm.h2okv").warning("h2okv is not active in this vLLM: %s", error)
+        _logger.warning("h2okv is not active in this vLLM: %s", error)
         return
     for name in ModelRegistry.get_supported_archs():
         own = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
@@ -79,14 +80,15 @@ def prepare(vllm_config: Any) -> None:
     """
     cache = parse(vllm_config.additional_config)
     assert cache is not None
+    version = importlib.import_module("vllm").__version__
     missing = moved_names()
     if missing:
-        import vllm
-
         raise ValueError(
-            f"h2okv: vLLM {vllm.__version__} has no {' and no '.join(missing)}; h2okv was tested "
-            f"with vLLM {TESTED}, install that one or a newer h2okv."
+            f"h2okv: vLLM {version} has no {' and no '.join(missing)}; h2okv was tested with vLLM "
+            f"{TESTED}, install that one or a newer h2okv."
         )
+    if version != TESTED:
+        _logger.warning("h2okv was tested with vLLM %s, and this is %s", TESTED, version)
     check_engine(vllm_config, cache)
     cache = with_chunk(cache, vllm_config)
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}

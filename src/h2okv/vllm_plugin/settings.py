@@ -151,6 +151,11 @@ def _troubles(vllm_config: Any) -> Iterator[str]:
             f"({', '.join(sorted(kinds))}), which vLLM would have to keep in pages beside the "
             "states; leave the h2okv setting out"
         )
+    if own.sliding_window:
+        yield (
+            f"{model.architecture} has a sliding window of {own.sliding_window} tokens in every "
+            "layer, so that there is nothing to evict; leave the h2okv setting out"
+        )
     if scheduler.scheduler_cls is not None:
         yield (
             f"scheduler_cls={scheduler.scheduler_cls!r} would take the place of the scheduler that "
