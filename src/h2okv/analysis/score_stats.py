@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from h2okv.console import optional
 from h2okv.records import Row
 
 _CANDIDATES = 40
@@ -19,12 +19,7 @@ _DRAWS = 200
 
 def load_scipy(module: str) -> Any:
     """Imports a part of scipy."""
-    try:
-        return importlib.import_module(f"scipy.{module}")
-    except ImportError as error:
-        raise ValueError(
-            "scipy is not installed, which the analysis needs; pip install 'h2okv[analysis]'."
-        ) from error
+    return optional(f"scipy.{module}", "the analysis", "analysis")
 
 
 def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row:

@@ -28,6 +28,7 @@ from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import check_kv_bits
 from h2okv.config import Positions
+from h2okv.console import check_least
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
 from h2okv.records import Row
@@ -74,8 +75,7 @@ class Settings:
             ("contexts", self.contexts, 8), ("batches", self.batches, 1), ("budget", tokens, 2),
         ):  # fmt: skip
             for number in numbers:
-                if number < least:
-                    raise ValueError(f"--{option} {number} is too few; give {least} or more")
+                check_least(least, **{option: number})
         for budget in self.budgets:
             if isinstance(budget, float) and not 0 < budget <= 1:
                 raise ValueError(

@@ -18,6 +18,7 @@ from typing import Any
 
 from h2okv.assets import sample_prompt
 from h2okv.benchmarking.results import load_label, percentiles, triple
+from h2okv.console import check_least, optional
 from h2okv.integration.loading import describe
 from h2okv.records import Row, read_jsonl
 
@@ -54,8 +55,7 @@ class Workload:
                 f"--context {self.context[0]}:{self.context[1]} is no range of"
                 f" {_SHORTEST_PROMPT} tokens or more; give one such as 2048:4096"
             )
-        if self.new_tokens < 1:
-            raise ValueError(f"--new-tokens {self.new_tokens} is too few; give 1 or more")
+        check_least(new_tokens=self.new_tokens)
         if not 0 <= self.spread <= 3:
             raise ValueError(f"--spread {self.spread} is out of range; give 0 to 3, such as 0.8")
 
@@ -201,14 +201,7 @@ async def read_answer(lines: AsyncIterable[bytes], outcome: Outcome) -> None:
 
 def load_aiohttp() -> Any:
     """Imports the HTTP client."""
-    try:
-        import aiohttp
-    except ImportError as error:
-        raise ValueError(
-            "h2okv bench serve needs aiohttp, which is not installed; run"
-            " pip install 'h2okv[serve]'"
-        ) from error
-    return aiohttp
+    return optional("aiohttp", "h2okv bench serve", "serve")
 
 
 @dataclass
@@ -378,11 +371,9 @@ def make_loads(
     clients: Sequence[int], rates: Sequence[float], requests: int | None
 ) -> Iterator[Load]:
     """Makes the loads that the options name, closed loops first."""
-    if requests is not None and requests < 1:
-        raise ValueError(f"--requests {requests} is too few; give 1 or more")
+    check_least(requests=requests)
     for number in clients:
-        if number < 1:
-            raise ValueError(f"--clients {number} is too few; give 1 or more")
+        check_least(clients=number)
         yield Load(number, None, requests or 4 * number)
     for rate in rates:
         if not 0 < rate < math.inf:

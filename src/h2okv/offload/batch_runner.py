@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.config import CacheConfig
+from h2okv.console import optional
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable
-from h2okv.offload.checkpoint import import_extra
 from h2okv.offload.kv_tiers import CacheStore, can_merge, merge_caches
 from h2okv.offload.meta_model import Unit
 from h2okv.offload.weight_stream import EmbeddingReader, WeightStream
@@ -171,7 +171,7 @@ class ForwardScheduler:
         self._units = units
         self._streamed = set() if stream is None else {id(unit) for unit in stream.units}
         if units:
-            self._greenlet = import_extra(
+            self._greenlet = optional(
                 "greenlet", "keeping weights or caches outside the memory", "offload"
             )
         for index, unit in enumerate(units):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -172,16 +171,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's memory, writable."""
     numbers: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
-
-
-def import_extra(module: str, what: str, extra: str) -> Any:
-    """Imports what an extra of the package brings."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{what} needs {module}; install it with pip install 'h2okv[{extra}]'"
-        ) from error
 
 
 Part = tuple[torch.Size, torch.dtype]

@@ -26,13 +26,12 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
-from h2okv.console import Progress
+from h2okv.console import Progress, optional
 from h2okv.offload.checkpoint import (
     CheckpointFiles,
     Part,
     StoredTensor,
     bytes_of,
-    import_extra,
     parts_of,
 )
 from h2okv.provenance import digest
@@ -124,7 +123,7 @@ class MetaModel:
 
 def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -> MetaModel:
     """Builds a model whose parameters take no memory."""
-    accelerate = import_extra("accelerate", "streaming weights", "offload")
+    accelerate = optional("accelerate", "streaming weights", "offload")
     with accelerate.init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # parameters were made anew on the way out of memory

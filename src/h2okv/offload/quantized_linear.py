@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from h2okv.offload.checkpoint import Part, block_bytes, import_extra, parts_of
+from h2okv.console import optional
+from h2okv.offload.checkpoint import Part, block_bytes, parts_of
 from h2okv.offload.meta_model import MetaModel, ParameterSlot
 
 _GROUPS = (64, 32)
@@ -117,7 +118,7 @@ def _group(inputs: int) -> int:
 
 def load_torchao() -> Any:
     """Imports torchao's quantization, which is part of an extra."""
-    return import_extra("torchao.quantization", "--weight-bits", "quant")
+    return optional("torchao.quantization", "--weight-bits", "quant")
 
 
 def load_int4() -> Any:
