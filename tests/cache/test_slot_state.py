@@ -34,6 +34,7 @@ def follow(model, cache, ids, mask, blocks):
     return torch.cat(logits, dim=1)
 
 
+@pytest.mark.parametrize("padding", [0, 6])
 @pytest.mark.parametrize("budget", [(30, 20, 1), (25, 0.4, 0), (300, 200, 0)], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -49,11 +50,11 @@ def follow(model, cache, ids, mask, blocks):
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
-def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, budget):
+def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, budget, padding):
     monkeypatch.setattr(slot_state, "MIN_GROWN_SLOTS", 0)
     model, ids = make_llama(layers=1), tokens(75, batch=2)
     mask = torch.ones_like(ids)
-    mask[1, :6] = 0
+    mask[1, :padding] = 0
     blocks = [12, *[1] * 30, 3, *[1] * 30]
     heavy, recent, sink = budget
     dropped, masked = (
@@ -65,6 +66,53 @@ def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, bu
     torch.testing.assert_close(logits[real], expected[real], atol=2e-4, rtol=1e-4)
     assert kept_sets(dropped) == kept_sets(masked)
     dropped.check_integrity()
+
+
+def pad_one(model, cache):
+    mask = torch.ones(2, cache.num_seen_tokens + 1, dtype=torch.long)
+    mask[0, -1] = 0
+    place = cache.num_seen_tokens + torch.zeros(2, 1, dtype=torch.long)
+    args = {"attention_mask": mask, "position_ids": place, "past_key_values": cache}
+    model(tokens(1, batch=2), **args)
+
+
+def join_its_copy(model, cache):
+    for layer, other in zip(cache.layers, cache.fork(1).layers, strict=True):
+        layer.join(other)
+
+
+CHANGES = {
+    "none": lambda model, cache: None,
+    "sequences are chosen": lambda model, cache: cache.batch_select_indices(torch.tensor([1, 1])),
+    "a step is compiled": lambda model, cache: cache.prepare_step(),
+    "a sequence gets padding": pad_one,
+    "another cache joins": join_its_copy,
+    "a block": lambda model, cache: model(tokens(3, batch=2), past_key_values=cache),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtype, change):
+    """Neither what is attended to nor what is evicted once the budget is reached."""
+    model = make_llama(layers=2).to(dtype)
+    in_order = h2okv.H2OCache(model.config, 60, 40, 2)
+    model(tokens(50, batch=2), past_key_values=in_order)
+    searched, counts = in_order.fork(1), []
+    for step in range(80):
+        if step == 10:
+            for cache in (in_order, searched):
+                CHANGES[change](model, cache)
+        counts.append(in_order.layers[0].filled)
+        for layer in searched.layers:
+            layer.filled = None
+        own = tokens(1, batch=in_order.layers[0].batch_size, seed=step)
+        made, expected = (model(own, past_key_values=c).logits for c in (in_order, searched))
+        torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-4)
+    assert counts[0] == 50 and counts[9] == 59 and counts[-1] is None
+    assert kept_sets(in_order) == kept_sets(searched)
+    in_order.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -408,8 +408,8 @@ class H2OCache(Cache):
         if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
             return False
         for layer in layers:
-            layer.make_static()
             layer.count_down()
+            layer.make_static()
         return True
 
     @property

@@ -103,6 +103,7 @@ class SlotBookkeeping:
         """Tells a layer what its steps may leave out; mutates it."""
         left = max(self._room)
         layer.is_full = self.fills_all_slots and left == 0
+        layer.filled = None
         layer.steps_left = left if self.fills_all_slots and left else -1
         layer.has_sinks = any(budget.sink for budget in self.budgets)
 

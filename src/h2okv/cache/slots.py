@@ -56,6 +56,8 @@ class SlotLayer(CacheLayer):
         self.steps_left = -1
         # Whether no slot but the free one is empty, in any sequence.
         self.is_full = False
+        # Entries of every sequence and head, as long as all take their slots in order.
+        self.filled: int | None = None
         self.has_sinks = True
         # Whether the next forward brings a part of a block that a later one ends (slot_pool.py),
         # and whether the last one did.
@@ -93,17 +95,26 @@ class SlotLayer(CacheLayer):
         """A block of one token: tensor code without a host sync."""
         query, key, value, real, _, scale, softcap = block
         # In a compiled step a count that changes would compile it anew each time.
+        filled = None
         if torch.compiler.is_compiling():
             self.make_static()
         else:
             self.count_down()
+            filled = self._count_filled(real)
         if not self.is_plain:
             self._prepare_step(value, real)
         if self.rotation is not None and self.rotary is None:
             self.make_rotary()
         sink = self.state.sink if self.has_sinks else None
         rules = StepRules(
-            scale, self.state.recent, sink, softcap, self.rotary, self._priority(), self.is_full
+            scale,
+            self.state.recent,
+            sink,
+            softcap,
+            self.rotary,
+            self._priority(),
+            self.is_full,
+            filled,
         )
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
@@ -114,6 +125,16 @@ class SlotLayer(CacheLayer):
         output = run(query, key, value, self.state, rules, real)
         self.cumulative_length += 1
         return output
+
+    def _count_filled(self, real: Tensor | None) -> int | None:
+        """Slots that are taken in their order before a step that takes one more; mutates the layer.
+
+        ``None`` if they are not, or after this step may not be.
+        """
+        filled = self.filled
+        if filled is not None:
+            self.filled = filled + 1 if real is None else None
+        return filled
 
     def _choose_operations(self, query: Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""
@@ -275,6 +296,7 @@ class SlotLayer(CacheLayer):
             self._add_slots(self.capacity)
             if not torch.compiler.is_compiling():
                 self._refresh_static_flags()
+        self.filled = None  # compiled steps do not count
 
     def count_down(self) -> None:
         """Counts a step, and looks after the slots where it is due; mutates the layer."""
@@ -301,6 +323,25 @@ class SlotLayer(CacheLayer):
             if held.num_slots != self.capacity:
                 steps.append(held.num_slots - most - 1)
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
+        self.filled = None if self.is_full or not self.steps_left else self._find_filled(counts)
+
+    def _find_filled(self, counts: Tensor) -> int | None:
+        """Entries of every sequence and head, where they stand in the first slots; or ``None``.
+
+        On a CPU a step that takes the next slot has half as many operations as one that looks for
+        it. The slots' scores are zero then; mutates the state.
+        """
+        held = self.state
+        is_plain = held.ranks is None and self.storage.bits is None
+        if self._is_static or not is_plain or self.policy.is_bounded and held.slot_mask is not None:
+            return None
+        filled = int(counts.flatten()[0])
+        if not bool(((counts == filled) & (held.free_slot == filled)).all()):
+            return None
+        if not bool((held.positions[..., :filled] >= 0).all()):
+            return None
+        held.scores[..., filled:] = 0.0
+        return filled
 
     def _add_slots(self, num_slots: int) -> None:
         """Makes room for more entries; mutates the layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ _ROTATE_ELEMENTS = 5 << 17
 
 _FUSED_GROUPS = 8
 """Query heads of a KV head up to which its keys are better read for each of them than once."""
+
+_SHAPE_STEP = 64
+"""Slots by which the products of a step that fills them grow, in dtypes other than fp32."""
 
 
 class Ranks(NamedTuple):
@@ -179,8 +182,15 @@ def protected_entries(
     Returns:
         bool ``[B, H, N]``.
     """
-    # In the positions' own dtype: a comparison across dtypes converts the large side.
-    protected = positions > (newest - recent).to(positions.dtype)
+    limit: Any = newest - recent
+    # A number where it can be had for nothing; else of the positions' own dtype, as a comparison
+    # across dtypes converts the large side.
+    on_host = limit.numel() == 1 and limit.device.type == "cpu"
+    if on_host and not torch.compiler.is_compiling():
+        limit = int(limit)
+    else:
+        limit = limit.to(positions.dtype)
+    protected = positions > limit
     if sink is not None:
         protected |= positions < sink.to(positions.dtype)
     return protected
@@ -290,6 +300,9 @@ class StepRules(NamedTuple):
     rotary: RotaryTables | None = None  # for rolling positions; None if keys come rotated
     priority: Priority | None = None  # the lowest goes first; None: the scores decide
     full: bool = False  # no slot but the free one is empty, which saves looking for those
+    # Entries that every sequence and head has in its first slots, where no other is taken and the
+    # budget leaves room for one more; None if that is not so, or not known.
+    filled: int | None = None
 
 
 def decode_step(
@@ -315,6 +328,8 @@ def decode_step(
     Returns:
         ``[B, HQ, 1, Dv]`` in the values' dtype; in the query's if they are packed.
     """
+    if rules.filled is not None and real is None:
+        return _fill_slot(query, key, value, slots, rules, rules.filled)
     full = rules.full and real is None
     ranks = None
     if rules.rotary is not None and slots.ranks is not None:
@@ -339,6 +354,26 @@ def decode_step(
         slots.num_real_tokens.add_(real[:, 0])
     slots.scores.add_(sums)
     evict_one(slots, rules, full)
+    return output
+
+
+def _fill_slot(
+    query: Tensor, key: Tensor, value: Tensor, slots: Any, rules: StepRules, filled: int
+) -> Tensor:
+    """The step where the new token takes a slot behind all others and nothing is evicted."""
+    slots.keys.narrow(2, filled, 1).copy_(key)
+    slots.values.narrow(2, filled, 1).copy_(value)
+    slots.positions.narrow(2, filled, 1).copy_(slots.num_real_tokens.view(-1, 1, 1))
+    end, hidden = filled + 1, None
+    if value.dtype != torch.float32:
+        # Each new shape of a product in few bits costs its library more than the product itself.
+        end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
+        hidden = slots.positions.narrow(2, 0, end) < 0
+    keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
+    output, sums = decode_with_scores(query, keys, values, hidden, rules.scale, rules.softcap)
+    slots.scores.narrow(2, 0, end).add_(sums)
+    slots.num_real_tokens.add_(1)
+    slots.free_slot.add_(1)
     return output
 
 
