@@ -38,7 +38,7 @@ _CHUNK = 512
 _MOST_PROMPT_TOKENS = 4096
 """What the demo's prompt may use of a context that is longer than its sample text."""
 _SHOWN_CHARACTERS = 300
-_QUESTION = "Summarize the article in three sentences."
+_QUESTION = "Write a short summary of this article for a newsletter."
 
 
 @args.cache_options()
