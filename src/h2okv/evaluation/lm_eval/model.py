@@ -90,12 +90,12 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
 class TokenScores(NamedTuple):
     """What the model says of given tokens."""
 
-    log_probs: torch.Tensor  # [n], of each token
-    greedy: torch.Tensor  # bool [n], whether the token is the likeliest one
+    log_probs: list[float]  # of each token
+    greedy: list[bool]  # whether it is the likeliest one
 
     @property
     def total(self) -> float:
-        return float(self.log_probs.sum())
+        return sum(self.log_probs)
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -228,7 +228,9 @@ class Scorer:
             predicted = own[-count:].log_softmax(dim=-1, dtype=self.dtype)
             given = torch.tensor(text[-count:], device=predicted.device)
             log_probs = predicted.gather(1, given.unsqueeze(1)).squeeze(1)
-            scores.append(TokenScores(log_probs.cpu(), (predicted.argmax(-1) == given).cpu()))
+            # Numbers: tensors that stay for a whole task would break the memory up.
+            is_greedy = (predicted.argmax(-1) == given).tolist()
+            scores.append(TokenScores(log_probs.tolist(), is_greedy))
         return scores
 
 
@@ -390,7 +392,7 @@ class H2OLM(HFLM):
         bar = tqdm(total=len(requests), disable=hidden, desc="Scoring under eviction")
         score = self.scorer.whole if self.protocol == "whole" else self.scorer.after_prompts
         for number, scores in score(pairs, size):
-            answers[number] = (scores.total, bool(scores.greedy.all()))
+            answers[number] = (scores.total, all(scores.greedy))
             texts = requests[number][0]
             if texts is not None:  # rolling windows are stored by their text, not here
                 self.cache_hook.add_partial("loglikelihood", texts, answers[number])
