@@ -151,7 +151,7 @@ class StateLayer(SlotLayer):
         self.state = self._state(large["keys"], large["values"], small, seen)
         self.is_full = bool((seen >= self.tokens.total).all())
         self.has_sinks = self.tokens.sink > 0
-        self.steps_left = -1
+        self.steps_left, self.filled = -1, None
         output = self._decode(Block(query, key, value, None, None, scale, softcap))
         changed = small if self.operations.name == "plain" else small | large
         for name in changed:
