@@ -14,7 +14,6 @@ import argparse
 import csv
 import datetime
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]]) -> l
         llm.generate(given, params, use_tqdm=False)
         wall, cpu = time.monotonic() - start, cpu_seconds() - cpu
         rows.append({
-            "date": datetime.date.today().isoformat(), "cpu": platform.processor(),
+            "date": datetime.date.today().isoformat(),
             "model": Path(asked.model).name, "dtype": asked.dtype, "cache": kind,
             "entries": entries if kind == "h2o" else asked.prompt + asked.new,
             "memory_mib": asked.memory, "prompt": asked.prompt, "new": asked.new,
@@ -101,7 +100,7 @@ def main() -> None:
     assert len(prompts) == max(asked.requests), "the text is too short"
     rows = [row for kind in ("full", "h2o") for row in measure(kind, asked, prompts)]
     with asked.out.open("w", newline="") as out:
-        writer = csv.DictWriter(out, rows[0])
+        writer = csv.DictWriter(out, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
