@@ -1,6 +1,7 @@
 import pytest
 
-from h2okv import Budget
+from h2okv import Budget, CacheConfig
+from h2okv.config import TokenBudget
 
 
 def test_fractions_are_of_the_prompt():
@@ -34,6 +35,8 @@ def test_tokens_and_fractions_mix():
         ({"sink": 0.1}, r"sink=0\.1"),
         ({"heavy": 60, "recent": 50, "max_tokens": 100}, "110 tokens is above max_tokens=100"),
         ({"max_tokens": 0}, "max_tokens=0"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"min_tokens": 0.5}, r"min_tokens=0\.5"),
     ],
 )
 def test_nonsense_is_refused_by_name_and_value(options, message):
@@ -46,3 +49,13 @@ def test_a_fraction_is_checked_against_the_maximum_when_the_prompt_is_known():
     assert budget.resolve(100).total == 100
     with pytest.raises(ValueError, match="above max_tokens=100"):
         budget.resolve(200)
+
+
+def test_fractions_of_a_short_prompt_are_raised():
+    budget = Budget(heavy=0.1, recent=0.1, min_tokens=64)
+    assert budget.resolve(40) == TokenBudget(0, 64, 64)
+    assert budget.resolve(2000) == TokenBudget(0, 200, 200)
+    assert Budget(heavy=5, recent=0.0, min_tokens=64).resolve(40) == TokenBudget(0, 5, 0)
+    config = CacheConfig(min_tokens=64)
+    assert config.entries(40) == 128
+    assert "min_tokens" in config.identity() and "min_tokens" not in CacheConfig().identity()

@@ -13,6 +13,9 @@ POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
 _ROUNDING_SLACK = 1e-6
 
+LEAST_ENTRIES = 64
+"""What commands that write text raise a fraction of a short prompt to, heavy and recent each."""
+
 
 @dataclass(frozen=True)
 class TokenBudget:
@@ -41,6 +44,7 @@ class Budget:
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
         max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
+        min_tokens: what a fraction of a short prompt is raised to, for each part that is one.
 
     Raises:
         ValueError: if a part is negative, a fraction is above 1, everything is zero, or the sum is
@@ -51,11 +55,13 @@ class Budget:
     recent: int | float = 0.1
     sink: int = 0
     max_tokens: int | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("heavy", "recent"):
             _check_part(name, getattr(self, name))
         _check_tokens("sink", self.sink, 0)
+        _check_tokens("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             _check_tokens("max_tokens", self.max_tokens, 1)
         if self.heavy == 0 and self.recent == 0:
@@ -84,12 +90,15 @@ class Budget:
             prompt_length: real tokens of the prompt, padding not counted.
 
         Returns:
-            The budget in tokens. A fraction above 0 keeps at least one token.
+            The budget in tokens. A fraction above 0 keeps at least ``min_tokens``, and one.
 
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
-        heavy, recent = (_to_tokens(part, prompt_length) for part in (self.heavy, self.recent))
+        least = max(1, self.min_tokens)
+        heavy, recent = (
+            _to_tokens(part, prompt_length, least) for part in (self.heavy, self.recent)
+        )
         tokens = TokenBudget(self.sink, heavy, recent)
         if self.max_tokens is not None and tokens.total > self.max_tokens:
             raise ValueError(
@@ -122,10 +131,10 @@ def _check_tokens(name: str, value: int, least: int) -> None:
         )
 
 
-def _to_tokens(value: int | float, prompt_length: int) -> int:
+def _to_tokens(value: int | float, prompt_length: int, least: int) -> int:
     if not isinstance(value, float) or value == 0:
         return int(value)
-    return max(1, int(value * prompt_length + _ROUNDING_SLACK))
+    return max(least, int(value * prompt_length + _ROUNDING_SLACK))
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,7 @@ class CacheConfig:
         prefill_chunk: the most tokens between two evictions; ``None``: a prompt is one block.
         kv_bits: 8 or 4; ``None`` keeps keys and values in the model's dtype.
         max_tokens: upper limit of the budget in tokens.
+        min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each.
         seed: for policies that draw at random.
 
     Raises:
@@ -162,6 +172,7 @@ class CacheConfig:
     prefill_chunk: int | None = None
     kv_bits: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -170,7 +181,7 @@ class CacheConfig:
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
             )
         if not self.is_full:
-            Budget(self.heavy, self.recent, self.sink, self.max_tokens)
+            _ = self.budget
 
     @classmethod
     def from_budget(
@@ -240,7 +251,7 @@ class CacheConfig:
     @property
     def budget(self) -> Budget:
         """The budget alone."""
-        return Budget(self.heavy, self.recent, self.sink, self.max_tokens)
+        return Budget(self.heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
     def entries(self, length: int) -> int:
         """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""
@@ -300,4 +311,6 @@ class CacheConfig:
         if self.is_full:
             kept = ("policy", "prefill_chunk", "kv_bits")
             return {name: values[name] for name in kept}
+        if not self.min_tokens:  # as before there was such a thing
+            del values["min_tokens"]
         return values

@@ -57,9 +57,10 @@ def job(h2okv_command, model_folder, tmp_path):
     return call
 
 
-def test_texts_are_those_of_generate(job, h2okv_command, model_folder, prompts):
-    budget = ("--budget", "16")  # a fraction of a prompt so short would be raised by generate
+@pytest.mark.parametrize("budget", [("--budget", "16"), ()], ids=["tokens", "raised fraction"])
+def test_texts_are_those_of_generate(job, h2okv_command, model_folder, prompts, budget):
     outcome, records = job(prompts, *budget)
+    assert ("64 heavy + 64 recent entries are kept" in outcome.err) == (not budget)
     assert outcome.out == ""
     assert "12 prompts" in outcome.err
     assert "tokens/s" in outcome.err

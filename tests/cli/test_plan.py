@@ -45,6 +45,7 @@ def test_the_plan_fits_and_its_parts_agree(plan):
 def test_a_smaller_cache_makes_room_for_more_prompts(plan):
     promise = data_bytes() + (130 << 20)
     ample = ("--json", "--memory", promise, "--cache", "device", "--weights", "disk")
+    ample = (*ample, "--prompt", 1024)  # of which 20 % is more than the least that is kept
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
     assert sequence_bytes(h2o) < 0.25 * sequence_bytes(full)

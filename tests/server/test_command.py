@@ -178,6 +178,15 @@ def test_refused_before_the_weights_are_loaded(command, no_weights, options):
     assert code == 2 and err.startswith("h2okv: ")
 
 
+def test_fractions_of_short_prompts_are_raised(command, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "h2okv.server.launch.run_server", lambda request: asked.append(request) or 0
+    )
+    assert command("--port", 0)[0] == 0
+    assert asked[0].engine.cache.min_tokens == asked[0].server.budget.min_tokens == 64
+
+
 def test_a_taken_port_is_one_sentence(command, no_weights):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -70,6 +70,8 @@ class H2OCache(Cache):
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
             the one way for policies ``topk`` and ``topk_heavy``.
         max_tokens: upper limit of the budget in tokens; a larger budget is an error.
+        min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each;
+            20 % of a question of 40 tokens is no cache to answer with.
         kv_bits: 8 or 4 keeps keys and values in so many bits, by groups of up to 64 numbers with
             a scale and a low of their own; ``None``: in the model's dtype. What a block reads of
             itself is in full precision; it is rounded once, when it becomes an entry.
@@ -93,6 +95,7 @@ class H2OCache(Cache):
         prefill_chunk: int | None = None,
         simulate: bool = False,
         max_tokens: int | None = None,
+        min_tokens: int = 0,
         kv_bits: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -110,6 +113,7 @@ class H2OCache(Cache):
             prefill_chunk=prefill_chunk,
             kv_bits=kv_bits,
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             seed=seed,
         )
         self.budget = self.cache_config.budget

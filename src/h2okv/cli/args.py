@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ import typer
 from typer.models import OptionInfo, ParameterInfo
 
 from h2okv.assets import sample_prompt
-from h2okv.config import POSITIONS, CacheConfig, Positions
+from h2okv.config import LEAST_ENTRIES, POSITIONS, CacheConfig, Positions
 from h2okv.console import check_least
 from h2okv.records import read_text_file
 
@@ -449,3 +449,22 @@ def reflow(text: str | None) -> str:
     return "\n\n".join(
         part if part.startswith(" ") else " ".join(part.split()) for part in paragraphs
     )
+
+
+def with_least_entries(
+    cache: CacheConfig, length: int | None = None
+) -> tuple[CacheConfig, str | None]:
+    """Raises fractions of short prompts to enough entries for a text, and says where that acts.
+
+    For a prompt of a length, or for prompts that are not known yet.
+    """
+    raised = replace(cache, min_tokens=LEAST_ENTRIES)
+    tokens = raised.budget.resolve(length or 0)
+    if cache.is_full or tokens == cache.budget.resolve(length or 0):
+        return cache, None
+    kept = f"{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
+    if length is None:
+        note = f"of short prompts, whose {cache.budget_label} are too little for good text, {kept}"
+    else:
+        note = f"{cache.budget_label} of {length} tokens is too little for good text, so {kept}"
+    return raised, f"note: {note}; for fewer give tokens, such as --budget 32"

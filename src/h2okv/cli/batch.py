@@ -119,6 +119,7 @@ def batch(
 
     from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
 
+    cache, note = args.with_least_entries(cache)
     if sampling.stop:
         raise ValueError("--stop is not known to h2okv batch; cut the texts afterwards")
     request = BatchRequest(
@@ -153,6 +154,8 @@ def batch(
         write_text(summary.to_json() + "\n")
     else:
         write_remark(summary.to_text())
+        if note is not None:
+            write_remark(note)
     return 0
 
 
@@ -207,6 +210,7 @@ def plan(
     from h2okv.offload.planner import Workload
 
     check_least(prompt=prompt, gen=gen, prompts=prompts)
+    cache, _ = args.with_least_entries(cache)
     request = offload_engine.OffloadRequest(**offload.request(model, cache), device=model.device)
     planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
     if as_json:

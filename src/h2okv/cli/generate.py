@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from h2okv.integration.loading import Described
 
 _FEW_TOKENS = 32
-_LEAST_ENTRIES = 64
-"""What a fraction of a short prompt is raised to, for heavy hitters and recent tokens each."""
 _CHUNK = 512
 _MOST_PROMPT_TOKENS = 4096
 """What the demo's prompt may use of a context that is longer than its sample text."""
@@ -86,7 +84,7 @@ def generate(
     if cache.positions != "original" and compare is None:
         described = replace(described, context=None)  # nothing ends with the context window
     input_ids = encode_prompt(described, text, system if is_chat else None)
-    cache, note = with_least_entries(cache, input_ids.shape[1])
+    cache, note = args.with_least_entries(cache, input_ids.shape[1])
     job = Job(model.load(described), described, input_ids, params, is_chat, compile)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
@@ -143,24 +141,6 @@ def _long_prompt(described: Described, max_new_tokens: int) -> torch.Tensor:
         )
     encoded = described.tokenizer(sample_prompt(), return_tensors="pt", verbose=False)
     return encoded["input_ids"][:, :room]
-
-
-def with_least_entries(cache: CacheConfig, length: int) -> tuple[CacheConfig, str | None]:
-    """Raises a fraction of a short prompt to enough entries for a text, and says so."""
-    parts = {"heavy": cache.heavy, "recent": cache.recent}
-    raised: dict[str, Any] = {
-        name: _LEAST_ENTRIES
-        for name, part in parts.items()
-        if isinstance(part, float) and 0 < part * length < _LEAST_ENTRIES
-    }
-    if cache.is_full or not raised:
-        return cache, None
-    note = (
-        f"note: {cache.budget_label} of {length} tokens is too little for good text, so"
-        f" {' + '.join(f'{count} {name}' for name, count in raised.items())} entries are kept;"
-        " for fewer give tokens, such as --budget 32"
-    )
-    return replace(cache, **raised), note
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

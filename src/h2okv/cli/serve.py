@@ -68,6 +68,7 @@ def serve(
     args.check_copies("replicas", replicas, ray, model.device_name)
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
+    cache, _ = args.with_least_entries(cache)
     engine = EngineConfig(
         cache=cache,
         max_num_seqs=max_num_seqs,

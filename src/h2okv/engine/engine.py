@@ -226,6 +226,9 @@ class Engine:
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
             f"{full * self.max_num_seqs / pool.nbytes:.1f} times as much",
         ]
+        least = self.config.cache.min_tokens
+        if least and self.config.cache.budget.is_relative:
+            lines.append(f"of short prompts at least {least} heavy and {least} recent entries stay")
         if self._prefixes:
             lengths = ", ".join(f"{len(tokens):,}" for tokens in self._prefixes)
             lines.append(f"saved prefixes: {lengths} tokens")
