@@ -77,7 +77,7 @@ def expected():
     from h2okv.engine.llm import AsyncLLM
 
     async def texts():
-        engine = AsyncLLM("bundled", max_num_seqs=SEQS, max_prompt_tokens=256)
+        engine = AsyncLLM("bundled", max_num_seqs=SEQS, max_prompt_tokens=256, min_tokens=64)
         found = {}
         for count in (20, TOKENS):
             params = SamplingParams(max_tokens=count, temperature=0)
