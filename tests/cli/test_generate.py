@@ -29,6 +29,7 @@ SETTINGS_FIELDS = {
     "positions": str,
     "prefill_chunk": type(None),
     "max_tokens": type(None),
+    "min_tokens": int,
     "chat_template": bool,
     "scoring": str,
     "decay": type(None),
