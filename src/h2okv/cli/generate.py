@@ -113,8 +113,6 @@ def demo(model: ModelOptions, max_new_tokens: int = option(128, "Tokens to gener
     described = model.describe()
     is_chat = described.tokenizer.chat_template is not None
     if is_chat:
-        # Without it a small model's greedy text loops.
-        params = replace(params, repetition_penalty=1.1)
         input_ids = encode_prompt(described, f"{sample_article()}\n{_QUESTION}", "")
         what = f"an article on a tidal power station, then: {_QUESTION}"
     else:
