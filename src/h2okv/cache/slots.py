@@ -80,7 +80,7 @@ class SlotLayer(CacheLayer):
     def move(self, device: torch.device) -> None:
         """See `CacheLayer.move`."""
         super().move(device)
-        self.operations = None
+        self.operations = self.filled = None
 
     def _attend(self, block: Block) -> Tensor:
         """See `CacheLayer.attend`."""

@@ -11,8 +11,7 @@ from torch import Tensor
 class Indexed(NamedTuple):
     """Entries ``[B, H, S, D]`` of some sequences, each of which has a block of a pool.
 
-    A gather would copy all of them for every token: in fp32, on one CPU thread, a step then takes
-    twice to five times as long.
+    A gather would copy all of them for every token.
     """
 
     blocks: Tensor  # [N, H, S, D]; a block is contiguous, the blocks may lie apart
