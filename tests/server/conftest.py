@@ -14,6 +14,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.engine.outputs import (
     EngineStats,
     EngineStoppedError,
+    KeptTokens,
     OutputDelta,
     PromptRead,
     QueueFullError,
@@ -50,16 +51,20 @@ class FakeEngine:
         self.failing: dict[int, Exception] = {}
         self.counts = dict.fromkeys(("new_tokens", "finished", "failed", "aborted"), 0)
 
-    async def generate(self, prompt, params, *, budget=None):
+    async def generate(self, prompt, params, *, budget=None, kept_every=None):
         if not self.is_healthy:
             raise EngineStoppedError("the engine is shutting down.")
         if self.running >= self.max_num_seqs + self.max_waiting:
             raise QueueFullError(self.max_waiting, self.retry_after)
         self.asked.append((tuple(prompt), params, budget))
         self.running += 1
-        ended = "aborted"
+        ended, num_new = "aborted", 0
         try:
             async for piece in self._pieces(tuple(prompt), params):
+                if kept_every is not None and num_new % kept_every == 0:
+                    kept = self._kept(len(prompt) + num_new)
+                    piece = dataclasses.replace(piece, kept=kept)
+                num_new += 1
                 yield piece
             ended = "finished"
         except RequestFailedError:
@@ -68,6 +73,11 @@ class FakeEngine:
         finally:
             self.running -= 1
             self.counts[ended] += 1
+
+    def _kept(self, seen):
+        """Of four heads, the first token is held by all, the last ones too, others by fewer."""
+        counts = tuple(4 if at < 1 or at > seen - 8 else at % 4 for at in range(seen))
+        return KeptTokens(counts, 4, 600 * sum(counts), 2400 * seen)
 
     async def _pieces(self, prompt, params):
         def told(token, want):

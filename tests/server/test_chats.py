@@ -146,3 +146,26 @@ def test_a_prefix_of_texts_stops_where_a_word_could_go_on(bundled_tokenizer):
         tokens = bundled_tokenizer("The story of a king" + end)["input_ids"]
         assert tuple(tokens[: len(shared)]) == shared
     assert bundled_tokenizer.decode(shared, skip_special_tokens=True).startswith("The story of a")
+
+
+def test_a_stream_tells_what_the_cache_holds_where_it_is_asked(served, fake, bundled_tokenizer):
+    options = dict(model="fake", messages=CHAT, max_tokens=7)
+    create = served.client().chat.completions.create
+    stream = list(create(**options, stream=True, extra_body={"h2o": {"kept_every": 3}}))
+    told = [chunk.choices[0].h2o for chunk in stream if hasattr(chunk.choices[0], "h2o")]
+    assert fake.asked[-1][2] is None  # no budget of its own
+    prompt = fake.asked[-1][0]
+    assert [len(one["kept"]) for one in told] == [len(prompt) + step for step in (0, 3, 6)]
+    assert told[-1]["num_heads"] == 4 and told[-1]["full_bytes"] > told[-1]["cache_bytes"] > 0
+    # Only new tokens are told again.
+    tokens = [text for one in told for text in one["tokens"]]
+    assert len(tokens) == len(told[-1]["kept"])
+    assert "".join(tokens[1 : len(prompt)]).strip() == PLAIN
+    whole = create(**options, extra_body={"h2o": {"kept_every": 3}}).choices[0].h2o
+    assert whole["kept"] == told[-1]["kept"] and whole["tokens"] == tokens
+    assert not hasattr(create(**options).choices[0], "h2o")
+    text = served.client().completions.create(
+        model="fake", prompt="Grüße 🙂🙂", max_tokens=2, extra_body={"h2o": {"kept_every": 1}}
+    )
+    # The characters that are spread over several tokens are whole.
+    assert "".join(text.choices[0].h2o["tokens"]).count("🙂") == 2

@@ -70,6 +70,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"h2o": {"heavy": 0, "recent": 0}}, "h2o", "keep nothing"),
         ({"h2o": {"heavy": "much"}}, None, "heavy"),
         ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),
+        ({"h2o": {"kept_every": 0}}, "h2o.kept_every", "h2o.kept_every=0 does not fit; give"),
         ({"seed": "x"}, "seed", "seed='x' does not fit"),
     ],
 )

@@ -8,12 +8,12 @@ from enum import Enum
 from functools import cache
 from itertools import groupby
 
-import torch
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 import h2okv
 from h2okv.cache.layer import CacheLayer
+from h2okv.engine.kept import count_kept
 
 # Tokens before a piece that the decoder sees, so that it keeps the space between both.
 _LEAD = 4
@@ -65,20 +65,16 @@ def kept_shares(
 ) -> list[float]:
     """Tells for each token that was read how many layers and heads still hold it."""
     scored = [index for index, own in enumerate(held.layers) if isinstance(own, CacheLayer)]
-    counts = torch.zeros(held.num_seen_tokens, dtype=torch.int64)
-    num_heads = 0
-    for index in scored if layer is None else [layer]:
-        positions = held.kept_positions(index)[0].cpu()
-        if head is not None:
-            if not 0 <= head < len(positions):
-                raise ValueError(
-                    f"head {head} is out of range; layer {index} has KV heads 0 to"
-                    f" {len(positions) - 1}"
-                )
-            positions = positions[head : head + 1]
-        num_heads += len(positions)
-        counts += torch.bincount(positions[positions >= 0].long(), minlength=len(counts))
-    return (counts.double() / num_heads).tolist()
+    places = [held.kept_positions(index)[0] for index in (scored if layer is None else [layer])]
+    if head is not None:
+        if not 0 <= head < len(places[0]):
+            raise ValueError(
+                f"head {head} is out of range; layer {layer} has KV heads 0 to {len(places[0]) - 1}"
+            )
+        places = [own[head : head + 1] for own in places]
+    counts = count_kept(places, held.num_seen_tokens)
+    num_heads = sum(map(len, places))
+    return [count / num_heads for count in counts]
 
 
 def runs_of(

@@ -17,12 +17,18 @@ from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.validation import window_by_length
 from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
+from h2okv.engine.kept import kept_tokens
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
 from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
-from h2okv.engine.sampling_params import SamplingParams, short_repr
+from h2okv.engine.sampling_params import (
+    UNLIMITED,
+    SamplingParams,
+    check_number,
+    short_repr,
+)
 from h2okv.engine.scheduler import Scheduler
 from h2okv.integration import enable
 from h2okv.integration.loading import Described, context_of, describe, load_weights
@@ -96,7 +102,7 @@ class Engine:
             self.scheduler.record_time(output.prefill_seconds, output.decode_seconds)
             if output.decode_logits is not None:
                 self._counters.steps += 1
-                self._sample(list(self.scheduler.running), output.decode_logits)
+                self._sample(list(self.scheduler.running), output.decode_logits, in_pool=True)
             if step.prefill:
                 self._after_prefill(step.prefill, output)
         except Exception as error:  # whatever it is, others must be served
@@ -142,9 +148,10 @@ class Engine:
         for index in range(request.params.n):
             sampler = Sampler(self.model, request.params, request.prompt, index)
             request.outputs.append(Output(request, index, sampler, self.tokenizer))
-        self._sample(request.outputs, logits[-1:].expand(request.params.n, -1))
+        logits = logits[-1:].expand(request.params.n, -1)
+        self._sample(request.outputs, logits, in_pool=False)
 
-    def _sample(self, outputs: list[Output], logits: torch.Tensor) -> None:
+    def _sample(self, outputs: list[Output], logits: torch.Tensor, in_pool: bool) -> None:
         """Chooses a token for each output and reports it."""
         tokens = sample([own.sampler for own in outputs], [own.tokens for own in outputs], logits)
         for at, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
@@ -153,11 +160,11 @@ class Engine:
             try:
                 if isinstance(token, Exception):
                     raise token
-                self._report(output, token, logits[at : at + 1])
+                self._report(output, token, logits[at : at + 1], at if in_pool else None)
             except Exception as error:  # of this request alone, whatever it is
                 self._fail(output.request, error)
 
-    def _report(self, output: Output, token: int, logits: torch.Tensor) -> None:
+    def _report(self, output: Output, token: int, logits: torch.Tensor, place: int | None) -> None:
         """Gives an output its next token, and the client what comes of it."""
         request = output.request
         asked = request.params.logprobs
@@ -166,6 +173,11 @@ class Engine:
         delta = output.append(token, self._eos, logprobs)
         if is_first:
             delta = replace(delta, prompt=request.prompt_read())
+        if request.kept_every is not None and place is not None:
+            num_new = len(output.tokens) - 1  # the newest is not in the cache yet
+            if delta.finish_reason or (num_new - 1) % request.kept_every == 0:
+                kept = kept_tokens(self.runner.pool, place, len(request.prompt) + num_new)
+                delta = replace(delta, kept=kept)
         self._counters.new_tokens += 1
         request.notify(delta)
         if all(own.is_finished for own in request.outputs):
@@ -240,10 +252,13 @@ class Engine:
         params: SamplingParams,
         notify: Callable[[Event], None],
         budget: Budget | None = None,
+        kept_every: int | None = None,
     ) -> Request:
         """Makes a request, without submitting it; may be called from any thread."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} is of another type; give SamplingParams.")
+        if kept_every is not None:
+            check_number("kept_every", kept_every, int, 1, UNLIMITED)
         tokens = self._tokens(prompt)
         most = self.max_prompt_tokens
         if self.max_context is not None and params.max_tokens != 0:
@@ -278,6 +293,7 @@ class Engine:
             start=PromptStart(len(tokens), budget, prefix),
             num_reused=0 if prefix is None else len(self._prefixes[prefix]),
             notify=notify,
+            kept_every=kept_every,
         )
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:

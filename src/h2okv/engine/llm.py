@@ -243,6 +243,7 @@ class AsyncLLM(_Front):
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
+        kept_every: int | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Generates for one prompt.
 
@@ -253,6 +254,8 @@ class AsyncLLM(_Front):
             prompt: A text, or tokens.
             params: What is asked for; by default `SamplingParams()`.
             budget: What its cache keeps; ``None`` for the engine's, which is also the most.
+            kept_every: Tells which tokens the cache still holds, after each so many new ones and at
+                the end (`OutputDelta.kept`); ``None`` never, which costs nothing.
 
         Yields:
             What each step adds to one of its outputs.
@@ -271,7 +274,8 @@ class AsyncLLM(_Front):
             self._outbox.setdefault(loop, []).append((events, event))
 
         # Tokenising a long text takes longer than others should wait for.
-        request = await asyncio.to_thread(self.engine.request, prompt, params, notify, budget)
+        make = self.engine.request
+        request = await asyncio.to_thread(make, prompt, params, notify, budget, kept_every)
         if self._drains or not self.is_healthy:
             raise EngineStoppedError(self._why_stopped())
         self._commands.put(lambda: self._submit(request))

@@ -27,6 +27,16 @@ class PromptRead:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """What the cache of one output still holds of the tokens that it has seen."""
+
+    counts: tuple[int, ...]  # for each token, how many KV heads of all layers hold it
+    num_heads: int  # how many there are
+    cache_bytes: int  # of what is held, scores and positions included
+    full_bytes: int  # of the keys and values that a full cache would hold
+
+
+@dataclass(frozen=True)
 class OutputDelta:
     """What a step of the engine adds to one output of a request.
 
@@ -39,6 +49,7 @@ class OutputDelta:
         finish_reason: ``"stop"`` or ``"length"`` with the last delta of an output.
         stop_reason: The stop text, or the token of `SamplingParams.stop_token_ids`, that ended it.
         prompt: With the first delta of a request.
+        kept: If asked for, from the second token on: what the cache held before the newest token.
     """
 
     index: int
@@ -48,6 +59,7 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt: PromptRead | None = None
+    kept: KeptTokens | None = None
 
 
 @dataclass
@@ -60,6 +72,7 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    kept: KeptTokens | None = None  # the newest
 
     def add(self, delta: OutputDelta) -> None:
         """Takes the next delta of this output; mutates it."""
@@ -67,6 +80,7 @@ class Completion:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.kept = delta.kept or self.kept
 
 
 @dataclass

@@ -117,6 +117,7 @@ class Request:
     start: PromptStart
     num_reused: int  # tokens of the prompt that come from a saved prefix
     notify: Callable[[Event], None]  # called in the engine's thread
+    kept_every: int | None = None  # new tokens between two reports of what the cache holds
     num_prefilled: int = 0
     outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for

@@ -119,6 +119,9 @@ class Handlers:
         params = dataclasses.replace(params, stop=(*params.stop, *stops))
         size = len(await request.body())
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])
+        if body.kept_every is not None:  # the answer will tell their texts
+            tokens = {token for prompt in prompts for token in prompt.token_ids}
+            await off_the_loop(size, lambda: [self._tokens.data(token) for token in tokens])
         # The plain form has a space between "Assistant:" and the answer, which is not its own.
         builder = make(body, prompts, self._tokens, strips_start=bool(stops))
         return builder, self._generate(body, prompts, params, metrics)
@@ -144,7 +147,8 @@ class Handlers:
 
         async def one(number: int) -> Deltas:
             tokens, own = prompts[number].token_ids, fitted[number]
-            async with aclosing(self.engine.generate(tokens, own, budget=budget)) as stream:
+            generate = self.engine.generate(tokens, own, budget=budget, kept_every=body.kept_every)
+            async with aclosing(generate) as stream:
                 async for delta in stream:
                     delta = dataclasses.replace(delta, index=number * own.n + delta.index)
                     metrics.take(delta, number)

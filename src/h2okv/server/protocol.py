@@ -61,16 +61,19 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class BudgetChoice(Strict):
-    """The cache budget of one request; what is left out is the server's."""
+class CacheChoice(Strict):
+    """The cache budget of one request, and whether to tell what it still holds."""
 
     heavy: int | float | None = None
     recent: int | float | None = None
     sink: int | None = None
+    kept_every: Annotated[int, Field(ge=1)] | None = None
 
-    def budget(self, standard: Budget) -> Budget:
+    def budget(self, standard: Budget) -> Budget | None:
+        """The server's budget with what is given; ``None`` if nothing is."""
+        given = self.model_dump(include={"heavy", "recent", "sink"}, exclude_none=True)
         try:
-            return dataclasses.replace(standard, **self.model_dump(exclude_none=True))
+            return dataclasses.replace(standard, **given) if given else None
         except ValueError as error:
             raise invalid(f"h2o: {error}", "h2o") from error
 
@@ -103,7 +106,7 @@ class SampledRequest(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=1024)] | None = None
     # This server's own.
-    h2o: BudgetChoice | None = None
+    h2o: CacheChoice | None = None
     # Taken, and of no effect here.
     user: str | None = None
     safety_identifier: str | None = None
@@ -145,6 +148,11 @@ class SampledRequest(Strict):
     def has_logprobs(self) -> bool:
         """Whether the answer tells how likely its tokens were."""
         return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def kept_every(self) -> int | None:
+        """New tokens between two reports of what the cache holds; ``None`` for no reports."""
+        return None if self.h2o is None else self.h2o.kept_every
 
     def _own_params(self) -> dict[str, Any]:
         """What this kind of request has in place of fields of the same name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import secrets
 import time
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from h2okv.engine.outputs import Completion, OutputDelta, PromptRead, TokenLogprob
+from h2okv.engine.outputs import Completion, KeptTokens, OutputDelta, PromptRead, TokenLogprob
 from h2okv.server.tokenization import Prompt
 
 _UNFINISHED = "\ufffd"
@@ -79,6 +80,10 @@ class ResponseBuilder(ABC):
         self.outputs = [Completion(index) for index in range(self.num_outputs * len(prompts))]
         self._tokens, self._strips_start = tokens, strips_start
         self._read: dict[int, PromptRead] = {}
+        # For each output, how many tokens were told beside what is kept of them, and what makes
+        # text of their bytes.
+        self._told: dict[int, int] = defaultdict(int)
+        self._decoders = defaultdict(lambda: codecs.getincrementaldecoder("utf-8")("replace"))
         self._shared = {
             "id": f"{self.kinds[0]}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -122,6 +127,21 @@ class ResponseBuilder(ABC):
         usage = {"usage": None} if self.body.wants_usage else {}
         return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
+    def _kept(self, index: int, kept: KeptTokens | None) -> dict[str, Any]:
+        """What the cache holds, with the texts of the tokens that were not told yet.
+
+        A character that is spread over several tokens is the last one's.
+        """
+        if kept is None:
+            return {}
+        before, self._told[index] = self._told[index], len(kept.counts)
+        prompt, output = self.prompts[index // self.num_outputs], self.outputs[index]
+        tokens = [*prompt.token_ids, *output.token_ids][before : len(kept.counts)]
+        decode = self._decoders[index].decode
+        told: dict[str, Any] = {"tokens": [decode(self._tokens.data(token)) for token in tokens]}
+        told |= {"kept": kept.counts, "num_heads": kept.num_heads}
+        return {"h2o": told | {"cache_bytes": kept.cache_bytes, "full_bytes": kept.full_bytes}}
+
     def _usage(self) -> dict[str, Any]:
         read = sum(len(prompt.token_ids) for prompt in self.prompts)
         new = sum(len(output.token_ids) for output in self.outputs)
@@ -146,6 +166,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "message": {"role": "assistant", "content": text},
             "finish_reason": finish_reason,
             "logprobs": self._logprobs(output.logprobs),
+            **self._kept(output.index, output.kept),
         }
 
     def opening(self) -> Iterable[dict[str, Any]]:
@@ -159,9 +180,10 @@ class ChatResponseBuilder(ResponseBuilder):
         before = self.outputs[delta.index].text.removesuffix(text)
         if self._strips_start and not before.strip():
             text = text.lstrip()
-        if text or (self.body.has_logprobs and delta.logprobs):
+        kept = self._kept(delta.index, delta.kept)
+        if text or kept or (self.body.has_logprobs and delta.logprobs):
             logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-            yield self._chunk(delta.index, None, delta={"content": text}, logprobs=logprobs)
+            yield self._chunk(delta.index, None, delta={"content": text}, logprobs=logprobs, **kept)
         if delta.finish_reason is not None:
             yield self._chunk(delta.index, delta.finish_reason, delta={}, logprobs=None)
 
@@ -203,6 +225,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "text": text + output.text,
             "finish_reason": finish_reason,
             "logprobs": self._logprobs(output.index, entries),
+            **self._kept(output.index, output.kept),
         }
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
@@ -212,9 +235,10 @@ class CompletionResponseBuilder(ResponseBuilder):
             text, entries = self._echo(number)
             for index in range(number * self.num_outputs, (number + 1) * self.num_outputs):
                 yield self._chunk(index, None, text=text, logprobs=self._logprobs(index, entries))
-        if delta.text or delta.logprobs or delta.finish_reason:
-            logprobs = self._logprobs(delta.index, self._entries(delta.logprobs))
-            yield self._chunk(delta.index, delta.finish_reason, text=delta.text, logprobs=logprobs)
+        more = self._kept(delta.index, delta.kept)
+        if delta.text or delta.logprobs or delta.finish_reason or more:
+            more["logprobs"] = self._logprobs(delta.index, self._entries(delta.logprobs))
+            yield self._chunk(delta.index, delta.finish_reason, text=delta.text, **more)
 
     def _entries(self, logprobs: Sequence[TokenLogprob]) -> list[Entry]:
         return [(one.token, one, self._tokens.length(one.token)) for one in logprobs]
