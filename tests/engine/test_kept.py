@@ -29,7 +29,7 @@ def test_each_sequence_tells_what_its_own_cache_would_hold(
         return [piece.kept async for piece in pieces]
 
     async def main():
-        asked = [told(prompt, every) for prompt, every in zip(prompts, (1, 5, 99, None))]
+        asked = [told(prompt, every) for prompt, every in zip(prompts, (1, 5, 99, None), strict=True)]
         made = await asyncio.gather(*asked)
         await llm.aclose()
         return made
@@ -38,7 +38,7 @@ def test_each_sequence_tells_what_its_own_cache_would_hold(
     reported = [[at for at, kept in enumerate(one) if kept is not None] for one in made]
     # The first token comes of the prompt, before there is a place in the pool.
     assert reported == [[*range(1, NEW)], [1, 6, 11], [1, 11], []]
-    for prompt, one in zip(prompts[:3], made):
+    for prompt, one in zip(prompts[:3], made[:3], strict=True):
         expected, cache = kept_alone(model, alone, prompt)
         last = one[-1]
         assert list(last.counts) == expected and len(expected) == len(prompt) + NEW - 1
