@@ -29,7 +29,9 @@ def test_each_sequence_tells_what_its_own_cache_would_hold(
         return [piece.kept async for piece in pieces]
 
     async def main():
-        asked = [told(prompt, every) for prompt, every in zip(prompts, (1, 5, 99, None), strict=True)]
+        asked = [
+            told(prompt, every) for prompt, every in zip(prompts, (1, 5, 99, None), strict=True)
+        ]
         made = await asyncio.gather(*asked)
         await llm.aclose()
         return made
