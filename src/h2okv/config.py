@@ -150,7 +150,8 @@ class CacheConfig:
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
         scoring: ``"sum"``, ``"mean"``, ``"decay"`` or ``"value_norm"``.
-        decay: with ``scoring="decay"``, the factor per later query; ``None`` for the default.
+        decay: the factor per later query, with ``scoring="decay"`` or ``"value_norm"``; ``None``
+            for the default.
         positions: ``"original"``, ``"rolling"`` or ``"clamped"``.
         prefill_chunk: the most tokens between two evictions; ``None``: a prompt is one block.
         kv_bits: 8 or 4; ``None`` keeps keys and values in the model's dtype.

@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import h2okv
 from h2okv.policy.scoring import SCORINGS
 
-VARIANTS = [name for name in SCORINGS if name != "sum"]
+DECAYED_NORM = "value_norm with decay"
+VARIANTS = [*SCORINGS[1:], DECAYED_NORM]
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def held_scores(cache, layer, row):
 
 
 def options_of(scoring, decay):
-    return {"scoring": scoring, "decay": decay if scoring == "decay" else None}
+    return {"scoring": scoring.split()[0], "decay": decay if "decay" in scoring else None}
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
@@ -157,10 +158,12 @@ def by_definition(scoring, decay, received, norm):
     """A score from the list of ``(query, probability)`` that an entry received."""
     last = received[-1][0]
     total = sum(p for _, p in received)
+    decayed = sum(p * decay ** (last - query) for query, p in received)
     return {
         "mean": total / len({query for query, _ in received}),
-        "decay": sum(p * decay ** (last - query) for query, p in received),
+        "decay": decayed,
         "value_norm": total * norm,
+        DECAYED_NORM: decayed * norm,
     }[scoring]
 
 
@@ -209,10 +212,12 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     shares = logits.masked_fill(future, -torch.inf).softmax(-1).unflatten(0, (2, 2)).sum(1)
     later = torch.arange(length - 1, -1, -1.0)
+    decayed, norms = (shares * (decay**later)[:, None]).sum(1), value.abs().sum(-1)
     expected = {
         "mean": shares.sum(1) / (later + 1),
-        "decay": (shares * (decay**later)[:, None]).sum(1),
-        "value_norm": shares.sum(1) * value.abs().sum(-1),
+        "decay": decayed,
+        "value_norm": shares.sum(1) * norms,
+        DECAYED_NORM: decayed * norms,
     }[scoring]
     torch.testing.assert_close(held_scores(cache, 0, 0), expected, atol=1e-4, rtol=1e-4)
 
@@ -294,6 +299,8 @@ def test_the_sum_needs_nothing_else(make_llama):
         ({"scoring": "decay", "decay": float("nan")}, "decay=nan is out of range"),
         ({"scoring": "decay", "decay": True}, "decay=True is out of range"),
         ({"decay": 0.9}, "decay=0.9 has no effect with scoring='sum'"),
+        ({"scoring": "mean", "decay": 0.9}, "decay=0.9 has no effect with scoring='mean'"),
+        ({"scoring": "value_norm", "decay": 2.0}, "decay=2.0 is out of range"),
         ({"scoring": "mean", "policy": "recent"}, "no effect with policy='recent'"),
         ({"scoring": "decay", "policy": "random"}, "no effect with policy='random'"),
     ],

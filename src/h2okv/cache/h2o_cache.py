@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from h2okv.cache.validation import (
     check_positions,
     config_of,
     context_window,
+    parse_pins,
 )
 from h2okv.config import CacheConfig, Positions
 from h2okv.policy import Policy, get_policy
@@ -57,8 +58,8 @@ class H2OCache(Cache):
             ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
             arXiv 2407.20485) or ``"value_norm"`` (VATP, arXiv 2406.12335); see
             `h2okv.policy.scoring.Scoring`.
-        decay: with ``scoring="decay"``, the factor in (0, 1] by which every further query lowers
-            what was received before; 0.995 by default.
+        decay: the factor in (0, 1] by which every further query lowers what was received before,
+            with ``scoring="decay"`` (0.995 by default) or ``"value_norm"`` (none by default).
         positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
             entry sits at its rank in the cache and the new tokens after them, so that a model with
             rotary positions reads and writes past its context window (H2O, section 5.3 and
@@ -395,6 +396,28 @@ class H2OCache(Cache):
         for layer in self._scored:
             if not layer.holds_budgets and (layer.expected_length is None or length is None):
                 layer.expected_length = length
+
+    def pin(self, spans: Iterable[Sequence[int]]) -> None:
+        """Protects tokens of the prompt that is read next: they are never evicted.
+
+        They take their room of the heavy part, so that the budget does not change. ``cache.scores``
+        is infinite for them.
+
+        Args:
+            spans: ``(start, stop)`` for each, in tokens of the prompt, padding not counted; the
+                same for all sequences of a batch. An empty list takes back what was said.
+
+        Raises:
+            ValueError: if a span is none or overlaps another, or the cache holds something. Spans
+                that are outside the prompt or too large are refused when it is read.
+        """
+        pins = parse_pins(spans)
+        if self.policy.per_query:
+            raise ValueError(f"policy={self.policy.name!r} evicts nothing; leave pins out.")
+        if pins and self.num_seen_tokens:
+            raise ValueError("H2OCache has read its prompt already; pin before, or reset() first.")
+        for layer in self._scored:
+            layer.pins = pins
 
     def allow_non_finite(self) -> None:
         """Reads blocks whatever comes of them; one rank alone must not stop in the middle."""

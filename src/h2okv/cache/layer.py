@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
-from h2okv.cache.validation import check_match, check_whole_prompt, check_window
+from h2okv.cache.validation import check_match, check_pins, check_whole_prompt, check_window
 from h2okv.config import Budget, TokenBudget
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import Policy
@@ -122,6 +122,8 @@ class CacheLayer(CacheLayerMixin):
         self.is_cast = False
         self.num_forwards = 0
         self.expected_length: int | None = None
+        # Spans of the prompt that shall never be evicted, until they have been read.
+        self.pins: tuple[tuple[int, int], ...] = ()
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.expected_weights: str | None = None
         self._forget_rotation()
@@ -360,6 +362,7 @@ class CacheLayer(CacheLayerMixin):
             if real is not None and self.expected_length is None:
                 counts = real.sum(dim=1).tolist()
             check_whole_prompt(self, length)
+            check_pins(self, counts)
             self._resolve_budget(counts)
         undo = None
         if self.rule.rolls and (is_first or length > 1):  # a single token always finds room
@@ -382,6 +385,8 @@ class CacheLayer(CacheLayerMixin):
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             for index, part in block.split(chunk):
                 output.transpose(1, 2)[index] = self._attend_block(part).transpose(1, 2)
+        if self.pins and int(self.state.num_real_tokens.min()) >= self.pins[-1][1]:
+            self.pins = ()
         # In a compiled step a number that changes would compile it anew each time.
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
@@ -438,8 +443,13 @@ class CacheLayer(CacheLayerMixin):
         """Whether a decode step may evict by the accumulated scores as they stand."""
         if self.policy.prompt_only:  # which evicts nothing then
             return True
+        return self._is_ranked_by_scores and self.scoring.is_incremental
+
+    @property
+    def _is_ranked_by_scores(self) -> bool:
+        """Whether the policy's ranks are the scores of the scoring, and nothing else counts."""
         by_scores = type(self.policy).priority is Policy.priority and self.policy.uses_scores
-        return by_scores and self.scoring.is_incremental and not self.has_static_mask
+        return by_scores and not self.has_static_mask and not self.policy.prompt_only
 
     def newest(self) -> Tensor:
         """Position of each sequence's newest token, int64 ``[B, 1, 1]``."""
@@ -463,6 +473,17 @@ class CacheLayer(CacheLayerMixin):
             return (later < self.state.recent.flatten(1)).to(torch.float32)
         return self.scoring.query_weights(later)
 
+    def _first_scores(self, positions: Tensor) -> Tensor:
+        """Scores of new entries ``[B, H, N]``: zero, or infinite where they are pinned.
+
+        An infinite score stays so whatever is added to it, and none is lower, so that no step needs
+        to know of pins; and it goes wherever the entry goes.
+        """
+        scores = torch.zeros(positions.shape, dtype=torch.float32, device=self.device)
+        for start, stop in self.pins:
+            scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
+        return scores
+
     def _decayed(self, scores: Tensor, real: Tensor | None, length: int) -> Tensor:
         """What scores from before a block are worth after it, ``[B, H, N]``."""
         if self.scoring.decay is None:
@@ -479,25 +500,30 @@ class CacheLayer(CacheLayerMixin):
         """Ranks entries ``[B, H, N]`` as `Policy.priority` does, by the scores of the scoring.
 
         ``newest`` is ``[B, 1, 1]``; `norms` those of the layer if ``None``. The result is infinite
-        where the policy's pattern keeps an entry.
+        where the policy's pattern keeps an entry, or a pin.
         """
         if not self.scoring.is_sum:
             norms = self.state.norms if norms is None else norms
             scores = self.scoring.eviction_scores(scores, positions, newest, norms)
+        if self._is_ranked_by_scores:
+            return scores
+        pinned = scores.isinf()
+        scores = scores.masked_fill(pinned, 0.0)
         if self.policy.prompt_only:
             # Of the window itself nothing is to be decided, so it has no say in its neighbours.
             scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
         ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
         if self.state.num_static is not None:
             marked = self.policy.static_mask(positions, newest, self.state.num_static)
-            ranks = ranks if marked is None else ranks.masked_fill(marked, torch.inf)
-        return ranks
+            pinned = pinned if marked is None else pinned | marked
+        return ranks.masked_fill(pinned, torch.inf)
 
     def _norms_of(self, values: Tensor) -> Tensor | None:
         """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
         if not self.scoring.uses_values:
             return None
-        return torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
+        norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
+        return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # infinity times zero is no score
 
     # --- sizes ------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class MaskedLayer(CacheLayer):
         held, shape = self.state, key.shape[:3]
         positions = held.num_real_tokens.unsqueeze(1) + real.cumsum(dim=1) - 1
         positions = torch.where(real, positions, -1).to(torch.int32).unsqueeze(1).expand(shape)
-        scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        scores = self._first_scores(positions)
         keys, values = self._tensors()
         held.keys, held.values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
         held.scores = torch.cat([held.scores, scores], dim=2)

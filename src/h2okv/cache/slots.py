@@ -85,7 +85,7 @@ class SlotLayer(CacheLayer):
     def _attend(self, block: Block) -> Tensor:
         """See `CacheLayer.attend`."""
         in_parts = self.had_partial_block or self.is_partial_block
-        if block.query.shape[2] == 1 and self.holds_entries and not in_parts:
+        if block.query.shape[2] == 1 and self.holds_entries and not in_parts and not self.pins:
             return self._decode(block)
         return self._append_block(block)
 
@@ -160,9 +160,7 @@ class SlotLayer(CacheLayer):
         """How the policy ranks entries; ``None`` if by their scores, which a kernel can do."""
         if self.ranks_by_scores:
             return None
-        if not self.is_plain:
-            return self._ranking
-        return functools.partial(self.policy.priority, layer_idx=self.layer_idx)
+        return self._ranking
 
     def make_rotary(self) -> None:
         """Makes the tables that all decode steps share; mutates the layer."""
@@ -232,7 +230,7 @@ class SlotLayer(CacheLayer):
         return rotate_to_ranks(query, own, factors), rotate_to_ranks(key, ranks, factors)
 
     def _block_entries(self, length: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scores (zero) and positions of the block's tokens, ``[B, H, T]``."""
+        """Scores so far and positions of the block's tokens, ``[B, H, T]``."""
         shape = (self.batch_size, self.num_kv_heads, length)
         start = self.state.num_real_tokens.unsqueeze(1)
         if real is None:
@@ -240,7 +238,7 @@ class SlotLayer(CacheLayer):
         else:
             positions = torch.where(real, start + real.cumsum(dim=1) - 1, -1)
         positions = positions.to(torch.int32).unsqueeze(1).expand(shape)
-        return torch.zeros(shape, dtype=torch.float32, device=self.device), positions
+        return self._first_scores(positions), positions
 
     def _compact(self, key: Tensor, value: Tensor, scores: Tensor, positions: Tensor) -> None:
         """Moves what stays into slots; mutates the layer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,6 +223,43 @@ def check_whole_prompt(layer: CacheLayer, length: int) -> None:
         )
 
 
+def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Spans of tokens in their order, without those that are empty."""
+    found = []
+    for span in spans:
+        whole = [place for place in span if isinstance(place, int) and not isinstance(place, bool)]
+        if len(span) != 2 or len(whole) != 2 or not 0 <= whole[0] <= whole[1]:
+            raise ValueError(
+                f"pin {tuple(span)!r} is no span of tokens; give (start, stop) with 0 <= start <="
+                " stop."
+            )
+        found += [(span[0], span[1])] if span[0] < span[1] else []
+    found.sort()
+    for before, after in pairwise(found):
+        if after[0] < before[1]:
+            raise ValueError(f"pins {before} and {after} overlap; give spans that do not.")
+    return tuple(found)
+
+
+def check_pins(layer: CacheLayer, lengths: Sequence[int]) -> None:
+    """Refuses pins that are outside a prompt of so many tokens, or that heavy has no room for."""
+    if not layer.pins or not layer.policy.evicts:
+        return
+    for length in lengths:
+        budget = layer.policy.allocate_budget(layer.budget.resolve(length))
+        count = sum(stop - max(start, min(stop, budget.sink)) for start, stop in layer.pins)
+        if layer.pins[-1][1] > length:
+            problem = f"pin {layer.pins[-1]} ends after the prompt of {length} tokens; shorten it."
+        elif count > budget.heavy:
+            problem = (
+                f"{count} tokens are pinned and policy={layer.policy.name!r} keeps {budget.heavy}"
+                " heavy ones of this prompt, pinned ones among them; raise heavy, or pin less."
+            )
+        else:
+            continue
+        raise ValueError(f"H2OCache: {problem}")
+
+
 def check_match(layer: CacheLayer, key_states: Tensor) -> None:
     """Refuses keys ``[B, H, T, D]`` of another batch or model than the entries held."""
     batch, heads, _, size = key_states.shape
@@ -330,7 +369,7 @@ def check_integrity(layer: CacheLayer) -> None:
         "holds a token that it has not seen": positions > newest,
         "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
         "holds an entry at another place than its rank": misplaced,
-        "has a score that is negative or not finite": taken & ~(scores.isfinite() & (scores >= 0)),
+        "has a score that is negative or no number": taken & ~(scores >= 0),
     }
     for problem, found in problems.items():
         if bool(found.any()):
@@ -359,11 +398,13 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
     taken = state.positions >= 0
     real, free = state.num_real_tokens, state.free_slot
     numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]
-    numbers += [state.scores, *([] if state.norms is None else [state.norms])]
+    numbers += [] if state.norms is None else [state.norms]
     problems = {
         "has seen another number of tokens": (real < 1) | (real > seen) | (seen >= 1 << 30),
         "has positions that are none": state.positions < -1,
         "holds numbers that are not finite": torch.stack([~n.isfinite().all() for n in numbers]),
+        # Those that are pinned are infinite.
+        "holds scores that are none": ~(state.scores >= 0),
     }
     if layer.drops:
         inside = (free >= 0) & (free < state.num_slots)

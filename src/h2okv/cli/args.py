@@ -116,7 +116,9 @@ def make_cache(
     heavy_fraction: float = option(0.5, "Part of --budget for heavy hitters; the rest: recent."),
     sink: int = option(0, "First tokens that are never evicted, beyond --budget."),
     scoring: str = option("sum", f"How attention is accumulated: {', '.join(SCORINGS)}."),
-    decay: float | None = option(None, "With --scoring decay, the factor per later token (0.995)."),
+    decay: float | None = option(
+        None, "Factor per later token: with --scoring decay (0.995), or value_norm (none)."
+    ),
     positions: str = option(
         "original", "original, rolling (past the context window), clamped (OPT)."
     ),
@@ -197,7 +199,8 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
     known = get_policy(policy)
     if known.prompt_only or not known.uses_scores:
         scorings = ["sum"]
-    return [{"scoring": own, "decay": decay if own == "decay" else None} for own in scorings]
+    takes = ("decay", "value_norm")
+    return [{"scoring": own, "decay": decay if own in takes else None} for own in scorings]
 
 
 def cache_flags(config: CacheConfig) -> str:

@@ -29,11 +29,11 @@ class Scoring:
     - ``decay``: ``sum_i decay ** (n - i) P[i, j]`` (A2SF, arXiv 2407.20485, section 3);
     - ``value_norm``: ``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
       The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O
-      runs.
+      runs. With a decay, the sum of ``decay`` in the place of the plain one.
 
     Attributes:
         name: one of `SCORINGS`.
-        decay: the factor per query, in (0, 1]; ``None`` unless the name is ``decay``.
+        decay: the factor per query, in (0, 1]; ``None`` for none.
     """
 
     name: str = "sum"
@@ -93,7 +93,8 @@ def get_scoring(name: str, decay: float | None = None) -> Scoring:
 
     Args:
         name: one of `SCORINGS`.
-        decay: the factor per query in (0, 1]; ``None`` for `DEFAULT_DECAY`. Only with ``decay``.
+        decay: the factor per query in (0, 1], with ``decay`` or ``value_norm``; ``None`` for
+            `DEFAULT_DECAY` with the former and for none with the latter.
 
     Returns:
         The scoring.
@@ -103,14 +104,13 @@ def get_scoring(name: str, decay: float | None = None) -> Scoring:
     """
     if name not in SCORINGS:
         raise unknown_name("scoring", name, SCORINGS)
-    if name != "decay":
-        if decay is not None:
-            raise ValueError(
-                f"decay={decay!r} has no effect with scoring={name!r}; add scoring='decay' or "
-                "leave it out."
-            )
-        return Scoring(name)
-    decay = DEFAULT_DECAY if decay is None else decay
+    if decay is None:
+        return Scoring(name, DEFAULT_DECAY if name == "decay" else None)
+    if name not in ("decay", "value_norm"):
+        raise ValueError(
+            f"decay={decay!r} has no effect with scoring={name!r}; add scoring='decay' or "
+            "'value_norm', or leave it out."
+        )
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
         raise ValueError(
             f"decay={decay!r} is out of range; give a factor above 0 and up to 1 such as "

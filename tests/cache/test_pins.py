@@ -1,0 +1,159 @@
+"""Pinned spans of a prompt: never evicted, by whatever rule and whatever else is on."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis_examples import examples
+
+import h2okv
+
+SPANS = ((3, 6), (9, 11))
+PINNED = {3, 4, 5, 9, 10}
+POLICIES = [
+    name for name in h2okv.policy_names(dropping=True)
+    if name not in ("full", "recent", "sink_recent", "strided", "fixed")
+]  # fmt: skip
+
+
+def tokens(seed, batch, length):
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def run(model, cache, input_ids, blocks, pads=()):
+    """Feeds the tokens in blocks, the first padded on the left; all logits."""
+    mask = torch.ones_like(input_ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    places, at, logits = (mask.cumsum(1) - 1).clamp(min=0), 0, []
+    for size in blocks:
+        part = slice(at, at + size)
+        logits.append(
+            model(
+                input_ids[:, part],
+                attention_mask=mask[:, : at + size],
+                position_ids=places[:, part],
+                past_key_values=cache,
+            ).logits
+        )
+        at += size
+    return torch.cat(logits, dim=1)
+
+
+def missing(sets):
+    return [PINNED - kept for layer in sets for row in layer for kept in row if PINNED - kept]
+
+
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
+@given(
+    policy=st.sampled_from(POLICIES),
+    scoring=st.sampled_from(["sum", "mean", "decay", "value_norm"]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    sink=st.integers(0, 4),
+    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    chunk=st.sampled_from([None, 1, 5, 16]),
+    rolls=st.booleans(),
+    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7]), max_size=6),
+    seed=st.integers(0, 10**6),
+)
+def test_pins_stay_and_dropping_equals_masking(
+    make_llama, kept_sets, policy, scoring, kv_heads, sink, pads, chunk, rolls, blocks, seed
+):
+    made = h2okv.policy.get_policy(policy)
+    model, blocks = make_llama(kv_heads=kv_heads, seed=seed), [30, *blocks, 1]
+    input_ids = tokens(seed, len(pads), sum(blocks))
+    results = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, 8, 3, sink,
+            policy=policy,
+            scoring=scoring if made.uses_scores and not made.prompt_only else "sum",
+            positions="rolling" if rolls and not made.prompt_only else "original",
+            prefill_chunk=None if made.prompt_only else chunk,
+            simulate=simulate,
+        )  # fmt: skip
+        cache.pin(SPANS)
+        logits = run(model, cache, input_ids, blocks, pads)
+        cache.check_integrity()
+        sets = kept_sets(cache)
+        assert not missing(sets)
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        for row, pad in enumerate(pads):
+            real[row, :pad] = False
+        results.append((sets, logits[real]))
+    (kept, dropped), (alive, masked) = results
+    assert kept == alive
+    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+
+
+def test_a_padded_row_equals_the_row_alone(make_llama, kept_sets):
+    model, input_ids = make_llama(), tokens(1, 2, 40)
+    options, blocks = {"prefill_chunk": 7}, [30, *[1] * 10]
+    together = h2okv.H2OCache(model.config, 6, 4, **options)
+    together.pin(SPANS)
+    run(model, together, input_ids, blocks, (8, 0))
+    alone = h2okv.H2OCache(model.config, 6, 4, **options)
+    alone.pin(SPANS)
+    run(model, alone, input_ids[:1, 8:], [22, *[1] * 10])
+    assert [layer[0] for layer in kept_sets(together)] == [layer[0] for layer in kept_sets(alone)]
+
+
+def test_without_pins_they_would_go(make_llama, kept_sets):
+    model, input_ids = make_llama(), tokens(2, 1, 60)
+    sizes = {}
+    for spans in ((), SPANS):
+        cache = h2okv.H2OCache(model.config, 6, 4)
+        cache.pin(spans)
+        run(model, cache, input_ids, [40, *[1] * 20])
+        sizes[spans] = cache.num_cached_tokens, cache.nbytes
+        assert bool(missing(kept_sets(cache))) == (not spans)
+    assert sizes[()] == sizes[SPANS]
+
+
+def test_saved_forked_selected_and_reset(make_llama, kept_sets, tmp_path):
+    model, input_ids = make_llama(), tokens(3, 2, 60)
+    cache = h2okv.H2OCache(model.config, 6, 4)
+    cache.pin(SPANS)
+    run(model, cache, input_ids[:, :40], [30, *[1] * 10])
+    cache.save(tmp_path / "c")
+    loaded, twin = h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(2)
+    twin.batch_select_indices(torch.tensor([3, 0]))
+    with torch.no_grad():
+        for one in (cache, loaded):
+            for token in input_ids[:, 40:].split(1, dim=1):
+                model(token, past_key_values=one)
+        for token in input_ids[[1, 0], 40:].split(1, dim=1):
+            model(token, past_key_values=twin)
+    assert kept_sets(loaded) == kept_sets(cache) == [own[::-1] for own in kept_sets(twin)]
+    assert not missing(kept_sets(loaded))
+    cache.reset()
+    run(model, cache, input_ids, [60])
+    assert missing(kept_sets(cache))  # pins are of one prompt
+
+
+@pytest.mark.parametrize(
+    ("spans", "options", "message"),
+    [
+        ([(4, 2)], {}, r"pin \(4, 2\) is no span of tokens; give \(start, stop\)"),
+        ([(-1, 2)], {}, r"pin \(-1, 2\) is no span"),
+        ([(1, 2, 3)], {}, "is no span"),
+        ([(0.5, 2)], {}, "is no span"),
+        ([(5, 9), (0, 6)], {}, r"pins \(0, 6\) and \(5, 9\) overlap"),
+        ([(10, 31)], {}, r"pin \(10, 31\) ends after the prompt of 30 tokens; shorten it"),
+        ([(10, 20)], {}, "10 tokens are pinned and policy='h2o' keeps 6 heavy"),
+        ([(0, 1)], {"policy": "recent"}, "1 tokens are pinned and policy='recent' keeps 0 heavy"),
+        ([(0, 1)], {"policy": "topk", "simulate": True}, "policy='topk' evicts nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make_llama, spans, options, message):
+    model, input_ids = make_llama(), tokens(1, 1, 31)
+    cache = h2okv.H2OCache(model.config, 6, 4, **options)
+    with pytest.raises(ValueError, match=message):
+        cache.pin(spans)
+        run(model, cache, input_ids[:, :30], [30])
+    if not options:
+        cache.pin([])
+        run(model, cache, input_ids, [30, 1])
+        with pytest.raises(ValueError, match="has read its prompt already"):
+            cache.pin([(0, 1)])
