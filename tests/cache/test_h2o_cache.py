@@ -196,7 +196,7 @@ def test_interrupted_forward_is_found(model):
         (lambda layer: layer.state.positions[0, 0].fill_(-1), "another number of entries"),
         (lambda layer: layer.state.positions[0, 0, :2].fill_(30), "twice"),
         (lambda layer: layer.state.scores[0, 0].fill_(-1.0), "negative"),
-        (lambda layer: layer.state.scores[0, 0].fill_(torch.inf), "not finite"),
+        (lambda layer: layer.state.scores[0, 0].fill_(torch.nan), "not a number"),
         (lambda layer: layer.state.positions[0, 0, :1].fill_(99), "has not seen"),
         (lambda layer: layer.state.ranks[0, 0, :2].fill_(0), "another place than its rank"),
     ],

@@ -369,7 +369,7 @@ def check_integrity(layer: CacheLayer) -> None:
         "holds a token that it has not seen": positions > newest,
         "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
         "holds an entry at another place than its rank": misplaced,
-        "has a score that is negative or no number": taken & ~(scores >= 0),
+        "has a score that is negative or not a number": taken & ~(scores >= 0),
     }
     for problem, found in problems.items():
         if bool(found.any()):
