@@ -103,6 +103,18 @@ def test_turns_are_the_same_tokens_fed_by_hand(load, template, positions, chunk)
     assert chat.cache.num_cached_tokens == 25
 
 
+def test_a_pinned_system_message_stays_for_the_whole_chat(partner):
+    system = "be brief"
+    chat = Chat(partner, make_cache(partner), system, pin=("system",))
+    for turn in ("the cat?", "the dog?", "and the bird?"):
+        chat.say(turn, ignore)
+    read, tokenizer = chat.transcript.token_ids, partner.described.tokenizer
+    scores, places = chat.cache.scores(0)[0], chat.cache.kept_positions(0)[0]
+    for head in range(scores.shape[0]):
+        pinned = places[head][scores[head].isinf()].sort().values.tolist()
+        assert tokenizer.decode([read[place] for place in pinned]).strip() == system
+
+
 def test_an_end_token_is_read_once_with_the_next_turn(partner):
     end = partner.described.tokenizer.eos_token_id
     chat = Chat(partner, make_cache(partner, chunk=64))

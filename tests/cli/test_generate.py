@@ -278,6 +278,20 @@ def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
     assert outcome.code == 2 and "--system needs a chat template" in outcome.err
 
 
+def test_pinned_messages_stay(generate, chat_folder):
+    options = ("--heavy", 12, "--recent", 4, "--json", "--max-new-tokens", 8)
+    chat = {"model": chat_folder, "text": "a cat? " * 20}
+    told = json.loads(generate(*options, "--system", "be brief", "--pin", "system", **chat).out)
+    assert told["num_cached_tokens"] == 16
+    for more, message in (
+        (("--pin", "system"), "finds no system message"),
+        (("--pin", "user"), "tokens are pinned and policy='h2o' keeps 12 heavy ones"),
+        (("--pin", "user", "--raw"), "--pin needs a chat template"),
+    ):
+        outcome = generate(*options, *more, **chat)
+        assert outcome.code == 2 and message in outcome.err
+
+
 def test_the_models_own_sampling_is_the_default(generate, save_model):
     model = save_model()
     own = {"bos_token_id": 0, "do_sample": True, "temperature": 1.5, "top_k": 7}

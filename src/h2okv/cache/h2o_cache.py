@@ -23,6 +23,7 @@ from h2okv.cache.validation import (
     check_integrity,
     check_kv_bits,
     check_model,
+    check_pins,
     check_policy,
     check_positions,
     config_of,
@@ -397,7 +398,7 @@ class H2OCache(Cache):
             if not layer.holds_budgets and (layer.expected_length is None or length is None):
                 layer.expected_length = length
 
-    def pin(self, spans: Iterable[Sequence[int]]) -> None:
+    def pin(self, spans: Iterable[Sequence[int]], length: int | None = None) -> None:
         """Protects tokens of the prompt that is read next: they are never evicted.
 
         They take their room of the heavy part, so that the budget does not change. ``cache.scores``
@@ -406,6 +407,7 @@ class H2OCache(Cache):
         Args:
             spans: ``(start, stop)`` for each, in tokens of the prompt, padding not counted; the
                 same for all sequences of a batch. An empty list takes back what was said.
+            length: tokens of that prompt, if they are known, to be refused now and not then.
 
         Raises:
             ValueError: if a span is none or overlaps another, or the cache holds something. Spans
@@ -418,6 +420,8 @@ class H2OCache(Cache):
             raise ValueError("H2OCache has read its prompt already; pin before, or reset() first.")
         for layer in self._scored:
             layer.pins = pins
+        if length is not None:
+            check_pins(self._scored[0], [length])
 
     def allow_non_finite(self) -> None:
         """Reads blocks whatever comes of them; one rank alone must not stop in the middle."""

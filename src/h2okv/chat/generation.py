@@ -228,6 +228,7 @@ class Job:
     params: SamplingParams  # `seed` and `max_tokens` are set
     is_chat: bool = False  # the tokenizer's end token ends an answer
     compiled: bool = False  # an H2O cache's steps go through torch.compile
+    pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
 
     @property
     def room(self) -> int:
@@ -249,6 +250,7 @@ def generate_once(
     attention: AbstractContextManager[Any] = nullcontext()
     if isinstance(cache, H2OCache):
         attention = enable(job.model, compile=job.compiled)
+        cache.pin(job.pins)
     params = replace(job.params, max_tokens=job.room)
     tokenizer = job.described.tokenizer
     ends = end_tokens(job.model, tokenizer if job.is_chat else None)
@@ -379,6 +381,7 @@ def _warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
         job,
         input_ids=job.input_ids[:, :_WARM_UP_PROMPT],
         params=SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0),
+        pins=(),
     )
     for make_cache in make_caches:
         if generate_once(short, make_cache(), lambda _: None).interrupted:

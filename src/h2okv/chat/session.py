@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from h2okv.cache.checkpoint import read_notes
 from h2okv.chat.generation import Generating, Generation, end_tokens
 from h2okv.console import Interrupt
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import ChatTemplateError, chat_text
+from h2okv.integration.chat_template import ChatTemplateError, chat_text, message_spans
 from h2okv.integration.loading import Described, check_vocabulary
 
 Message = dict[str, str]
@@ -230,9 +230,12 @@ class Partner:
 class Chat:
     """A conversation on one cache; the past is never read again."""
 
-    def __init__(self, partner: Partner, cache: H2OCache, system: str = "") -> None:
+    def __init__(
+        self, partner: Partner, cache: H2OCache, system: str = "", pin: Sequence[str] = ()
+    ) -> None:
         self.partner = partner
         self.cache = cache
+        self.pin = pin  # messages of the first turn that are never evicted
         self.form = form_for(partner.described.tokenizer, system)
         self.transcript = Transcript()
         self.is_broken = False
@@ -251,6 +254,9 @@ class Chat:
         seen = self.cache.num_seen_tokens
         asked = self.form.ask(self.transcript, message)
         new = asked.token_ids[seen:]
+        if self.pin and not seen:
+            messages = asked.messages
+            self.cache.pin(message_spans(self.form.tokenizer, messages, self.pin))
         check_vocabulary(new, self.partner.described.vocab_size)
         wanted = self.partner.params
         params = replace(

@@ -54,6 +54,7 @@ JSON = option(False, "Print one JSON object.", "--json")
 SEED = option(0, "Random seed.")
 TEXT = option(None, "A text file; by default the opening of a novel.")
 RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
+PIN = option(None, "Messages that are never evicted: system, user, last_user (comma-separated).")
 ROWS = option(None, "Append the rows to this file.")
 MEMORY_HELP = "Memory limit of the process (what is free), such as 4GiB; on a GPU that of the GPU."
 COMPILE = option(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2okv.cli import args
-from h2okv.cli.args import BUNDLED, COMPILE, ModelOptions, SamplingOptions, option
+from h2okv.cli.args import BUNDLED, COMPILE, PIN, ModelOptions, SamplingOptions, option
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import (
     INTERRUPTED,
@@ -43,6 +43,7 @@ def chat(
     sampling: SamplingOptions,
     positions: str = option("auto", "auto (rolling where possible), original, rolling or clamped."),
     system: str = option("", "System message, before the first turn."),
+    pin: str | None = PIN,
     compile: bool = COMPILE,
     load: Path | None = option(None, "Continue a saved chat."),
 ) -> int:
@@ -75,7 +76,7 @@ def chat(
         if wanted is None and remark is None:
             cache, remark = probe_positions(loaded, cache)
         made = H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
-        session = Chat(Partner(loaded, described, params), made, system)
+        session = Chat(Partner(loaded, described, params), made, system, args.split_list(pin or ""))
         if load is not None:
             load_and_tell(session, load)
         elif remark:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from h2okv.cli import args
-from h2okv.cli.args import COMPILE, JSON, RAW, ModelOptions, SamplingOptions, option
+from h2okv.cli.args import COMPILE, JSON, PIN, RAW, ModelOptions, SamplingOptions, option
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -50,6 +50,7 @@ def generate(
     file: Path | None = option(None, "Read the prompt from a text file."),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),
+    pin: str | None = PIN,
     compile: bool = COMPILE,
     compare: str | None = option(None, "full: run the full cache too and compare."),
     as_json: bool = JSON,
@@ -68,6 +69,7 @@ def generate(
     """
     from h2okv.cache import H2OCache
     from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.integration.chat_template import message_spans
 
     if compare not in (None, "full"):
         raise ValueError(f"--compare {compare!r} is not known; the one choice is --compare full")
@@ -81,11 +83,14 @@ def generate(
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:
         raise ValueError("--system needs a chat template; put the text into the prompt itself")
+    if pin and not is_chat:
+        raise ValueError("--pin needs a chat template; leave it out, or give --sink")
     if cache.positions != "original" and compare is None:
         described = replace(described, context=None)  # nothing ends with the context window
     input_ids = encode_prompt(described, text, system if is_chat else None)
     cache, note = args.with_least_entries(cache, input_ids.shape[1])
-    job = Job(model.load(described), described, input_ids, params, is_chat, compile)
+    pins = message_spans(described.tokenizer, chat_of(text, system), args.split_list(pin or ""))
+    job = Job(model.load(described), described, input_ids, params, is_chat, compile, pins)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
         write_json(_settings(job, cache) | _results(found))
@@ -164,8 +169,7 @@ def encode_prompt(described: Described, prompt: str, system: str | None = None) 
     from h2okv.integration.loading import check_vocabulary
 
     if system is not None:
-        messages = [{"role": "system", "content": system}] if system else []
-        prompt = chat_text(described.tokenizer, [*messages, {"role": "user", "content": prompt}])
+        prompt = chat_text(described.tokenizer, chat_of(prompt, system))
     encoded = described.tokenizer(
         prompt, return_tensors="pt", verbose=False, add_special_tokens=system is None
     )
@@ -181,6 +185,12 @@ def encode_prompt(described: Described, prompt: str, system: str | None = None) 
         )
     check_vocabulary(input_ids[0].tolist(), described.vocab_size)
     return input_ids
+
+
+def chat_of(prompt: str, system: str) -> list[dict[str, str]]:
+    """The messages that a prompt is the last of."""
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": prompt}]
 
 
 def report(found: Comparison, note: str | None = None) -> None:

@@ -21,7 +21,15 @@ from h2okv.engine.kept import kept_tokens
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
-from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
+from h2okv.engine.request import (
+    Event,
+    Output,
+    Pins,
+    PrefillChunk,
+    PromptStart,
+    Request,
+    ScheduledStep,
+)
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import (
     UNLIMITED,
@@ -253,6 +261,7 @@ class Engine:
         notify: Callable[[Event], None],
         budget: Budget | None = None,
         kept_every: int | None = None,
+        pins: Pins = (),
     ) -> Request:
         """Makes a request, without submitting it; may be called from any thread."""
         if not isinstance(params, SamplingParams):
@@ -275,14 +284,16 @@ class Engine:
             raise ValueError(
                 f"n={params.n} is more than max_num_seqs={self.max_num_seqs}; ask for less."
             )
-        keeps = self._make_cache(budget).entries_for(len(tokens))
+        cache = self._make_cache(budget)
+        cache.pin(pins, len(tokens))
+        keeps = cache.entries_for(len(tokens))
         if keeps > self.max_budget:
             raise ValueError(
                 f"the budget of {keeps} entries is larger than the {self.max_budget} that a "
                 "sequence has slots for; lower heavy, recent or sink."
             )
         prefix = None
-        if budget is None and params.prompt_logprobs is None:
+        if budget is None and params.prompt_logprobs is None and not pins:
             prefix = self._prefix_of(tokens)
         left = math.inf if self.max_context is None else self.max_context - len(tokens)
         wished = math.inf if params.max_tokens is None else params.max_tokens
@@ -290,7 +301,7 @@ class Engine:
             prompt=tokens,
             params=params,
             max_new_tokens=int(min(left, wished, 1 << 40)),
-            start=PromptStart(len(tokens), budget, prefix),
+            start=PromptStart(len(tokens), budget, prefix, tuple(pins)),
             num_reused=0 if prefix is None else len(self._prefixes[prefix]),
             notify=notify,
             kept_every=kept_every,

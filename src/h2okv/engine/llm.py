@@ -18,9 +18,9 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
 from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, RequestOutput
-from h2okv.engine.request import Event, Request
+from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import chat_text
+from h2okv.integration.chat_template import chat_text, message_spans
 
 _IDLE_SECONDS = 0.5
 
@@ -98,6 +98,7 @@ class LLM(_Front):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        pin: Sequence[str] = (),
         show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Generates the next message of each conversation, by the model's chat template.
@@ -106,6 +107,7 @@ class LLM(_Front):
             messages: One conversation, or several: messages with ``"role"`` and ``"content"``.
             params: See `generate`.
             budget: See `generate`.
+            pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``.
             show_progress: See `generate`.
 
         Returns:
@@ -121,7 +123,8 @@ class LLM(_Front):
             self.tokenizer(chat_text(self.tokenizer, talk), add_special_tokens=special)["input_ids"]
             for talk in talks
         ]
-        return self.generate(prompts, params, budget=budget, show_progress=show_progress)
+        pins = [message_spans(self.tokenizer, talk, pin) for talk in talks]
+        return self.generate(prompts, params, budget=budget, pins=pins, show_progress=show_progress)
 
     def generate(
         self,
@@ -129,6 +132,7 @@ class LLM(_Front):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        pins: Sequence[Pins] | None = None,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Generates for all prompts.
@@ -137,6 +141,7 @@ class LLM(_Front):
             prompts: A text, or any number of texts or token lists.
             params: For all of them, or one for each; by default those of `SamplingParams`.
             budget: What their caches keep; ``None`` for the engine's, which is also the most.
+            pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
             show_progress: Whether to draw a bar, on a terminal.
 
         Returns:
@@ -154,8 +159,8 @@ class LLM(_Front):
         texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
         wanted = _for_each(params, len(texts))
         requests = [
-            self.engine.request(text, own, lambda event: None, budget)
-            for text, own in zip(texts, wanted, strict=True)
+            self.engine.request(text, own, lambda event: None, budget, pins=spans)
+            for text, own, spans in zip(texts, wanted, pins or [()] * len(texts), strict=True)
         ]
         try:
             self._run(requests, show_progress)

@@ -185,6 +185,7 @@ class ModelRunner:
         if start.prefix is not None:
             return self._prefixes[start.prefix].fork(1)
         cache = self._make_cache(start.budget)
+        cache.pin(start.pins)
         if num_prompts == 1:
             cache.expect(start.length)
         return cache

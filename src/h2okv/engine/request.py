@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,10 @@ Event = OutputDelta | Exception | None
 """What a client is told: a delta, why its request failed, or ``None`` when all is finished."""
 
 
+Pins = Sequence[tuple[int, int]]
+"""Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
+
+
 @dataclass(frozen=True)
 class PromptStart:
     """How a prompt begins: its length, a budget of its own, the saved prefix it goes on from."""
@@ -31,6 +35,7 @@ class PromptStart:
     length: int
     budget: Budget | None = None
     prefix: int | None = None
+    pins: Pins = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class Request:
     def can_batch(self) -> bool:
         """Whether others may be prefilled in the same forward, if all are short enough."""
         special = self.is_alone or self.params.prompt_logprobs is not None
-        return not special and self.start.budget is None and self.start.prefix is None
+        return not special and self.start == PromptStart(self.start.length)
 
     @property
     def is_prefilled(self) -> bool:

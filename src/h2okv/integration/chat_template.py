@@ -8,6 +8,8 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from h2okv.records import unknown_name
+
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")
 """Where an answer ends in the plain form: the model would write the user's next line."""
 
@@ -44,3 +46,41 @@ def chat_text(
         return str(apply(list(messages), tokenize=False, add_generation_prompt=to_answer))
     except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ChatTemplateError(str(error)) from error
+
+
+PINNABLE = ("system", "user", "last_user")
+
+
+def message_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], pin: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Where messages stand in the tokens of `chat_text`, as ``(start, stop)``, for `H2OCache.pin`.
+
+    Args:
+        tokenizer: the model's, a fast one.
+        messages: the whole chat.
+        pin: which messages, of `PINNABLE`; ``last_user`` is the user's last one.
+
+    Raises:
+        ValueError: if one of them is unknown or not there, or stands otherwise in the template.
+    """
+    if not pin:
+        return []
+    for name in pin:
+        if name not in PINNABLE:
+            raise unknown_name("pin", name, PINNABLE)
+        if not any(one["role"] == name.removeprefix("last_") for one in messages):
+            raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
+    text = chat_text(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
+    last, at, found = max(n for n, one in enumerate(messages) if one["role"] == "user"), 0, []
+    for number, message in enumerate(messages):
+        content, role = message["content"].strip(), message["role"]
+        at = text.find(content, at)
+        if at < 0:
+            raise ValueError("the chat template changes the messages, so that none can be pinned.")
+        if content and (role in pin or (number == last and "last_user" in pin)):
+            first, end = encoded.char_to_token(at), encoded.char_to_token(at + len(content) - 1)
+            found.append((first, end + 1))
+        at += len(content)
+    return found

@@ -1,0 +1,62 @@
+"""Pinned spans of a request's prompt: as in its own ``generate``, whatever runs beside it."""
+
+import pytest
+
+import h2okv
+
+SPANS = [(3, 6), (20, 22)]
+
+
+@pytest.fixture
+def model(make_llama):
+    return make_llama()
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"scoring": "decay"}], ids=str)
+def test_a_request_with_pins_equals_its_own_generate(
+    make_llm, make_prompts, alone, greedy, model, options
+):
+    prompts = make_prompts([40, 33, 60])
+    pins = [SPANS, (), [(0, 9)]]
+    expected = []
+    for prompt, spans in zip(prompts, pins, strict=True):
+        cache = h2okv.H2OCache(model.config, 0.3, 0.1, **options)
+        cache.pin(spans)
+        expected.append(alone(model, prompt, 20, cache))
+    llm = make_llm(model, heavy=0.3, recent=0.1, max_prompt_tokens=64, **options)
+    outputs = llm.generate(prompts, greedy(20), pins=pins)
+    assert [own.completions[0].token_ids for own in outputs] == expected
+
+
+def test_what_cannot_be_pinned_is_refused_at_once(make_llm, make_prompts, greedy, model):
+    llm, prompts = make_llm(model, max_prompt_tokens=64), make_prompts([40])
+    for spans, message in (
+        ([(30, 41)], "ends after the prompt of 40 tokens"),
+        ([(0, 9)], "9 tokens are pinned and policy='h2o' keeps 8 heavy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, greedy(4), pins=[spans])
+
+
+def test_messages_are_pinned_by_role(make_llm, tokenizer, greedy):
+    llm = make_llm("bundled", max_prompt_tokens=100, heavy=40, recent=20)
+    talk = [
+        {"role": "system", "content": "Be a cat."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "Who?"},
+    ]
+    asked = []
+    request = llm.engine.request
+    llm.engine.request = lambda *args, **own: asked.append(own["pins"]) or request(*args, **own)
+    (output,) = llm.chat(talk, greedy(4), pin=("system", "last_user"))
+    shown = [tokenizer.decode(output.prompt.token_ids[start:stop]) for start, stop in asked[0]]
+    assert [text.strip() for text in shown] == ["Be a cat.", "Who?"]
+    llm.chat(talk, greedy(4), pin=["user"])
+    assert len(asked[1]) == 2
+    for pin, message in (
+        ("tool", "pin 'tool' is unknown; choose from system, user, last_user"),
+        ("system", "pin='system' finds no system message"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat(talk[1:], pin=[pin])
