@@ -17,7 +17,7 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-upstream vllm-test bench lint format wheel check-wheel clean
+.PHONY: help demo test test-all test-upstream vllm-test bench bench-quick lint format wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-upstream  transformers' own model tests against the cache (10 minutes; from its sdist)"
 	@echo "make vllm-test    H2O inside vLLM, in .venv-vllm (3.5 GB; half an hour)"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
+	@echo "make bench-quick  today's ratios on SmolLM2 beside the recorded ones (3 minutes)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
 	@echo "make wheel        build the wheel into $(WHEEL_DIR)/"
@@ -58,6 +59,10 @@ vllm-test: $(VLLM)/.done
 
 bench: $(VENV)/.demo
 	$(BIN)/h2okv bench --contexts 2048,8192 --batches 4 --dtype float32,bfloat16
+
+bench-quick: $(VENV)/.demo
+	$(BIN)/h2okv models pull smollm2
+	$(BIN)/python benchmarks/real_model.py --quick
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -7,17 +7,15 @@ slow moment of the machine hits both. Ends without a figure if the texts differ.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import Target, environment, interleave, report, rows_for
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from record import Target, environment, interleave, load_pair, report, rows_for
+from transformers import DynamicCache, PreTrainedModel
 
 import h2okv
-from h2okv.integration.models import resolve_model
 
 RESULTS = Path(__file__).parent / "results" / "large_budget.csv"
 LIMIT = 1.1
@@ -56,8 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    plain = AutoModelForCausalLM.from_pretrained(resolve_model(args.model), dtype=torch.float32)
-    evicting = _shares_weights(plain.eval())
+    plain, evicting = load_pair(args.model, torch.float32)
     ids = torch.randint(5, 1000, (1, args.prompt), generator=torch.Generator().manual_seed(0))
     half = args.budget // 2
     held = h2okv.H2OCache(plain.config, half, half)
@@ -77,14 +74,6 @@ def main() -> None:
     targets = [Target("dynamic", LIMIT)]
     report(args.csv, rows_for("step", "s", seconds, targets, setting))
     report(args.csv, rows_for("bytes held", "MiB", mebibytes, targets, setting))
-
-
-def _shares_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model under H2O attention, with the same tensors."""
-    twin = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="h2o")
-    twin.load_state_dict(model.state_dict(), assign=True)
-    twin.tie_weights()
-    return twin.eval()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from h2okv.benchmarking.results import interleaved, quartiles, ratios
+from h2okv.integration.models import resolve_model
 from h2okv.offload.profile import Clock
 from h2okv.ops.dispatch import wanted
 from h2okv.provenance import environment as describe
@@ -129,3 +132,18 @@ def environment() -> dict[str, Any]:
     """Returns the columns that say where a benchmark ran, and on which code."""
     told = describe(torch.device("cpu"))
     return {name: told[name] for name in FIELDS if name in told} | {"ops": wanted()}
+
+
+def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model under SDPA and the same under H2O attention, with the same tensors.
+
+    Ends the program with a sentence if there is no such model.
+    """
+    try:
+        plain = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=dtype).eval()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {name}: {error}") from None
+    twin = type(plain)._from_config(copy.deepcopy(plain.config), attn_implementation="h2o")
+    twin.load_state_dict(plain.state_dict(), assign=True)
+    twin.tie_weights()
+    return plain, twin.eval()

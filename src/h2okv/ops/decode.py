@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,9 +48,23 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
         write_slot(slots.grid, free, packed.grid)
         return
     batch, heads, num_slots, size = slots.shape
-    first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
+    first = _first_slots(batch * heads, num_slots, slots.device)
     # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
     slots.view(-1, size).index_copy_(0, first + free.flatten(), entry.reshape(-1, size))
+
+
+def _first_slots(rows: int, num_slots: int, device: torch.device) -> Tensor:
+    """Each row's first slot where all rows stand one behind the other, int64 ``[rows]``."""
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.arange(0, rows * num_slots, num_slots, device=device)
+    return _first_slots_of(rows, num_slots)
+
+
+@functools.lru_cache(maxsize=64)
+def _first_slots_of(rows: int, num_slots: int) -> Tensor:
+    """The same for all layers of a step; an ordinary tensor, whatever mode the first caller is in."""
+    with torch.inference_mode(False):
+        return torch.arange(0, rows * num_slots, num_slots)
 
 
 def decode_with_scores(
@@ -60,6 +75,7 @@ def decode_with_scores(
     scale: float,
     softcap: float | None = None,
     ranks: Ranks | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with one query over all slots.
 
@@ -73,16 +89,18 @@ def decode_with_scores(
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
+        scores: fp32 ``[B, H, S]``, contiguous; the sums are added to them. Mutated.
 
     Returns:
-        ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``.
+        ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``,
+        or the scores if they were given.
     """
     batch, num_heads, _, size = query.shape
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     rows = batch * num_kv_heads
-    grouped = query.reshape(rows, num_heads // num_kv_heads, size)
+    groups = num_heads // num_kv_heads
     # Logits in fp32 whatever the model's dtype: bf16 logits would move the scores by percents.
-    logits = _logits(grouped.float() * scale, _by_row(keys), ranks)
+    logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
@@ -93,9 +111,15 @@ def decode_with_scores(
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
         weights = weights.masked_fill(unseen, 0.0)
     output = _output(weights, _by_row(values), query.dtype)
+    output = output.view(batch, num_heads, 1, -1)
+    if scores is not None and groups > 1 and not torch.compiler.is_compiling():
+        # One product in place of a sum and an addition.
+        scores.view(rows, 1, num_slots).baddbmm_(weights.new_ones(rows, 1, groups), weights)
+        return output, scores
     # A sum over one query head would be a copy.
-    sums = weights if num_heads == num_kv_heads else weights.sum(dim=1)
-    return (output.view(batch, num_heads, 1, -1), sums.view(batch, num_kv_heads, num_slots))
+    sums = weights if groups == 1 else weights.sum(dim=1)
+    sums = sums.view(batch, num_kv_heads, num_slots)
+    return output, sums if scores is None else scores.add_(sums)
 
 
 def _by_row(entries: Entries | Indexed) -> Entries | Indexed:
@@ -115,8 +139,16 @@ def _fuses(groups: int, device: torch.device) -> bool:
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
-def _logits(scaled: Tensor, keys: Entries | Indexed, ranks: Ranks | None) -> Tensor:
-    """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``."""
+def _logits(
+    query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks | None
+) -> Tensor:
+    """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32."""
+    if ranks is None and isinstance(keys, Tensor) and keys.dtype == query.dtype == torch.float32:
+        if not _fuses(query.shape[1], query.device):
+            # One operation for both; what is there to be added to does not count.
+            empty = query.new_empty(1, 1, 1)
+            return torch.baddbmm(empty, query, keys.transpose(1, 2), beta=0, alpha=scale)
+    scaled = query.float() * scale
     if isinstance(keys, Indexed):
         assert ranks is None, "indexed keys come rotated"
         return keys.logits(scaled)
@@ -185,8 +217,7 @@ def protected_entries(
     limit: Any = newest - recent
     # A number where it can be had for nothing; else of the positions' own dtype, as a comparison
     # across dtypes converts the large side.
-    on_host = limit.numel() == 1 and limit.device.type == "cpu"
-    if on_host and not torch.compiler.is_compiling():
+    if _is_number(limit):
         limit = int(limit)
     else:
         limit = limit.to(positions.dtype)
@@ -232,6 +263,7 @@ def choose_free_slot(
     protected: Tensor,
     slot_mask: Tensor | None,
     full: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Finds the slot that the next token takes: an empty one, else the first to be evicted.
 
@@ -243,6 +275,7 @@ def choose_free_slot(
         protected: bool ``[B, H, S]``.
         slot_mask: bool ``[B, 1, S]``, slots within the sequence's budget + 1; ``None`` if all are.
         full: True if no slot is empty or out of a budget, which saves looking for those.
+        out: tensor to write the result to.
 
     Returns:
         int64 ``[B, H, 1]``, the slot's index.
@@ -255,7 +288,7 @@ def choose_free_slot(
     lowest = rank.amin(dim=-1, keepdim=True)
     # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
     age = torch.add(positions, rank > lowest, alpha=_BEHIND_ALL)
-    return age.min(dim=-1, keepdim=True).indices
+    return torch.argmin(age, dim=-1, keepdim=True, out=out)
 
 
 Priority = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -338,23 +371,32 @@ def decode_step(
         )
     write_slot(slots.keys, slots.free_slot, key)
     write_slot(slots.values, slots.free_slot, value)
-    position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
-    if real is not None:
-        position = torch.where(real.unsqueeze(1), position, -1)
-    slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
+    if real is None and _is_number(slots.num_real_tokens):
+        slots.positions.scatter_(-1, slots.free_slot, int(slots.num_real_tokens))
+    else:
+        position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
+        if real is not None:
+            position = torch.where(real.unsqueeze(1), position, -1)
+        slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
     output, sums = decode_with_scores(
-        query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks
-    )
+        query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
+        slots.scores if real is None else None,
+    )  # fmt: skip
     if real is None:
         slots.num_real_tokens.add_(1)
     else:
-        sums = sums * real.unsqueeze(1)
+        slots.scores.add_(sums * real.unsqueeze(1))
         slots.num_real_tokens.add_(real[:, 0])
-    slots.scores.add_(sums)
     evict_one(slots, rules, full)
     return output
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is one number that can be had for nothing."""
+    on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
+    return on_host and not torch.compiler.is_compiling()
 
 
 def _fill_slot(
@@ -411,9 +453,10 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
     if rules.priority is not None:
         priority = rules.priority(slots.scores, slots.positions, newest)
     protected = protected_entries(slots.positions, newest, rules.sink, rules.recent)
-    chosen = choose_free_slot(priority, slots.positions, protected, slots.slot_mask, full)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
-    slots.free_slot.copy_(chosen)
+    choose_free_slot(
+        priority, slots.positions, protected, slots.slot_mask, full, out=slots.free_slot
+    )
     slots.positions.scatter_(-1, slots.free_slot, -1)
     if slots.ranks is not None:
         _close_gap(slots.ranks, slots.free_slot)

@@ -1,0 +1,138 @@
+"""How fast H2O is on a real model: prompts against SDPA, steps against a full and a static cache.
+
+One model, one text, batch and threads as asked for. Everything takes turns: prompts by the round,
+steps one by one, so that a slow moment of the machine hits all. "static" is a `StaticCache` with as
+many entries as H2O holds: what eviction would cost if it were free. Correctness comes first: a
+failed check ends the run without a figure. ``--quick`` asks for little, and prints the recorded
+ratios beside today's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import RESULTS, Target, environment, interleave, load_pair, report, rows_for, show
+from transformers import PreTrainedModel
+
+from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
+from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
+from h2okv.records import read_csv
+
+CSV = RESULTS / "real_model.csv"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PREFILL_LIMIT = {"fp32": 1.15, "bf16": 1.10}
+STEP_LIMIT, WARMUP = 1.05, 8
+SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
+"""The columns by which a recorded row is found again."""
+
+
+def measure_prefill(runners: dict[str, CacheRunner], ids: torch.Tensor, rounds: int) -> Any:
+    """Seconds of a prompt with the full cache and with H2O, by round."""
+
+    def read(name: str) -> None:
+        runners[name].prepare(ids.shape[1])
+        runners[name].prefill(ids)
+
+    runs = {name: lambda name=name: read(name) for name in ("h2o", "dynamic")}
+    return interleave(runs, rounds, 1, f"prompt of {ids.shape[1]}")
+
+
+def measure_steps(runners: dict[str, CacheRunner], ids: torch.Tensor, steps: int) -> Any:
+    """Seconds of a step of every cache, after the prompt."""
+    for runner in runners.values():
+        runner.prepare(ids.shape[1])
+        runner.prefill(ids)
+
+    runs = {name: lambda runner=runner: runner.step(ids[:, :1]) for name, runner in runners.items()}
+    return interleave(runs, steps, WARMUP, f"steps after {ids.shape[1]}")
+
+
+def measure(
+    plain: PreTrainedModel, twin: PreTrainedModel, args: argparse.Namespace, dtype: str
+) -> list[dict[str, Any]]:
+    """The rows of one dtype, of a model and its twin under H2O attention."""
+    rows = []
+    specs = {"dynamic": (plain, None), "static": (plain, 0.2), "h2o": (twin, 0.2)}
+    for batch in args.batches:
+        for prompt in args.prompts:
+            setting = environment() | {
+                "model": args.model, "dtype": dtype, "batch": batch, "prompt": prompt,
+                "kv_heads": plain.config.num_key_value_heads, "budget": "20%",
+            }  # fmt: skip
+            ids = prompt_ids(plain, batch, prompt)
+            runners = {
+                name: CacheSpec.of(name, budget).runner(model)
+                for name, (model, budget) in specs.items()
+            }
+            seconds = measure_prefill(runners, ids, args.rounds)
+            targets = [Target("dynamic", PREFILL_LIMIT[dtype])]
+            rows += rows_for("prefill", "s", seconds, targets, setting)
+            seconds = measure_steps(runners, ids, args.steps)
+            targets = [Target("static", STEP_LIMIT), Target("dynamic", at_least=True)]
+            rows += rows_for("step", "s", seconds, targets, setting)
+            for runner in runners.values():
+                runner.release()
+    return rows
+
+
+def compare(rows: list[dict[str, Any]], path: Path) -> None:
+    """Prints today's ratios beside the newest recorded ones of the same setting."""
+    recorded = {_key(row): row for row in (read_csv(path) if path.exists() else [])}
+    print(f"\n{'':40} {'today':>24}   recorded")
+    for row in rows:
+        if row.get("ratio"):
+            name = f"{row['measure']}, {row['dtype']}, {row['prompt']} tokens, {row['against']}"
+            before = recorded.get(_key(row))
+            told = "none" if before is None else f"{before['ratio']} at {before['commit']}"
+            spread = f"{row['ratio']} ({row['ratio_lower']} to {row['ratio_upper']})"
+            print(f"{name:40} {spread:>24}   {told}")
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in SETTING)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/real_model.py --threads 1 --prompts 1024,4096",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--prompts", type=numbers, default=[1024, 4096], help="tokens")
+    parser.add_argument("--batches", type=numbers, default=[1])
+    parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each cache")
+    parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
+    parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
+    parser.add_argument("--quick", action="store_true", help="1,024 tokens, fp32; records nothing")
+    args = parser.parse_args()
+    if args.quick:
+        args.dtypes, args.prompts, args.rounds = "fp32", [1024], 5
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    for dtype in args.dtypes.split(","):
+        plain, twin = load_pair(args.model, DTYPES[dtype])
+        try:
+            check_h2o(twin)
+        except CheckFailedError as error:
+            raise SystemExit(str(error)) from None
+        rows = measure(plain, twin, args, dtype)
+        if args.quick:
+            show(rows)
+            compare(rows, args.csv)
+        else:
+            report(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
