@@ -29,7 +29,7 @@ help:
 	@echo "make bench-quick  today's ratios on SmolLM2 beside the recorded ones (3 minutes)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
-	@echo "make wheel        build the wheel into $(WHEEL_DIR)/"
+	@echo "make wheel        build the sdist, and the wheel from it, into $(WHEEL_DIR)/"
 	@echo "make check-wheel  install that wheel into an empty environment and use it there"
 	@echo "make clean        remove .venv and everything built"
 	@echo ""
@@ -76,8 +76,9 @@ format: $(VENV)/.lint
 
 wheel: $(VENV)/.test
 	rm -rf $(WHEEL_DIR)
-	$(PIP) wheel --quiet --no-deps --no-build-isolation -w $(WHEEL_DIR) .
-	@ls -l $(WHEEL_DIR)/*.whl
+	$(BIN)/python -m hatchling build -t sdist -d $(WHEEL_DIR)
+	$(PIP) wheel --quiet --no-deps --no-build-isolation -w $(WHEEL_DIR) $(WHEEL_DIR)/*.tar.gz
+	@ls -l $(WHEEL_DIR)
 
 check-wheel: wheel
 	PIP_ARGS="$(PIP_ARGS)" bash scripts/check_wheel.sh "$(PYTHON)" $(WHEEL_DIR)/*.whl

@@ -29,6 +29,26 @@ def test_it_holds_what_the_masked_cache_holds_at_every_step(model, sample, kept_
             block = sample.input_ids[:, step + 1 : step + 2]
 
 
+def test_blocks_evict_as_the_masked_cache_does_and_predict_every_token(model, sample, kept_sets):
+    trace = follow(model, sample.input_ids, "h2o", BUDGET, first=30, block=7)
+    cache = h2okv.H2OCache(model.config, 10, 8, 2, simulate=True)
+    begin, losses = 0, []
+    with h2okv.enable(model), torch.inference_mode():
+        for end in (*range(30, sample.length, 7), sample.length):
+            ids = sample.input_ids[:, begin:end]
+            logits = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
+            true = sample.input_ids[0, begin + 1 : end + 1]
+            losses += (-logits[: len(true)].gather(-1, true[:, None])[:, 0]).tolist()
+            held = held_after(trace.gone_at, end - 1)
+            for layer, rows in enumerate(kept_sets(cache)):
+                for head, kept in enumerate(rows[0]):
+                    assert set(np.flatnonzero(held[layer, head])) == kept
+            # Within a block a query sees whatever it began with.
+            assert held_after(trace.gone_at, end - 2)[..., begin:].all()
+            begin = end
+    np.testing.assert_allclose(trace.losses[30:], losses[29:], atol=1e-4)
+
+
 def test_a_first_block_of_the_budgets_size_changes_nothing(model, sample):
     quick = follow(model, sample.input_ids, "h2o", BUDGET)
     slow = follow(model, sample.input_ids, "h2o", BUDGET, first=1)

@@ -6,6 +6,7 @@ import torch
 import h2okv.benchmarking.caches as caches
 from h2okv.benchmarking.comparison import COLUMNS, Comparison, Settings
 from h2okv.benchmarking.model import Footprint, speedup_limit
+from h2okv.config import CacheConfig
 
 CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 
@@ -14,7 +15,7 @@ CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 def compare(source, build):
     def call(**options):
         defaults = {
-            "contexts": (CONTEXT,), "batches": (BATCH,), "budgets": (0.2,),
+            "contexts": (CONTEXT,), "batches": (BATCH,), "configs": (CacheConfig(),),
             "caches": ("dynamic", "static", "h2o"), "dtypes": (torch.float32,), "rounds": 2,
             "steps": 2, "peak": False,
         }  # fmt: skip

@@ -8,6 +8,7 @@ from h2okv.benchmarking.caches import CacheSpec, Peak, PeakRun, PeakRunFailedErr
 from h2okv.benchmarking.comparison import Settings
 from h2okv.benchmarking.max_batch import COLUMNS, BatchMemory, MaxBatch
 from h2okv.benchmarking.model import Footprint
+from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ def find(source, build, monkeypatch):
         fixed = weights + RUNTIME + CONSTANT
         memory = fixed + batch_of_full * (FULL + ACTIVATION)
         settings = Settings(
-            (CONTEXT,), (1,), (0.2,), ("dynamic",), (torch.float32,), rounds=1, steps=1
+            (CONTEXT,), (1,), (CacheConfig(),), ("dynamic",), (torch.float32,), rounds=1, steps=1
         )
         finder = MaxBatch(build(), source, footprint, settings, lambda _: None, memory, most)
         return {f"{row['cache']}{row['kv_bits'] or ''}": row for row in finder.rows()}

@@ -4,12 +4,14 @@ import torch
 from h2okv.benchmarking.caches import CacheSpec
 from h2okv.benchmarking.comparison import Settings
 from h2okv.benchmarking.model import Footprint
+from h2okv.config import CacheConfig
 
 
-def make(**options):
+def make(budgets=(0.25,), **options):
     defaults = {
-        "contexts": (128,), "batches": (2,), "budgets": (0.25,), "caches": ("dynamic", "h2o"),
-        "dtypes": (torch.float32,), "peak": False,
+        "contexts": (128,), "batches": (2,), "caches": ("dynamic", "h2o"),
+        "configs": tuple(map(CacheConfig.from_budget, budgets)), "dtypes": (torch.float32,),
+        "peak": False,
     }  # fmt: skip
     return Settings(**(defaults | options))
 
@@ -24,8 +26,8 @@ def make(**options):
         ({"contexts": ()}, "--contexts names nothing"),
         ({"batches": (0,)}, "--batches 0"),
         ({"batches": (2, 2)}, "twice"),
-        ({"budgets": (1.5,)}, "--budget 1.5"),
-        ({"budgets": (1,)}, "--budget 1 "),
+        ({"budgets": (None,)}, "--budget full"),
+        ({"budgets": ()}, "--budget names nothing"),
         ({"caches": ("dynamic", "magic")}, "'magic'"),
         ({"positions": "clamped"}, "'clamped'"),
         ({"kv_bits": (8, 8)}, "--kv-bits names a value twice"),
@@ -47,6 +49,12 @@ def test_a_budget_is_split_in_two_and_counts_entries():
 def test_every_budget_gets_its_own_caches():
     names = [c.label for c in make(budgets=(0.1, 64), caches=("h2o", "dynamic", "static")).specs()]
     assert names == ["dynamic", "h2o 10%", "static 10%", "h2o 64", "static 64"]
+
+
+def test_parts_of_a_budget_that_differ_stand_in_its_label():
+    configs = (CacheConfig(heavy=64, recent=128), CacheConfig(heavy=0.1, recent=64, sink=4))
+    names = [spec.label for spec in make(configs=configs, caches=("h2o",)).specs()]
+    assert names == ["h2o 64+128", "h2o 4+10%+64"]
 
 
 def test_bits_are_further_caches_of_each_budget():

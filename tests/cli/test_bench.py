@@ -166,7 +166,9 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
         (("--contexts", "many"), "--contexts 'many'"),
         (("--rounds", "0"), "--rounds 0"),
         (("--threads", "0"), "--threads 0"),
-        (("--budget", "2.5"), "--budget 2.5"),
+        (("--budget", "2.5"), "budget 2.5"),
+        (("--budget", "full"), "--caches dynamic is the full cache"),
+        (("--heavy", "64", "--budget", "30%"), "--budget goes without --heavy and --recent"),
         (("--dtype", "float8"), "'float8'"),
         (("--positions", "clamped"), "'clamped'"),
         (("--kv-bits", "3"), "kv_bits=3 .*8 or 4"),
@@ -201,6 +203,15 @@ def test_a_plot_without_matplotlib_names_the_extra(h2okv_command, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = h2okv_command(*TINY, "--plot", "bench.png")
     assert done.code == 2 and "pip install 'h2okv[plot]'" in done.err
+
+
+def test_the_parts_of_the_budget_are_options_of_their_own(h2okv_command, tmp_path):
+    run = tuple(part for part in TINY if part not in ("--budget", "0.25"))
+    options = ("--caches", "h2o", "--heavy", "8", "--recent", "16", "--sink", "4", "--json")
+    done = h2okv_command(*run, *options)
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)["rows"]
+    assert (row["budget"], row["entries"]) == ("4+8+16", 28)
 
 
 def test_threads_are_set(h2okv_command, monkeypatch):

@@ -28,16 +28,16 @@ def test_an_export_holds_the_policies_and_budgets_asked_for(
     path = tmp_path / "kept.html"
     done = h2okv_command(
         "view", "--model", model_folder, "--text", text_file, "--export", path,
-        "--budget", "0.5,20%", "--compare", "recent", "--layer", 1, "--new-tokens", 3,
+        "--budget", "64,20%", "--policy", "h2o,recent", "--layer", 1, "--new-tokens", 3,
     )  # fmt: skip
     assert (done.code, done.out) == (0, f"{path}\n"), done.err
     content = content_of(path.read_text(encoding="utf-8"))
-    pairs = [(trace["policy"], trace["share"]) for trace in content["traces"]]
-    assert pairs == [(policy, share) for policy in ("h2o", "recent") for share in (0.5, 0.2)]
+    pairs = [(trace["policy"], trace["budget"]) for trace in content["traces"]]
+    assert pairs == [(policy, share) for policy in ("h2o", "recent") for share in ("64", "20%")]
     reading, choice = content["reading"], content["choice"]
     assert len(reading["tokens"]) == reading["given"] + 3
     assert "".join(reading["tokens"][: reading["given"]]).endswith("on the log, ")
-    assert (choice["layer"], choice["beside"], choice["budgets"]) == (1, "recent", [0.5, 0.2])
+    assert (choice["layer"], choice["beside"], choice["budgets"]) == (1, "recent", ["64", "20%"])
     assert choice["policies"] == ["h2o", "recent"] and choice["other"] == "recent"
 
 
@@ -47,7 +47,7 @@ def test_an_export_without_a_budget_has_one(h2okv_command, model_folder, text_fi
     done = h2okv_command("view", "--model", model_folder, "--text", text_file, *options)
     assert done.code == 0, done.err
     content = content_of(path.read_text(encoding="utf-8"))
-    assert [(t["policy"], t["share"]) for t in content["traces"]] == [("recent", 0.2)]
+    assert [(t["policy"], t["budget"]) for t in content["traces"]] == [("recent", "20%")]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,9 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
         (("--layer", 9), "layer 9 is not a full-attention layer of this model; choose one of 0, 1"),
         (("--head", -1), "head -1 is out of range; the KV heads are 0 to 1"),
         (("--policy", "h3o"), "policy 'h3o' is unknown"),
-        (("--compare", "h3o"), "policy 'h3o' is unknown"),
-        (("--budget", 1.5), "a budget of the page is a fraction of the text"),
+        (("--policy", "h2o,h3o"), "policy 'h3o' is unknown"),
+        (("--budget", 1.5), "budget 1.5 is out of range"),
+        (("--budget", "30%", "--recent", 64), "--budget goes without --heavy and --recent"),
         (("--new-tokens", 9999), "9999 new tokens is out of range"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
     ],

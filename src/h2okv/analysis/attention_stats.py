@@ -209,6 +209,26 @@ def accumulated(layer: LayerAttention) -> np.ndarray:
     return total.cpu().numpy()
 
 
+def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) -> np.ndarray:
+    """The later queries that look most at each key: int64 ``[H, T, count]``, -1 for none.
+
+    A query's attention is summed over the query heads of the group, as H2O's scores are, and must
+    be above ``least``.
+    """
+    heads, length = layer.key.shape[:2]
+    found = torch.full((heads, length, count), -1, device=layer.key.device)
+    mass = torch.full(found.shape, least, device=layer.key.device)
+    for first, probabilities in layer.rows():
+        last = probabilities.shape[-1]
+        own = probabilities.sum(dim=1).transpose(1, 2)
+        queries = torch.arange(first, last, device=own.device).expand_as(own)
+        own = own.masked_fill(queries <= torch.arange(last, device=own.device)[:, None], 0)
+        both = torch.cat([mass[:, :last], own], dim=-1)
+        mass[:, :last], place = both.topk(count)
+        found[:, :last] = torch.cat([found[:, :last], queries], dim=-1).gather(-1, place)
+    return found.cpu().numpy()
+
+
 def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.ndarray:
     """The mean attention on the first positions, from queries ``away`` from them or farther.
 

@@ -60,6 +60,7 @@ def follow(
     first: int | None = None,
     recorded: int = 0,
     tick: Tick = no_tick,
+    block: int = 1,
 ) -> Trace:
     """Reads a text token by token through an `H2OCache` and notes what it holds at every step.
 
@@ -73,46 +74,58 @@ def follow(
             token, only faster.
         recorded: at how many steps to note the scores, the first and the last among them.
         tick: told the fraction of the tokens read.
+        block: tokens between two evictions after these; more than one is faster.
     """
     length = input_ids.shape[1]
     ids = input_ids.to(model.device)
     cache = H2OCache(model.config, budget.heavy, budget.recent, budget.sink, policy=policy)
     start = max(1, min(budget.total if first is None else first, length))
-    marks = {int(mark) for mark in np.linspace(start - 1, length - 1, recorded).round()}
+    ends = [*range(start, length, block), length]
+    marks = {ends[int(place)] for place in np.linspace(0, len(ends) - 1, recorded).round()}
     layers, heads = full_attention_layers(model.config), num_kv_heads(model.config)
     # A slot that is empty points behind the last token, and so does one more column.
-    gone = (torch.arange(length + 1).clamp(min=start - 1) + 1).repeat(len(layers), heads, 1)
+    gone = torch.zeros(len(layers), heads, length + 1, dtype=torch.int64)
     latest = torch.zeros(gone.shape)
     scores: list[np.ndarray] = []
     held_bytes, full_bytes = np.zeros((2, length), dtype=np.int64)
     losses = torch.full((length,), torch.nan)
     following = torch.full((length,), -1, dtype=torch.int32)
     with enable(model):
-        block = ids[:, :start]
-        for step in range(start - 1, length):
-            output = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = output.logits[0, -1].float()
-            following[step] = logits.argmax()
+        begin, positions = 0, torch.empty(len(layers), heads, 0, dtype=torch.int64)
+        for end in ends:
+            # Of the first tokens, read at once, only the last one's prediction is looked at.
+            new = min(block, end - begin) if begin else 1
+            output = model(
+                input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True,
+                logits_to_keep=new,
+            )  # fmt: skip
+            logits = output.logits[0].float().cpu()
+            following[end - new : end] = logits.argmax(-1).int()
+            true = ids[0, end - new + 1 : end + 1].cpu()
+            losses[end - new + 1 : end + 1] = F.cross_entropy(
+                logits[: len(true)], true, reduction="none"
+            )
+            # What was held and what is new has been seen by all queries until now.
+            gone.scatter_(-1, positions, end)
+            gone[..., begin:end] = end
             positions = torch.cat([cache.kept_positions(i).cpu() for i in layers]).long()
             positions[positions < 0] = length
-            gone.scatter_(-1, positions, torch.full_like(positions, step + 2))
-            held_bytes[step], full_bytes[step] = cache.nbytes, cache.full_nbytes
+            gone.scatter_(-1, positions, end + 1)
+            held_bytes[end - new : end], full_bytes[end - 1] = cache.nbytes, cache.full_nbytes
             if marks:
                 latest.scatter_(-1, positions, torch.cat([cache.scores(i).cpu() for i in layers]))
-            if step in marks:
-                scores.append(latest[..., : step + 1].numpy().copy())
-            if step + 1 < length:
-                losses[step + 1] = F.cross_entropy(logits, ids[0, step + 1])
-                block = ids[:, step + 1 : step + 2]
-            if step % 32 == 0:
-                tick(step / length)
+            if end in marks:
+                scores.append(latest[..., :end].numpy().copy())
+            if (end - start) // block % 16 == 0:
+                tick(begin / length)
+            begin = end
     return Trace(
         layers=layers,
         gone_at=gone[..., :length].to(torch.int32).numpy(),
         losses=losses.numpy(),
         next_tokens=following.numpy(),
         first=start,
-        recorded=np.array(sorted(marks), dtype=np.int32),
+        recorded=np.array(sorted(marks), dtype=np.int32) - 1,
         scores=tuple(scores),
         held_bytes=held_bytes,
         full_bytes=full_bytes,

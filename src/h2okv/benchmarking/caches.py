@@ -34,7 +34,7 @@ from h2okv.integration.attention import ATTENTION_NAME
 _CHILD = "h2okv.benchmarking.caches"
 
 
-def cache_label(name: str, budget: int | float | None, kv_bits: int | None = None) -> str:
+def cache_label(name: str, budget: int | float | str | None, kv_bits: int | None = None) -> str:
     """What tables and figures call a cache: ``h2o 20%, 8 bits``."""
     if budget is None:
         return name
@@ -61,9 +61,19 @@ class CacheSpec:
         return cls(name, CacheConfig(heavy=heavy, recent=budget - heavy, **options))
 
     @property
-    def budget(self) -> int | float | None:
-        """Tokens or a fraction of the prompt; ``None`` if everything is held."""
-        return None if self.config is None else self.config.heavy + self.config.recent
+    def budget(self) -> int | float | str | None:
+        """Tokens or a fraction of the prompt, its parts if they differ; ``None`` for everything."""
+        if self.config is None:
+            return None
+        sink, heavy, recent = self.config.sink, self.config.heavy, self.config.recent
+        if (
+            type(heavy) is type(recent)
+            and abs(heavy - recent) <= isinstance(heavy, int)
+            and not sink
+        ):
+            return heavy + recent
+        parts = (sink, heavy, recent) if sink else (heavy, recent)
+        return "+".join(f"{100 * p:g}%" if isinstance(p, float) else str(p) for p in parts)
 
     @property
     def kv_bits(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from h2okv.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import check_kv_bits
-from h2okv.config import Positions
+from h2okv.config import CacheConfig, Positions
 from h2okv.console import check_least
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
@@ -47,7 +47,7 @@ class Settings:
 
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
-    budgets: tuple[int | float, ...]
+    configs: tuple[CacheConfig, ...]
     caches: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     positions: Positions = "original"
@@ -60,7 +60,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         lists = {
-            "contexts": self.contexts, "batches": self.batches, "budget": self.budgets,
+            "contexts": self.contexts, "batches": self.batches, "budget": self.configs,
             "caches": self.caches, "dtype": self.dtypes, "kv-bits": self.kv_bits,
         }  # fmt: skip
         for option, values in lists.items():
@@ -68,20 +68,17 @@ class Settings:
                 raise ValueError(f"--{option} names nothing; give at least one value")
             if len(set(values)) != len(values):
                 raise ValueError(f"--{option} names a value twice; give each once")
-        tokens = tuple(budget for budget in self.budgets if isinstance(budget, int))
         chunk = () if self.prefill_chunk is None else (self.prefill_chunk,)
         for option, numbers, least in (
             ("rounds", (self.rounds,), 1), ("steps", (self.steps,), 1), ("prefill-chunk", chunk, 1),
-            ("contexts", self.contexts, 8), ("batches", self.batches, 1), ("budget", tokens, 2),
+            ("contexts", self.contexts, 8), ("batches", self.batches, 1),
         ):  # fmt: skip
             for number in numbers:
                 check_least(least, **{option: number})
-        for budget in self.budgets:
-            if isinstance(budget, float) and not 0 < budget <= 1:
-                raise ValueError(
-                    f"--budget {budget:g} is out of range; give a fraction above 0 and up to 1,"
-                    " or tokens"
-                )
+        if any(config.is_full for config in self.configs):
+            raise ValueError(
+                "--budget full has no meaning here; --caches dynamic is the full cache"
+            )
         for bits in self.kv_bits:
             check_kv_bits(bits)
         for name in self.caches:
@@ -100,8 +97,8 @@ class Settings:
         """All caches that take turns on one prompt, those that hold everything first."""
         whole = [CacheSpec(name) for name in self.caches if not RUNNERS[name].has_budget]
         return whole + [
-            CacheSpec.of(name, budget, positions=self.positions, kv_bits=bits)
-            for budget in self.budgets
+            CacheSpec(name, replace(config, positions=self.positions, kv_bits=bits))
+            for config in self.configs
             for name in self.caches
             if RUNNERS[name].has_budget
             for bits in ((None, *self.kv_bits) if name == "h2o" else (None,))

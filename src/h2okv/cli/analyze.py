@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2okv.cli import args
-from h2okv.cli.args import POLICIES, TEXT, ModelOptions, option
+from h2okv.cli.args import TEXT, ModelOptions, option
+from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
 from h2okv.records import atomic_write
 
@@ -83,22 +85,26 @@ def analyze(
 
 
 _OFFERED = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
-"""What the page offers; others are named with --policy or --compare."""
+"""What the page offers; others are named with --policy."""
 _SHORT_PROMPT = 6000
 """Characters of the built-in text that the page begins with, so that it is there soon."""
 
 
+_UNSEEN: dict[str, Any] = {
+    "scoring": "sum", "decay": None, "positions": "original", "prefill_chunk": None,
+    "kv_bits": None,
+}  # fmt: skip
+"""What the page does not show: it follows the scores of H2O, a token at a time."""
+
+
+@args.cache_lists("20%", "h2o", **_UNSEEN)
 @args.model_options()
 def view(
+    caches: list[CacheConfig],
     model: ModelOptions,
     text: Path | None = TEXT,
     export: Path | None = option(None, "Write one HTML file and end."),
     port: int = option(8765, "The port on this machine; 0 for any."),
-    policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}."),
-    compare: str = option("", "A second policy to show beside it."),
-    budget: str = option(
-        "", "Budgets, comma-separated: fractions of the text (20%; in the page 10%,5% too)."
-    ),
     layer: int = option(0, "The layer to begin with."),
     head: int = option(0, "The KV head to begin with."),
     tokens: int = option(2048, "Most tokens of a text; the rest is cut."),
@@ -107,14 +113,15 @@ def view(
 ) -> int:
     """See what a policy keeps of a text, token by token, in the browser.
 
-    Without --export it serves a page on this machine only, until Ctrl-C. With it, it writes one
-    HTML file that opens anywhere, offline, with --policy and --compare at every budget.
+    Without --export it serves a page on this machine only, until Ctrl-C; policies and budgets can
+    be changed there. With it, it writes one HTML file that opens anywhere, offline, with what the
+    options name. The second policy stands beside the first.
 
     Examples:
 
         h2okv view
-        h2okv view --text chapter.txt --policy h2o --compare recent --budget 10%
-        h2okv view --export kept.html --text chapter.txt --budget 10%,20%
+        h2okv view --text chapter.txt --policy h2o,recent --budget 10%
+        h2okv view --export kept.html --text chapter.txt --budget 256,20%
     """
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
@@ -122,19 +129,20 @@ def view(
     from h2okv.cache import H2OCache
 
     check_least(LEAST_TOKENS, tokens=tokens)
-    asked = list(dict.fromkeys((policy, *filter(None, [compare]))))
     is_page = export is None
+    asked = list(dict.fromkeys(cache.policy for cache in caches))
     choice = {
         # An export holds what was asked for and nothing else.
         "policies": list(dict.fromkeys((*_OFFERED, *asked))) if is_page else asked,
-        "budgets": parse_fractions(budget or ("20%,10%,5%" if is_page else "20%")),
-        "policy": policy,
-        "beside": compare,
-        "other": ("recent" if policy != "recent" else "h2o") if is_page else asked[-1],
+        "budgets": list(dict.fromkeys(args.budget_text(own) for own in caches if not own.is_full)),
+        "policy": asked[0],
+        "beside": asked[1] if len(asked) > 1 else "",
+        "other": asked[1] if len(asked) > 1 else "recent" if is_page else asked[0],
         "layer": layer,
         "head": head,
         "new_tokens": new_tokens,
     }
+    choice["budgets"] = choice["budgets"] or ["full"]
     args.check_file("export", export)
     if is_page:
         check_port(port)
@@ -143,25 +151,15 @@ def view(
     described = model.describe()
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
     check_layer(described.config, layer, head)
-    for name in asked:
-        H2OCache(described.config, policy=name)
+    for own in caches:
+        H2OCache.from_config(described.config, own)
     loaded = model.load(described)
-    reader = Reader(loaded, described.tokenizer, described.name, described.context, tokens)
+    make_cache = partial(args.parse_cache, sink=caches[0].sink)
+    parts = loaded, described.tokenizer, described.name, described.context, tokens, make_cache
+    reader = Reader(*parts)
     if export is not None:
         return _export(reader, choice, export)
     return _serve(reader, choice, port, open_browser)
-
-
-def parse_fractions(text: str) -> list[float]:
-    """Reads budgets that are parts of a text, which may be changed in the page."""
-    budgets = list(dict.fromkeys(args.parse_budget(part) for part in args.split_list(text)))
-    fractions = [part for part in budgets if isinstance(part, float) and 0 < part <= 1]
-    if not fractions or len(fractions) < len(budgets):
-        raise ValueError(
-            f"--budget {text!r}: a budget of the page is a fraction of the text; give above 0"
-            " and up to 1, such as 20% or 0.2"
-        )
-    return fractions
 
 
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:

@@ -204,17 +204,32 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
     return [{"scoring": own, "decay": decay if own in takes else None} for own in scorings]
 
 
+def budget_text(config: CacheConfig) -> str:
+    """A budget as `parse_cache` reads it: ``20%``, or heavy and recent such as ``64+10%``."""
+    parts = (config.heavy, config.recent)
+    if type(config.heavy) is type(config.recent):
+        plain = CacheConfig.from_budget(config.heavy + config.recent)
+        if parts == (plain.heavy, plain.recent):
+            return config.budget_label
+    return "+".join(f"{100 * part:g}%" if isinstance(part, float) else str(part) for part in parts)
+
+
+def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
+    """Reads what `budget_text` writes."""
+    heavy, plus, recent = budget.partition("+")
+    if not plus:
+        return CacheConfig.from_budget(parse_budget(budget), policy=policy, sink=sink)
+    parts = {"heavy": parse_amount("heavy", heavy), "recent": parse_amount("recent", recent)}
+    return CacheConfig(policy, **parts, sink=sink)
+
+
 def cache_flags(config: CacheConfig) -> str:
     """The options that a command reads back as this cache."""
     if config.is_full:
         return "--policy full"
-    parts = (config.heavy, config.recent)
-    shown = [f"{100 * part:g}%" if isinstance(part, float) else str(part) for part in parts]
-    flags = [f"--policy {config.policy}", f"--heavy {shown[0]} --recent {shown[1]}"]
-    if type(config.heavy) is type(config.recent):
-        plain = CacheConfig.from_budget(config.heavy + config.recent)
-        if parts == (plain.heavy, plain.recent):
-            flags[1] = f"--budget {config.budget_label}"
+    heavy, plus, recent = budget_text(config).partition("+")
+    budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
+    flags = [f"--policy {config.policy}", budget]
     for name in ("sink", "scoring", "decay", "positions", "prefill_chunk", "kv_bits"):
         if getattr(config, name) != getattr(CacheConfig, name):
             flags.append(f"{flag(name)} {getattr(config, name)}")

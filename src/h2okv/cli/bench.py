@@ -15,7 +15,7 @@ import typer
 
 from h2okv.cli import args
 from h2okv.cli.args import DEVICE_HELP, DTYPES, JSON, MODEL_HELP, ROWS, option
-from h2okv.config import POSITIONS
+from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_least, write_json, write_remark, write_text
 from h2okv.plots import check_plot
 
@@ -35,7 +35,17 @@ SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7
 bench_app = typer.Typer(name="bench", add_completion=False, pretty_exceptions_enable=False)
 
 
+@args.cache_lists(
+    "20%",
+    policy="h2o",
+    scoring="sum",
+    positions="original",
+    prefill_chunk=None,
+    kv_bits=None,
+    decay=None,
+)
 def bench(
+    caches: list[CacheConfig],
     ctx: typer.Context,
     model: str | None = option(None, MODEL_HELP),
     shape: str | None = option(
@@ -46,8 +56,9 @@ def bench(
     layers: int | None = option(None, "Use only the first layers of a shape."),
     contexts: str = option("2048", "Prompt lengths in tokens, comma-separated."),
     batches: str = option("4", "Batch sizes, comma-separated."),
-    budget: str = option("20%", "Budgets, comma-separated: fractions (20%) or tokens (512)."),
-    caches: str = option("dynamic,static,quantized,h2o", f"Caches: {', '.join(RUNNERS)}."),
+    runners: str = option(
+        "dynamic,static,quantized,h2o", f"Caches: {', '.join(RUNNERS)}.", "--caches"
+    ),
     positions: str = option("original", "original or rolling."),
     kv_bits: str = option("", "8, 4 or 8,4: h2o once more with quantized keys and values."),
     dtype: str = option("auto", f"Data types: {', '.join(DTYPES)} (bfloat16 on a GPU)."),
@@ -94,8 +105,8 @@ def bench(
     settings = Settings(
         contexts=args.parse_numbers("contexts", contexts, int),
         batches=args.parse_numbers("batches", batches, int),
-        budgets=parse_budgets(budget),
-        caches=args.split_list(caches),
+        configs=tuple(caches),
+        caches=args.split_list(runners),
         dtypes=parse_dtypes(dtype, chosen_device),
         positions=args.parse_choice("positions", positions, POSITIONS),
         rounds=rounds,
@@ -167,15 +178,6 @@ def choose_source(model: str | None, shape: str | None, layers: int | None) -> M
     return ModelSource(model)
 
 
-def parse_budgets(text: str) -> tuple[int | float, ...]:
-    """Reads a comma-separated list of budgets."""
-    found = tuple(args.parse_budget(part) for part in args.split_list(text))
-    known = tuple(part for part in found if part is not None)
-    if len(known) < len(found):
-        raise ValueError("--budget full has no meaning here; --caches dynamic is the full cache")
-    return known
-
-
 def parse_dtypes(text: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """Reads a comma-separated list of data types."""
     import torch
@@ -208,7 +210,7 @@ def check_room(
     if memory is not None:
         # Its straight line begins at batches of one and two, one cache at a time.
         needed = Settings(
-            settings.contexts, (2,), settings.budgets, ("dynamic",), settings.dtypes,
+            settings.contexts, (2,), settings.configs, ("dynamic",), settings.dtypes,
             prefill_chunk=settings.prefill_chunk,
         )  # fmt: skip
     for footprint in footprints.values():

@@ -9,6 +9,7 @@ from typing import Any
 from h2okv.cli import args
 from h2okv.cli.args import MEMORY_HELP, ModelOptions, option
 from h2okv.config import CacheConfig
+from h2okv.console import check_least
 
 KEY_VARIABLE = "H2OKV_API_KEY"
 
@@ -65,6 +66,7 @@ def serve(
     from h2okv.engine.memory import parse_memory
     from h2okv.server import config
 
+    check_least(max_num_seqs=max_num_seqs, max_prompt_tokens=max_prompt_tokens)
     args.check_copies("replicas", replicas, ray, model.device_name)
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")

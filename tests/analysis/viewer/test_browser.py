@@ -10,15 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
+from h2okv.analysis.attention_stats import of_layers
 from h2okv.analysis.eviction_trace import follow, held_after
 from h2okv.analysis.viewer.reading import Desk, Reader
 from h2okv.analysis.viewer.server import build_page, make_server
-from h2okv.config import TokenBudget
+from h2okv.cli.args import parse_cache
+from h2okv.config import CacheConfig, TokenBudget
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
 CHOICE = {
     "policies": ["full", "recent", "h2o", "heavy"],
-    "budgets": [0.2, 0.1],
+    "budgets": ["20%", "10%"],
     "policy": "h2o",
     "beside": "",
     "other": "recent",
@@ -54,7 +56,7 @@ class LetterTokenizer:
 
 @pytest.fixture(scope="module")
 def reader(model):
-    return Reader(model, LetterTokenizer(), "tiny", 512, 300)
+    return Reader(model, LetterTokenizer(), "tiny", 512, 300, parse_cache)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +86,7 @@ def expected(model, reading):
     """What the library's cache holds of the same text."""
 
     def find(policy, step, layer, head, share=0.2):
-        total = int(share * reading.length)
-        budget = TokenBudget(0, total - total // 2, total // 2)
+        budget = CacheConfig.from_budget(share).budget.resolve(reading.length)
         trace = follow(model, reading.input_ids, policy, budget)
         return [int(i) for i in held_after(trace.gone_at, step)[layer, head].nonzero()[0]]
 
@@ -154,16 +155,16 @@ def test_two_policies_side_by_side(page, reading, expected):
     assert page.run("kept(0)") == expected("h2o", last, 1, 0)
     assert page.run("kept(1)") == expected("recent", last, 1, 0)
     page.run(
-        "(() => { const b = view.panes[1].budget; b.value = '10';"
+        "(() => { const b = view.panes[1].budget; b.value = '10%';"
         "b.dispatchEvent(new Event('change')); })()"
     )
-    page.wait("view.panes[1].trace.packed.share === 0.1")
+    page.wait("view.panes[1].trace.packed.budget === '10%'")
     assert page.run("kept(1)") == expected("recent", last, 1, 0, share=0.1)
 
 
 def test_it_tells_bytes_and_a_tokens_fate(page, reading):
     page.press("End")
-    trace = reading.trace("h2o", 0.2)
+    trace = reading.trace("h2o", "20%")
     held = page.run("view.panes[0].trace.bytesAt(view.step)")
     assert held == trace["bytes"][-1][1]
     assert page.run("view.panes[0].trace.fullBytesAt(view.step)") == trace["full_bytes"]
@@ -178,9 +179,30 @@ def test_it_tells_bytes_and_a_tokens_fate(page, reading):
     assert page.run("view.step") == reading.length - 1
 
 
+def test_arrows_lead_from_a_token_to_those_that_look_most_at_it(page, model, reading):
+    page.press("End")
+    page.run("view.setHead(1, 0).then(() => view.panes[0].inspect(4))")
+    rows = {}
+
+    def look(layer):
+        if layer.layer_idx == 1:
+            for first, probabilities in layer.rows():
+                for place, own in enumerate(probabilities[0].sum(0)):
+                    rows[first + place] = float(own[4]) if len(own) > 4 else 0.0
+
+    of_layers(model, reading.input_ids, look)
+    later = sorted((query for query in rows if query > 4), key=rows.get, reverse=True)
+    wanted = [query for query in later[:3] if rows[query] > 0.01]
+    assert wanted and page.run("view.readersOf(4)") == wanted
+    assert page.run("document.querySelectorAll('.arrows svg > path').length") == len(wanted)
+    assert f"({wanted[0] + 1})" in page.run("text('detail')")
+    page.press("Home")
+    assert page.run("document.querySelectorAll('.arrows').length") == 0
+
+
 def test_scores_are_exact_where_they_were_recorded(page, reading):
     trace = follow(
-        reading.reader.model, reading.input_ids, "h2o", TokenBudget(0, 17, 16), recorded=48
+        reading.reader.model, reading.input_ids, "h2o", TokenBudget(0, 16, 16), recorded=48
     )
     step = int(trace.recorded[-8])
     page.run(f"view.go({step})")
@@ -210,10 +232,10 @@ def test_a_file_is_loaded_and_a_budget_out_of_range_is_told(page, tmp_path):
     page.run("document.getElementById('read').click()")
     page.wait("view.reading.tokens.length === 49 && !message()")
     page.run(
-        "(() => { const b = view.panes[0].budget; b.value = '140';"
+        "(() => { const b = view.panes[0].budget; b.value = '140%';"
         "b.dispatchEvent(new Event('change')); })()"
     )
-    page.wait("message().includes('1.4 is no fraction of the text')")
+    page.wait("message().includes('budget 1.4 is out of range')")
 
 
 def test_a_picture_of_it(page, tmp_path):
@@ -279,8 +301,8 @@ def test_words_can_be_read_on_every_colour(page, dark):
 
 
 def test_an_export_works_alone(browser, page, reading, expected, tmp_path):
-    traces = [reading.trace(policy, 0.2) for policy in ("recent", "h2o")]
-    choice = {**CHOICE, "policies": ["recent", "h2o"], "budgets": [0.2], "text": ""}
+    traces = [reading.trace(policy, "20%") for policy in ("recent", "h2o")]
+    choice = {**CHOICE, "policies": ["recent", "h2o"], "budgets": ["20%"], "text": ""}
     path = tmp_path / "kept.html"
     content = {"choice": choice, "reading": reading.describe(), "traces": traces}
     path.write_text(build_page(content), encoding="utf-8")

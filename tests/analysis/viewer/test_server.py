@@ -9,6 +9,7 @@ import pytest
 
 from h2okv.analysis.viewer.reading import Desk, Reader, export_content
 from h2okv.analysis.viewer.server import HOST, build_page, make_server
+from h2okv.cli.args import parse_cache
 
 
 class LetterTokenizer:
@@ -26,12 +27,12 @@ class LetterTokenizer:
 
 
 TEXT = "some words and some more words"
-CHOICE = {"policies": ["h2o", "recent"], "budgets": [0.2], "policy": "h2o", "text": "</script>"}
+CHOICE = {"policies": ["h2o", "recent"], "budgets": ["20%"], "policy": "h2o", "text": "</script>"}
 
 
 @pytest.fixture(scope="module")
 def reader(model):
-    return Reader(model, LetterTokenizer(), "tiny", 512, 300)
+    return Reader(model, LetterTokenizer(), "tiny", 512, 300, parse_cache)
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +73,22 @@ def test_a_text_and_its_trace(port):
     assert status == 200
     assert len(reading["tokens"]) == 34 and reading["given"] == 30
     assert (reading["layers"], reading["heads"]) == ([0, 1], 2)
-    status, _, answer = ask(port, "GET", f"/api/trace?text={reading['id']}&policy=h2o&share=0.2")
+    status, _, answer = ask(port, "GET", f"/api/trace?text={reading['id']}&policy=h2o&budget=20%25")
     trace = json.loads(answer)
     assert status == 200
     assert (trace["heavy"], trace["recent"], len(trace["next"])) == (3, 3, 34)
-    again = ask(port, "GET", f"/api/trace?text={reading['id']}&policy=h2o&share=0.2")[2]
+    again = ask(port, "GET", f"/api/trace?text={reading['id']}&policy=h2o&budget=20%25")[2]
     assert again == answer
 
 
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [
-        ("text=999&policy=h2o&share=0.2", "not held any more"),
-        ("text=ID&policy=h3o&share=0.2", "did you mean h2o"),
-        ("text=ID&policy=h2o&share=0", "above 0"),
-        ("text=ID&policy=h2o&share=nan", "above 0"),
-        ("policy=h2o", "needs text, policy and share"),
+        ("text=999&policy=h2o&budget=20%25", "not held any more"),
+        ("text=ID&policy=h3o&budget=20%25", "did you mean h2o"),
+        ("text=ID&policy=h2o&budget=0.0", "above 0"),
+        ("text=ID&policy=h2o&budget=nan", "is not an amount"),
+        ("policy=h2o", "needs text, policy and budget"),
     ],
 )
 def test_a_bad_trace_is_a_sentence(port, query, sentence):
@@ -148,12 +149,12 @@ def test_a_taken_port_is_refused(reader):
 
 
 def test_an_export_holds_what_was_asked_for_and_a_full_cache_once(reader):
-    choice = {"policies": ["h2o", "full"], "budgets": [0.5, 0.2], "text": TEXT, "new_tokens": 0}
+    choice = {"policies": ["h2o", "full"], "budgets": ["50%", "6"], "text": TEXT, "new_tokens": 0}
     told = []
     content = export_content(reader, choice, lambda label, done: told.append((label, done)))
-    runs = [(trace["policy"], trace["share"]) for trace in content["traces"]]
-    assert runs == [("h2o", 0.5), ("h2o", 0.2), ("full", 0.5)]
-    assert list(dict.fromkeys(label for label, _ in told)) == ["h2o 50%", "h2o 20%", "full"]
+    runs = [(trace["policy"], trace["budget"]) for trace in content["traces"]]
+    assert runs == [("h2o", "50%"), ("h2o", "6"), ("full", "50%")]
+    assert list(dict.fromkeys(label for label, _ in told)) == ["h2o 50%", "h2o 6", "full"]
     done = [fraction for _, fraction in told]
     assert done == sorted(done) and done[0] == 0 and done[-1] < 1
 
@@ -161,8 +162,8 @@ def test_an_export_holds_what_was_asked_for_and_a_full_cache_once(reader):
 def test_a_full_cache_is_followed_once_whatever_the_budget(port):
     _, reading = read(port, TEXT)
     answers = [
-        ask(port, "GET", f"/api/trace?text={reading['id']}&policy=full&share={share}")[2]
-        for share in (0.2, 0.1)
+        ask(port, "GET", f"/api/trace?text={reading['id']}&policy=full&budget={budget}")[2]
+        for budget in ("20%25", "10")
     ]
     assert answers[0] == answers[1]
 

@@ -12,14 +12,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads
-from h2okv.analysis.eviction_trace import Trace, follow, split_budget
+from h2okv.analysis.attention_stats import (
+    Tick,
+    full_attention_layers,
+    no_tick,
+    num_kv_heads,
+    of_layers,
+    strongest_queries,
+)
+from h2okv.analysis.eviction_trace import Trace, follow
 from h2okv.analysis.study import make_sample, token_pieces
-from h2okv.config import TokenBudget
+from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import get_policy
 
 RECORDED = 48
 """Steps whose scores are sent; the page draws a line between two of them."""
+_ARROWS = 3
+"""Arrows from a token to those that looked at it."""
+_NOBODY = 65_535
 LOWEST_SCORE = 0.01
 """A score at or below this is sent as 0 (no attention worth a colour)."""
 _LEVELS = 254
@@ -78,6 +88,8 @@ LEAST_TOKENS = 8
 MOST_TOKENS = 65_000
 """Positions travel as 16 bits."""
 _READ_AT_ONCE = 64
+_MOST_STEPS = 320
+"""Longer texts are read in blocks, and so evicted from after every few tokens."""
 _KEPT_READINGS, _KEPT_TRACES = 4, 24
 
 
@@ -99,8 +111,10 @@ class Reader:
         name: str,
         context: int | None,
         max_tokens: int,
+        make_cache: Callable[[str, str], CacheConfig],
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.make_cache = make_cache  # of a policy and a budget, as the user says them
         self.max_tokens = min(max_tokens, context or MOST_TOKENS, MOST_TOKENS)
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
@@ -132,6 +146,9 @@ class Reading:
         query_heads = model.config.get_text_config(decoder=True).num_attention_heads
         # The most that an entry can ever receive: all of every query of its group.
         self.highest = float(self.length * query_heads // self.heads)
+        looked = of_layers(model, input_ids, lambda layer: strongest_queries(layer, _ARROWS))
+        queries = np.stack(list(looked.values()))
+        self.readers = _blob(np.where(queries < 0, _NOBODY, queries).astype("<u2"))
 
     def describe(self) -> dict[str, Any]:
         """Returns what the page must know besides the traces, as a JSON object."""
@@ -143,29 +160,30 @@ class Reading:
             "heads": self.heads,
             "lowest": LOWEST_SCORE,
             "highest": self.highest,
+            # uint16 [L, H, T, 3]: with full attention, the later tokens that look most at each.
+            "readers": self.readers,
         }
 
-    def trace(self, policy: str, share: float, tick: Tick = no_tick) -> dict[str, Any]:
+    def trace(self, policy: str, budget: str, tick: Tick = no_tick) -> dict[str, Any]:
         """Follows a policy through the text; see `pack_trace`."""
-        if not 0 < share <= 1:
-            raise ValueError(
-                f"a budget of {share:g} is no fraction of the text; give a number above 0 and up"
-                " to 1."
-            )
-        budget = split_budget(max(2, int(share * self.length + 1e-6)))
+        config = self.reader.make_cache(policy, budget)
+        tokens = config.budget.resolve(self.length)
+        block = -(-self.length // _MOST_STEPS)
         trace = follow(
             self.reader.model,
             self.input_ids,
-            policy,
-            budget,
-            first=min(budget.total, _READ_AT_ONCE),
+            config.policy,
+            tokens,
+            first=min(tokens.total, _READ_AT_ONCE),
             recorded=min(RECORDED, self.length),
             tick=tick,
+            block=block,
         )
         following = token_pieces(self.reader.tokenizer, trace.next_tokens.clip(min=0).tolist())
-        parts = get_policy(policy).allocate_budget(budget)
-        packed = pack_trace(trace, policy, parts, following, self.highest)
-        return {**packed, "share": share, "full_bytes": int(trace.full_bytes[-1])}
+        parts = get_policy(config.policy).allocate_budget(tokens)
+        packed = pack_trace(trace, config.policy, parts, following, self.highest)
+        told = {"budget": budget, "block": block, "full_bytes": int(trace.full_bytes[-1])}
+        return {**packed, **told}
 
 
 class Desk:
@@ -176,7 +194,7 @@ class Desk:
         self.progress = 0.0
         self._lock = threading.Lock()
         self._readings: dict[int, Reading] = {}
-        self._traces: dict[tuple[int, str, float], dict[str, Any]] = {}
+        self._traces: dict[tuple[int, str, str], dict[str, Any]] = {}
         self._count = 0
 
     def read(self, body: Any) -> dict[str, Any]:
@@ -192,21 +210,21 @@ class Desk:
             return {"id": self._count, **reading.describe()}
 
     def trace(self, query: dict[str, str]) -> dict[str, Any]:
-        """Follows a policy: ``text`` (a number from `read`), ``policy`` and ``share``."""
+        """Follows a policy: ``text`` (a number from `read`), ``policy`` and ``budget``."""
         try:
-            number, policy, share = int(query["text"]), query["policy"], float(query["share"])
+            number, policy, budget = int(query["text"]), query["policy"], query["budget"]
         except (KeyError, ValueError) as error:
-            raise ValueError("a trace needs text, policy and share.") from error
+            raise ValueError("a trace needs text, policy and budget.") from error
         with self._lock:
             reading = self._readings.get(number)
             if reading is None:
                 raise ValueError("this text is not held any more; read it again.")
             # A cache that keeps everything has no budget.
-            key = (number, policy, 1.0 if policy == "full" else share)
+            key = (number, policy, "full" if policy == "full" else budget)
             found = self._traces.pop(key, None)
             if found is None:
                 self._note(0.0)
-                found = reading.trace(policy, share, self._note)
+                found = reading.trace(policy, budget, self._note)
             _keep(self._traces, key, found, _KEPT_TRACES)
             return found
 
@@ -231,19 +249,19 @@ def export_content(
     ``report`` is told what runs and how much is done, from 0 to 1.
     """
     runs = [
-        (policy, share)
+        (policy, budget)
         for policy in choice["policies"]
         # A cache that keeps everything has no budget, and is followed once.
-        for share in (choice["budgets"][:1] if policy == "full" else choice["budgets"])
+        for budget in (choice["budgets"][:1] if policy == "full" else choice["budgets"])
     ]
     reading = reader.read(choice["text"], choice["new_tokens"])
     traces = []
-    for place, (policy, share) in enumerate(runs):
-        label = policy if policy == "full" else f"{policy} {100 * share:g}%"
+    for place, (policy, budget) in enumerate(runs):
+        label = policy if policy == "full" else f"{policy} {budget}"
 
         def tick(part: float, place: int = place, label: str = label) -> None:
             report(label, (place + part) / len(runs))
 
         tick(0.0)
-        traces.append(reading.trace(policy, share, tick))
+        traces.append(reading.trace(policy, budget, tick))
     return {"choice": {**choice, "text": ""}, "reading": reading.describe(), "traces": traces}

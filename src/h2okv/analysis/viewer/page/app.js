@@ -44,6 +44,7 @@ class View {
 
   async show(reading) {
     this.reading = reading;
+    this.readers = new Uint16Array((await unpack(reading.readers)).buffer);
     const words = `${reading.tokens.length} tokens`;
     const added = reading.tokens.length - reading.given;
     byId("about").textContent =
@@ -56,7 +57,7 @@ class View {
     for (const pane of this.panes) pane.write(reading, this.choice);
     this.panes[0].policy.value = this.choice.policy;
     this.panes[1].policy.value = this.choice.beside || this.choice.other;
-    [this.panes[0].share, this.panes[1].share] = [this.choice.budgets[0], this.choice.budgets[0]];
+    for (const pane of this.panes) [pane.budget.value] = this.choice.budgets;
     this.step = Math.min(reading.tokens.length - 1, Math.floor(reading.tokens.length / 2));
     byId("viewer").hidden = false;
     await this.arrange();
@@ -80,11 +81,10 @@ class View {
   async load(panes) {
     await this.busy("Following the policy", async () => {
       for (const pane of panes) {
-        const { share } = pane;
-        const wanted = pane.policy.value;
-        const trace = await this.source.trace(this.reading, wanted, share);
+        const [wanted, budget] = [pane.policy.value, pane.budget.value.trim()];
+        const trace = await this.source.trace(this.reading, wanted, budget);
         // Whoever chose again meanwhile gets the later choice.
-        if (pane.policy.value === wanted && pane.share === share) pane.trace = trace;
+        if (pane.policy.value === wanted && pane.budget.value.trim() === budget) pane.trace = trace;
       }
       await this.openLayer();
     });
@@ -106,6 +106,13 @@ class View {
     }
     byId("ramp-low").textContent = (this.top / 1000).toPrecision(2);
     byId("ramp-high").textContent = this.top.toPrecision(3);
+  }
+
+  // The later tokens that look most at one, by this head and with full attention; 65,535: none.
+  readersOf(token) {
+    const { heads, tokens } = this.reading;
+    const start = ((this.layer * heads + this.head) * tokens.length + token) * 3;
+    return [...this.readers.subarray(start, start + 3)].filter((query) => query < 65535);
   }
 
   // Ten levels over three powers of ten.
@@ -189,15 +196,15 @@ class View {
   save() {
     const packed = [...this.source.open.values()].map((trace) => trace.packed);
     const budgeted = packed.filter((trace) => trace.policy !== "full");
-    const shares = [...new Set((budgeted.length ? budgeted : packed).map((trace) => trace.share))];
+    const budgets = [...new Set((budgeted.length ? budgeted : packed).map((t) => t.budget))];
     const policies = [...new Set(packed.map((trace) => trace.policy))];
     const complete = policies.every((policy) =>
-      shares.every((share) => packed.some((t) => isTrace(t, policy, share))));
+      budgets.every((budget) => packed.some((t) => isTrace(t, policy, budget))));
     const choice = {
       ...this.choice,
       // Only what is in the file can be chosen in it.
       policies: complete ? policies : [this.panes[0].policy.value],
-      budgets: complete ? shares : [this.panes[0].share],
+      budgets: complete ? budgets : [this.panes[0].budget.value],
       policy: this.panes[0].policy.value,
       other: complete ? this.panes[1].policy.value : this.panes[0].policy.value,
       beside: byId("beside").checked && complete ? this.panes[1].policy.value : "",

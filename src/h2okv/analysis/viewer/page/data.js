@@ -96,8 +96,8 @@ class Trace {
 }
 
 // Whether a packed trace is that of a policy and budget; a full cache has no budget.
-function isTrace(packed, policy, share) {
-  return packed.policy === policy && (policy === "full" || packed.share === share);
+function isTrace(packed, policy, budget) {
+  return packed.policy === policy && (policy === "full" || packed.budget === budget);
 }
 
 // Where traces come from: the page itself (an export), or the server on this machine.
@@ -121,14 +121,14 @@ class Source {
     return this.ask("api/text", { method: "POST", body });
   }
 
-  async trace(reading, policy, share) {
-    const key = policy === "full" ? policy : `${policy} ${share}`;
+  async trace(reading, policy, budget) {
+    const key = policy === "full" ? policy : `${policy} ${budget}`;
     if (!this.open.has(key)) {
       let packed;
       if (this.isExport) {
-        packed = this.content.traces.find((t) => isTrace(t, policy, share));
+        packed = this.content.traces.find((t) => isTrace(t, policy, budget));
       } else {
-        const query = new URLSearchParams({ text: reading.id, policy, share });
+        const query = new URLSearchParams({ text: reading.id, policy, budget });
         packed = await this.ask(`api/trace?${query}`);
       }
       this.open.set(key, await Trace.open(packed, reading));

@@ -16,19 +16,27 @@ class HeadMap {
 
   // Painted when the page has a moment: with all heads of a large model it takes longer than text.
   paint(trace) {
+    this.fit(trace);
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.draw(trace), 30);
+  }
+
+  // Its size at once, so that the text below does not move; a new size clears it.
+  fit({ length }) {
+    const { view, canvas } = this;
+    const rows = view.reading.layers.length * view.reading.heads;
+    const height = Math.max(1, Math.min(8, Math.floor(240 / rows)));
+    const width = Math.min(length, 1000);
+    if (canvas.width !== width) canvas.width = width;
+    if (canvas.height !== rows * height) canvas.height = rows * height;
+    return { rows, height, width };
   }
 
   draw(trace) {
     const { view, canvas } = this;
     const { step } = view;
     const { length, gone } = trace;
-    const rows = view.reading.layers.length * view.reading.heads;
-    const height = Math.max(1, Math.min(8, Math.floor(240 / rows)));
-    const width = Math.min(length, 1000);
-    canvas.width = width;
-    canvas.height = rows * height;
+    const { rows, height, width } = this.fit(trace);
     const context = canvas.getContext("2d");
     const image = context.createImageData(width, rows * height);
     const pixels = new Uint32Array(image.data.buffer);

@@ -8,10 +8,6 @@ function inKiB(bytes) {
   return kib < 1024 ? `${kib.toFixed(0)} KiB` : `${(kib / 1024).toFixed(2)} MiB`;
 }
 
-function inPercent(share) {
-  return String(+(100 * share).toFixed(3));
-}
-
 function shown(piece) {
   return piece.trim() ? `“${piece.trim()}”` : "a space or line end";
 }
@@ -26,9 +22,9 @@ class Pane {
     this.budget = this.root.querySelector(".budget");
     if (!view.source.isExport) {
       this.budget = Object.assign(document.createElement("input"), {
-        type: "number", className: "budget", min: 0.1, max: 100, step: "any",
+        type: "text", className: "budget", size: 7, title: "Tokens (512), part of the text (20%)",
       });
-      this.root.querySelector(".budget").replaceWith(this.budget, " %");
+      this.root.querySelector(".budget").replaceWith(this.budget);
     }
     this.map = new HeadMap(this.root.querySelector(".map"), view);
     this.trace = null;
@@ -42,21 +38,12 @@ class Pane {
     this.tokens.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  // The budget as a share of the text.
-  get share() {
-    const value = Number(this.budget.value);
-    return this.view.source.isExport ? value : value / 100;
-  }
-
-  set share(share) {
-    this.budget.value = this.view.source.isExport ? String(share) : inPercent(share);
-  }
-
   write(reading, choice) {
     fill(this.policy, choice.policies.map((name) => [name, name]), this.policy.value);
     // An export holds some budgets; otherwise any can be asked for.
-    const shares = choice.budgets.map((share) => [String(share), `${inPercent(share)} %`]);
-    if (this.view.source.isExport) fill(this.budget, shares, this.budget.value);
+    if (this.view.source.isExport) {
+      fill(this.budget, choice.budgets.map((text) => [text, text]), this.budget.value);
+    }
     this.tokens.setAttribute("aria-label", `Text ${this.place + 1}; arrows choose a token`);
     this.spans = reading.tokens.map((piece, index) => {
       const span = document.createElement("span");
@@ -121,7 +108,35 @@ class Pane {
     this.follow(this.spans[step]);
     this.tell(counts);
     this.map.paint(trace);
+    this.drawArrows();
     if (this.chosen !== null) this.describe();
+  }
+
+  // From the chosen token to those that look at it; as wide as the text and scrolled with it.
+  drawArrows() {
+    this.arrows?.remove();
+    const readers = this.chosen === null ? [] : this.view.readersOf(this.chosen);
+    const drawn = readers.filter((query) => query <= this.view.step);
+    if (!drawn.length) return;
+    const { tokens } = this;
+    const box = tokens.getBoundingClientRect();
+    const middle = (span) => {
+      const own = span.getBoundingClientRect();
+      return [(own.left + own.right) / 2 - box.left, own.top - box.top + tokens.scrollTop];
+    };
+    const [x, y] = middle(this.spans[this.chosen]);
+    const paths = drawn.map((query) => {
+      const [toX, toY] = middle(this.spans[query]);
+      const lift = Math.min(y, toY) - 26;
+      return `<path d="M${x} ${y} C${x} ${lift} ${toX} ${lift} ${toX} ${toY}"/>`;
+    });
+    this.arrows = document.createElement("div");
+    this.arrows.className = "arrows";
+    this.arrows.innerHTML =
+      `<svg width="100%" height="${tokens.scrollHeight - 12}" aria-hidden="true"><defs>` +
+      '<marker id="tip" markerWidth="7" markerHeight="6" refX="6" refY="3" orient="auto">' +
+      `<path d="M0 0L7 3L0 6"/></marker></defs>${paths.join("")}</svg>`;
+    tokens.append(this.arrows);
   }
 
   tell(counts) {
@@ -140,7 +155,8 @@ class Pane {
     const budget = packed.policy === "full"
       ? "keeps everything"
       : `budget ${packed.sink + packed.heavy + packed.recent} = ` +
-        `${packed.sink} sink + ${packed.heavy} heavy + ${packed.recent} recent`;
+        `${packed.sink} sink + ${packed.heavy} heavy + ${packed.recent} recent` +
+        `${packed.block > 1 ? `; evicts after every ${packed.block} tokens` : ""}`;
     this.root.querySelector(".counts").textContent =
       `Held by this head: ${counts.held} of ${step + 1} tokens` +
       `${counts.leaving ? `, ${counts.leaving} evicted now` : ""} (${budget}).`;
@@ -179,12 +195,15 @@ class Pane {
       if (chosen <= step && trace.gone[i * trace.length + chosen] > step + 1) holding += 1;
     }
     const score = trace.scorer(layer, head, step)(chosen);
+    const readers = view.readersOf(chosen).filter((query) => query <= step);
+    const asked = readers.map((query) => `${shown(view.reading.tokens[query])} (${query + 1})`);
     const fate = gone > trace.length ? "held to the end" : `evicted at step ${gone}`;
     document.getElementById("detail").textContent =
       `Token ${chosen + 1}, ${shown(view.reading.tokens[chosen])}, with ${trace.packed.policy}: ` +
       (chosen > step
         ? "not read yet."
-        : `score ${score.toFixed(2)}; this head: ${fate}; ${holding} of ${heads} heads hold it.`);
+        : `score ${score.toFixed(2)}; this head: ${fate}; ${holding} of ${heads} heads hold it.` +
+          (asked.length ? ` Looked at most by ${asked.join(", ")}.` : ""));
   }
 
   onKey(event) {
