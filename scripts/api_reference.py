@@ -12,8 +12,8 @@ import h2okv
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 HEAD = """# API reference
 
-What `import h2okv` gives, made from the docstrings by `python scripts/api_reference.py`. The pages on
-[policies](policies.md), [positions](positions.md) and the [engine](engine.md) say more.
+What `import h2okv` gives, made from the docstrings by `python scripts/api_reference.py`. The pages
+on [policies](policies.md), [positions](positions.md) and the [engine](engine.md) say more.
 """
 LISTS = ("Args", "Attributes", "Raises")
 SECTIONS = (*LISTS, "Returns", "Yields", "Example", "Examples")

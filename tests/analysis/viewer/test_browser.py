@@ -158,7 +158,7 @@ def test_two_policies_side_by_side(page, reading, expected):
         "(() => { const b = view.panes[1].budget; b.value = '10%';"
         "b.dispatchEvent(new Event('change')); })()"
     )
-    page.wait("view.panes[1].trace.packed.budget === '10%'")
+    page.wait("view.panes[1].trace.packed.budget === '10%' && !message()")
     assert page.run("kept(1)") == expected("recent", last, 1, 0, share=0.1)
 
 
