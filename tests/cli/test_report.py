@@ -1,8 +1,8 @@
 import pytest
 
-from h2okv.chat.generation import Agreement, Generation
+from h2okv.chat.generation import Agreement, Comparison, Generation
 from h2okv.cli.generate import (
-    agreement_text,
+    comparison_table,
     few_entries_note,
     summary_line,
 )
@@ -38,9 +38,15 @@ def test_agreement(tokens, others, expected):
     assert Agreement.of(tokens, others) == expected
 
 
-def test_agreement_text_counts_from_one():
-    assert agreement_text(Agreement(3, 2, 1)) == "2 of 3 (first difference at token 2)"
-    assert agreement_text(Agreement(3, 3, None)) == "3 of 3"
+def test_a_table_of_three_caches_fits_a_terminal_and_counts_from_one():
+    labels = ("full cache", "h2o, 20%", "recent, 20%")
+    agreements = {labels[1]: Agreement(3, 2, 1, 2), labels[2]: Agreement(3, 3, None, 3)}
+    found = Comparison({label: make_generation() for label in labels}, agreements)
+    lines = comparison_table(found).splitlines()
+    assert max(map(len, lines)) <= 100
+    words = [line.split() for line in lines]
+    assert ["tokens", "that", "agree", *["2", "of", "3"], *["3", "of", "3"]] in words
+    assert ["first", "token", "that", "differs", "2", "-"] in words
 
 
 def test_summary_line():

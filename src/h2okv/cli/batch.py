@@ -255,7 +255,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     names["file"] = "in a file"
     layers = ", ".join(f"{n} {names[place]}" for place, n in chosen.placement.counts().items())
     caches = [f"{100 * own:.0f} % {names[place]}" for place, own in chosen.cache_placement.items()]
-    gemm = [f"{_number(rate / 1e9)} GFLOP/s at {n} rows" for n, rate in hardware.gemm]
+    gemm = [f"{_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),
         ("keys and values", ", ".join(caches)),
@@ -270,7 +270,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
         ("", ""),
         ("measured: disk", f"{hardware.disk / 1e9:.2f} GB/s"),
         ("memory", f"{hardware.memory / 1e9:.2f} GB/s"),
-        ("matrix products", ", ".join(gemm)),
+        ("matrix products", f"{', '.join(gemm)} GFLOP/s (of so many rows)"),
         ("overhead", f"{1e3 * hardware.layer_seconds:.2f} ms for each layer"),
         ("", ""),
         ("decode step: weights", f"{step['weights']:.3f} s"),

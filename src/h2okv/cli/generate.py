@@ -28,7 +28,7 @@ from h2okv.records import decode_text
 if TYPE_CHECKING:
     import torch
 
-    from h2okv.chat.generation import Agreement, Comparison, Generation
+    from h2okv.chat.generation import Comparison, Generation
     from h2okv.integration.loading import Described
 
 _FEW_TOKENS = 32
@@ -253,20 +253,16 @@ def comparison_table(found: Comparison) -> str:
     }
     rows = [(name, *(cell(found.runs[label]) for label in labels)) for name, cell in cells.items()]
     agreements = list(found.agreements.values())
-    rows.append(("tokens that agree", "", *map(agreement_text, agreements)))
+    equal = (f"{own.equal} of {own.compared}" for own in agreements)
+    rows.append(("tokens that agree", "", *equal))
+    firsts = ("-" if own.first_difference is None else str(own.first_difference + 1)
+              for own in agreements)  # fmt: skip
+    rows.append(("first token that differs", "", *firsts))
     if any(own.same_next_token is not None for own in agreements):
         count = len(found.runs[FULL].token_ids)
         same = (f"{own.same_next_token} of {count}" for own in agreements)
-        rows.append(("same next token after the full cache's text", "", *same))
+        rows.append(("same next token on the full cache's text", "", *same))
     return format_table(("", *labels), rows, left=("",))
-
-
-def agreement_text(agreement: Agreement) -> str:
-    """Says in words how far two runs agree."""
-    text = f"{agreement.equal} of {agreement.compared}"
-    if agreement.first_difference is None:
-        return text
-    return f"{text} (first difference at token {agreement.first_difference + 1})"
 
 
 def _settings(job: Any, cache: CacheConfig) -> dict[str, Any]:
