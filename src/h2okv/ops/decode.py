@@ -214,13 +214,13 @@ def protected_entries(
     Returns:
         bool ``[B, H, N]``.
     """
-    limit: Any = newest - recent
-    # A number where it can be had for nothing; else of the positions' own dtype, as a comparison
+    # Numbers where they can be had for nothing; else of the positions' own dtype, as a comparison
     # across dtypes converts the large side.
-    if _is_number(limit):
-        limit = int(limit)
+    limit: Any
+    if _is_number(newest) and _is_number(recent):
+        limit = int(newest) - int(recent)
     else:
-        limit = limit.to(positions.dtype)
+        limit = (newest - recent).to(positions.dtype)
     protected = positions > limit
     if sink is not None:
         protected |= positions < sink.to(positions.dtype)
