@@ -195,7 +195,7 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
     figure = new_figure(8, 5)
     axes = figure.subplots()
     axes.set_title(title)
-    ordered = sorted(rows, key=lambda row: row["bytes_fraction"])
+    ordered = sorted(rows, key=lambda row: (row["bytes_fraction"], row["kl"]))
     points = [(100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in ordered]
     best = [point for n, point in enumerate(points) if all(point[1] < p[1] for p in points[:n])]
     axes.plot(*zip(*best, strict=True), color=_GREY, linewidth=5, alpha=0.3, label="Pareto")
