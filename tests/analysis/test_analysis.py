@@ -87,9 +87,10 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 def test_the_report_is_one_page_with_all_figures(folder):
     assert write_report(folder) == []
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("<img ") == 13 == len(list(folder.glob("*.png")))
+    # Three of them stand beside the summary too.
+    assert page.count("<img ") == 13 + 3 and len(list(folder.glob("*.png"))) == 13
     assert "nan" not in re.sub(r'src="[^"]*"', "", page)
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
     assert "http" not in re.sub(r'src="[^"]*"', "", page)
     # The same tables give the same figures.
     first = (folder / "ablation.png").read_bytes()
@@ -100,7 +101,8 @@ def test_the_report_is_one_page_with_all_figures(folder):
 def test_the_report_begins_with_what_the_paper_found(folder):
     write_report(folder)
     page = (folder / "report.html").read_text(encoding="utf-8")
-    head = page[: page.index("<section>")]
+    head = page[: page.index("<section ")]
+    assert re.findall(r'<a href="#(\w+)"><img ', head) == ["ablation", "policies", "ranks"]
     assert "<th>What the paper found</th><th>What this model does</th><th>Verdict</th>" in head
     verdicts = re.findall(r"<td>(agrees|in part|differs)</td></tr>", head)
     assert len(verdicts) == len(FINDINGS) == head.count("<tr><td>")

@@ -28,7 +28,7 @@ def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tm
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
     assert (done.code, done.out) == (0, f"{out / 'report.html'}\n"), done.err
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count("<img ") == 12
+    assert page.count("<img ") == 12 + 3
     assert "Not measured: Neurons (--neurons)." in page
     tables = {table for m in MEASUREMENTS if not m.is_option for table in m.tables}
     assert {path.stem for path in out.glob("*.csv")} == tables
@@ -39,7 +39,7 @@ def test_quick_tells_what_full_attention_tells(h2okv_command, model_folder, text
         "analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path, "--quick"
     )
     assert done.code == 0, done.err
-    tables = {table for m in MEASUREMENTS if m.is_quick for table in m.tables}
+    tables = {table for m in MEASUREMENTS if m.quick for table in m.tables}
     assert {path.stem for path in tmp_path.glob("*.csv")} == tables
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Policies by budget (--only policies, --only retention)" in page

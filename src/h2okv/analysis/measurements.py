@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,14 +40,14 @@ class Measurement:
     """A measurement and the tables that it gives.
 
     ``name`` is what `--only` and the progress bar call it, ``tables`` are the names of the CSV
-    files, without ending, and ``run`` computes them. A quick one looks at full attention alone; an
-    option runs only when asked for.
+    files, without ending, and ``run`` computes them. Those with a quick way of their own look at
+    full attention alone; an option runs only when asked for.
     """
 
     name: str
     tables: tuple[str, ...]
     run: Callable[[Study, Tick], Tables]
-    is_quick: bool = False
+    quick: Callable[[Study, Tick], Tables] | None = None
     is_option: bool = False
 
 
@@ -164,7 +164,7 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     return {"word_scores": table, "cooccurrence": rows}
 
 
-def measure_ablation(study: Study, tick: Tick = no_tick) -> Tables:
+def measure_ablation(study: Study, tick: Tick = no_tick, seeds: int = _SEEDS) -> Tables:
     """Perplexity with heavy hitters hidden, with random tokens hidden, with only them kept."""
     scores = study.accumulated().sum(axis=2)
     base = study.dense_losses()
@@ -173,7 +173,7 @@ def measure_ablation(study: Study, tick: Tick = no_tick) -> Tables:
         count = study.tokens(share)
         heavy = heaviest(scores, count)
         runs += [("heavy hidden", share, 0, heavy), ("only heavy kept", share, 0, ~heavy)]
-        for seed in range(_SEEDS):
+        for seed in range(seeds):
             chosen = drawn(scores.shape, count, seed)
             runs += [("random hidden", share, seed, chosen)]
             runs += [("only random kept", share, seed, ~chosen)]
@@ -294,13 +294,19 @@ def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
 
 
 MEASUREMENTS = (
-    Measurement("sparsity", ("sparsity",), measure_sparsity, is_quick=True),
+    Measurement("sparsity", ("sparsity",), measure_sparsity, measure_sparsity),
     Measurement(
-        "scores", ("token_scores", "score_ranks", "power_law"), measure_accumulation, is_quick=True
+        "scores",
+        ("token_scores", "score_ranks", "power_law"),
+        measure_accumulation,
+        measure_accumulation,
     ),
-    Measurement("words", ("word_scores", "cooccurrence"), measure_cooccurrence, is_quick=True),
-    Measurement("sinks", ("sinks",), measure_sinks, is_quick=True),
-    Measurement("ablation", ("ablation",), measure_ablation, is_quick=True),
+    Measurement(
+        "words", ("word_scores", "cooccurrence"), measure_cooccurrence, measure_cooccurrence
+    ),
+    Measurement("sinks", ("sinks",), measure_sinks, measure_sinks),
+    # A draw of random tokens costs a pass over the text for each line of the table.
+    Measurement("ablation", ("ablation",), measure_ablation, partial(measure_ablation, seeds=1)),
     Measurement("policies", ("perplexity",), measure_policies),
     Measurement("predicted", ("local_global",), measure_local_and_global),
     Measurement("retention", ("retention",), measure_retention),
@@ -328,10 +334,11 @@ def choose_measurements(
         raise ValueError("--only and --quick both choose measurements; give one of them")
     wanted = set(only) or {m.name for m in MEASUREMENTS if not m.is_option}
     if quick:
-        wanted = {m.name for m in MEASUREMENTS if m.is_quick}
+        wanted = {m.name for m in MEASUREMENTS if m.quick}
     if neurons:
         wanted |= {m.name for m in MEASUREMENTS if m.is_option}
-    return tuple(measurement for measurement in MEASUREMENTS if measurement.name in wanted)
+    chosen = (measurement for measurement in MEASUREMENTS if measurement.name in wanted)
+    return tuple(replace(m, run=m.quick) if quick and m.quick else m for m in chosen)
 
 
 def is_finished(folder: Path, measurement: Measurement) -> bool:

@@ -296,14 +296,18 @@ SECTIONS = (
 )  # fmt: skip
 
 REPORT_FILE = "report.html"
+_FIRST = ("ablation", "policies", "ranks", "sinks", "sparsity")
+"""Of these the first three that there are stand beside the summary."""
 
 _CSS = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; background: #fff; }
 section { margin-bottom: 3rem; } small, .missing { opacity: .8; } h1, h2 { line-height: 1.2; }
 table { border-collapse: collapse; } th, td { padding: .35rem .8rem .35rem 0; text-align: left;
   vertical-align: top; border-bottom: 1px solid #8886; } td:last-child { white-space: nowrap; }
+thead + tbody td { font-size: .9rem; } .first { display: flex; gap: 1rem; margin: 1rem 0; }
+.first a { flex: 1 1 0; min-width: 0; } @media (max-width: 40rem) { .first { display: block; } }
 """
 
 
@@ -316,7 +320,7 @@ def write_report(folder: Path) -> list[str]:
         for name in sorted(names)
         if (folder / f"{name}.csv").is_file()
     }
-    parts, missing, lacking = "", [], []
+    parts, missing, lacking, pictures = "", [], [], {}
     for section in SECTIONS:
         absent = set(section.tables) - tables.keys()
         if absent:
@@ -332,7 +336,8 @@ def write_report(folder: Path) -> list[str]:
         # Without a date or a version, so that the same tables give the same file.
         section.draw(tables).savefig(picture, format="png", metadata={"Software": None})
         (folder / f"{section.name}.png").write_bytes(picture.getvalue())
-        parts += _section(section, tables, picture.getvalue())
+        pictures[section.name] = _image(section, picture.getvalue())
+        parts += _section(section, tables, pictures[section.name])
     about = f"Model {settings['model']}, the first {settings['tokens']} tokens of the text."
     gaps = f"Not measured: {html.escape(', '.join(lacking))}."
     with atomic_write(folder / REPORT_FILE) as file:
@@ -340,27 +345,33 @@ def write_report(folder: Path) -> list[str]:
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width">'
             f"<title>What attention keeps</title><style>{_CSS}</style></head><body>"
-            f"<h1>What attention keeps</h1><p>{html.escape(about)}</p>{_summary(tables)}"
+            f"<h1>What attention keeps</h1><p>{html.escape(about)}</p>{_summary(tables, pictures)}"
             + (f'<p class="missing">{gaps}</p>' if lacking else "")
             + f"{parts}</body></html>\n"
         )
     return missing
 
 
-def _section(section: Section, tables: Tables, picture: bytes) -> str:
+def _image(section: Section, picture: bytes) -> str:
+    data = base64.b64encode(picture).decode("ascii")
+    return f'<img alt="{html.escape(section.about)}" src="data:image/png;base64,{data}">'
+
+
+def _section(section: Section, tables: Tables, image: str) -> str:
     told = html.escape(section.tell(tables)[0])
     told = f"{told[0].upper()}{told[1:]}."
-    data = base64.b64encode(picture).decode("ascii")
     files = ", ".join(f"{table}.csv" for table in section.tables)
     return (
-        f"<section><h2>{html.escape(section.title)}</h2><p>{html.escape(section.about)}</p>"
-        f'<p>{told}</p><figure><img alt="{told}" src="data:image/png;base64,{data}"></figure>'
+        f'<section id="{section.name}"><h2>{html.escape(section.title)}</h2>'
+        f"<p>{html.escape(section.about)}</p><p>{told}</p><figure>{image}</figure>"
         f"<small>{files}</small></section>"
     )
 
 
-def _summary(tables: Tables) -> str:
-    """The first screen: the paper's findings, this model's figures, and a verdict for each."""
+def _summary(tables: Tables, pictures: dict[str, str]) -> str:
+    """The first screen: the paper's findings, this model's figures, verdicts, three pictures."""
+    first = [name for name in _FIRST if name in pictures][:3]
+    row = "".join(f'<a href="#{name}">{pictures[name]}</a>' for name in first)
     lines, rules = "", []
     for section in filter(lambda section: section.paper, SECTIONS):
         told = section.tell(tables) if section.tables[0] in tables else ("not measured", "")
@@ -370,6 +381,7 @@ def _summary(tables: Tables) -> str:
     return (
         "<table><thead><tr><th>What the paper found</th><th>What this model does</th>"
         f"<th>Verdict</th></tr></thead><tbody>{lines}</tbody></table>"
+        f'<div class="first">{row}</div>'
         "<details><summary>When a verdict is &quot;agrees&quot;, and when &quot;in part&quot;"
         f"</summary><p><small>{html.escape('; '.join(rules))}.</small></p></details>"
     )

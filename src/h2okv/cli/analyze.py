@@ -17,17 +17,13 @@ if TYPE_CHECKING:
     from h2okv.analysis.measurements import Measurement
     from h2okv.analysis.viewer.reading import Reader
 
-_TOKENS, _QUICK_TOKENS = 1024, 512
-
 
 @args.model_options()
 def analyze(
     model: ModelOptions,
     out: Path = option(..., "The folder that the report is written to."),
     text: Path | None = TEXT,
-    tokens: int | None = option(
-        None, f"Tokens of the text ({_TOKENS}; with --quick {_QUICK_TOKENS})."
-    ),
+    tokens: int = option(1024, "Tokens of the text."),
     only: str = option("", "Only these measurements, comma-separated, such as sinks,ablation."),
     quick: bool = option(False, "Only full attention: no policies, no theorem.", "--quick"),
     neurons: bool = option(False, "Also count active neurons.", "--neurons"),
@@ -50,7 +46,6 @@ def analyze(
     from h2okv.analysis.score_stats import load_scipy
 
     chosen = measurements.choose_measurements(args.split_list(only), quick, neurons)
-    tokens = (_QUICK_TOKENS if quick else _TOKENS) if tokens is None else tokens
     check_least(study.LEAST_TOKENS, tokens=tokens)
     study.check_folder(out)
     # What is not installed shows before the long work, not in the middle of it.
