@@ -62,7 +62,7 @@ def _first_slots(rows: int, num_slots: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _first_slots_of(rows: int, num_slots: int) -> Tensor:
-    """The same for all layers of a step; an ordinary tensor, whatever mode the first caller is in."""
+    """For all layers of a step; an ordinary tensor, whatever mode the first caller is in."""
     with torch.inference_mode(False):
         return torch.arange(0, rows * num_slots, num_slots)
 
@@ -139,15 +139,13 @@ def _fuses(groups: int, device: torch.device) -> bool:
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
-def _logits(
-    query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks | None
-) -> Tensor:
+def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks | None) -> Tensor:
     """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32."""
-    if ranks is None and isinstance(keys, Tensor) and keys.dtype == query.dtype == torch.float32:
-        if not _fuses(query.shape[1], query.device):
-            # One operation for both; what is there to be added to does not count.
-            empty = query.new_empty(1, 1, 1)
-            return torch.baddbmm(empty, query, keys.transpose(1, 2), beta=0, alpha=scale)
+    is_fp32 = query.dtype == torch.float32 and not _fuses(query.shape[1], query.device)
+    if is_fp32 and ranks is None and isinstance(keys, Tensor) and keys.dtype == torch.float32:
+        # One operation for the product and the factor; what is added to does not count.
+        nothing = query.new_empty(1, 1, 1)
+        return torch.baddbmm(nothing, query, keys.transpose(1, 2), beta=0, alpha=scale)
     scaled = query.float() * scale
     if isinstance(keys, Indexed):
         assert ranks is None, "indexed keys come rotated"
