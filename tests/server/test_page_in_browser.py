@@ -1,7 +1,10 @@
 """The server's page in a real Chromium."""
 
 import importlib.util
+import json
 from pathlib import Path
+
+import pytest
 
 _FILE = Path(__file__).parents[1] / "analysis" / "viewer" / "conftest.py"
 _SPEC = importlib.util.spec_from_file_location("viewer_browser", _FILE)
@@ -9,65 +12,243 @@ _VIEWER = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_VIEWER)
 browser = _VIEWER.browser  # the fixture
 
+# In the window, for a `let` of the page cannot be reached from elsewhere.
+IDLE = "document.getElementById('stop').hidden"
+HELD = """(() => {
+  const found = {};
+  for (const [name, highlight] of CSS.highlights) {
+    found[name] = [...highlight].map((range) =>
+      range.startContainer.data.slice(range.startOffset, range.endOffset));
+  }
+  return found;
+})()"""
 
-def text(browser, name):
-    return browser.run(f"document.getElementById('{name}').textContent")
+
+def text(browser, selector):
+    return browser.run(f"document.querySelector({selector!r}).textContent")
+
+
+def click(browser, selector):
+    browser.run(f"document.querySelector({selector!r}).click()")
+
+
+def button(browser, words, which=-1):
+    browser.run(
+        f"[...document.querySelectorAll('button')].filter((one) => one.textContent === {words!r})"
+        f".at({which}).click()"
+    )
 
 
 def fill(browser, name, value):
-    browser.run(f"document.getElementById('{name}').value = {value!r}")
+    field = f"document.getElementById({name!r})"
+    browser.run(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('change'))")
 
 
-def click(browser, name):
-    browser.run(f"document.getElementById('{name}').click()")
+def say(browser, words):
+    browser.run("document.getElementById('prompt').focus()")
+    browser.call("Input.insertText", text=words)
+    browser.press("Enter")
 
 
-FINISHED = "!document.getElementById('go').disabled"
+def answers(browser):
+    return browser.run(
+        "[...document.querySelectorAll('.assistant .said')].map((one) => one.textContent)"
+    )
 
 
-def test_numbers_and_a_prompt_with_its_answer(browser, serve, fake, bundled_tokenizer):
-    served = serve(fake)
-    browser.open(served.address)
-    browser.wait("document.getElementById('numbers').children.length > 0")
-    assert text(browser, "model") == "fake" and "0 of 4" in text(browser, "numbers")
-    for chat in (False, True):
-        browser.run(f"document.getElementById('chat').checked = {str(chat).lower()}")
-        fill(browser, "prompt", "a bright <b>day</b>")
-        fill(browser, "tokens", "5")
-        click(browser, "go")
-        browser.wait(f"{FINISHED} && document.getElementById('took').textContent")
-        tokens, params, _ = fake.asked[-1]
-        expected = "".join(bundled_tokenizer.decode([token]) for token in tokens[1:6])
-        assert text(browser, "answer") == (expected.lstrip() if chat else expected)
-        assert params.temperature == 0 and "5 written" in text(browser, "took")
-    assert browser.run("getComputedStyle(document.body).maxWidth") != "none"  # the style applies
+@pytest.fixture
+def page(browser, serve, fake):
+    """The page of a server, with nothing remembered."""
+
+    def open_page(**options):
+        served = serve(fake, **options)
+        browser.open(served.address)
+        browser.run("localStorage.clear(); sessionStorage.clear()")
+        browser.open(served.address)
+        browser.wait("document.getElementById('model').textContent === 'fake' || !stats")
+        fill(browser, "max_tokens", "12")
+        return served
+
+    return open_page
+
+
+def test_a_conversation_with_its_history(browser, page, fake):
+    page()
+    assert browser.run("document.activeElement.id") == "prompt"
+    fill(browser, "system", "Be brief.")
+    fill(browser, "temperature", "0")
+    say(browser, "a bright <b>day</b>")
+    browser.wait(IDLE)
+    assert text(browser, ".user .said") == "a bright <b>day</b>"
+    assert fake.asked[-1][1].temperature == 0 and fake.asked[-1][1].max_tokens == 12
+    say(browser, "and a night")
+    browser.wait(f"{IDLE} && document.querySelectorAll('.assistant').length === 2")
+    read = fake.tokenizer.decode(list(fake.asked[-1][0]), skip_special_tokens=True)
+    first = answers(browser)[0]
+    assert read.startswith("Be brief.") and "day</b>\n\nAssistant: " in read
+    assert first.split()[0] in read and read.index("and a night") > read.index("bright")
+    # The page remembers it, and goes on from an earlier place.
+    browser.open(browser.run("location.href"))
+    browser.wait("stats")
+    assert answers(browser) == []
+    click(browser, "#open-chats")
+    assert browser.run("document.querySelector('#chats').matches(':modal')")
+    button(browser, "a bright <b>day</b>")
+    assert answers(browser)[0] == first and len(answers(browser)) == 2
+    button(browser, "Edit")
+    assert browser.run("document.getElementById('prompt').value") == "and a night"
+    assert len(answers(browser)) == 1
+    button(browser, "New chat")
+    assert answers(browser) == [] and not browser.run("document.getElementById('welcome').hidden")
+    click(browser, "#open-chats")
+    button(browser, "Delete")
+    assert text(browser, "#list") == ""
     assert browser.complaints() == []
 
 
-def test_stop_ends_a_request(browser, serve, fake):
+def test_colours_and_numbers_of_what_the_cache_holds(browser, page):
+    page()
+    say(browser, "one two three four five six seven eight")
+    browser.wait(IDLE)
+    assert "KV memory" in text(browser, ".assistant .note")
+    assert "a full cache would be" in text(browser, ".assistant .note")
+    held = browser.run(HELD)
+    assert set(held) == {f"kept-{level}" for level in range(5)}
+    message = "one two three four five six seven eight"
+    assert all("".join(own) for own in held.values())
+    assert all(part in message + answers(browser)[0] for own in held.values() for part in own)
+    legend = text(browser, "#levels")
+    totals = [int(part) for part in legend.split() if part.isdigit()]
+    assert legend.startswith("all ") and text(browser, "#heads") == "4"
+    # Each token is in one place; those of the chat's form are in none.
+    assert sum(totals) > len("".join(sum(held.values(), [])).split())
+    colour = "getComputedStyle(document.querySelector('.said'), '::highlight(kept-4)')"
+    light = browser.run(f"{colour}.backgroundColor")
+    browser.dark(True)
+    assert browser.run(f"{colour}.backgroundColor") != light
+    browser.dark(False)
+    say(browser, "nine")
+    browser.wait(f"{IDLE} && document.querySelectorAll('.assistant').length === 2")
+    pressed = "[...document.querySelectorAll('[aria-pressed]')].map((one) => one.ariaPressed)"
+    assert browser.run(pressed) == ["false", "true"]
+    button(browser, "Colours of this answer", 0)
+    assert browser.run(pressed) == ["true", "false"]
+    click(browser, "#colours")
+    assert browser.run("document.getElementById('legend').hidden")
+    assert not any(browser.run(HELD).values())
+    assert browser.complaints() == []
+
+
+def test_stop_ends_a_request_and_keeps_what_came(browser, page, fake):
     fake.pause = 0.02
-    served = serve(fake)
-    browser.open(served.address)
-    fill(browser, "tokens", "1000")
-    click(browser, "go")
-    browser.wait("document.getElementById('answer').textContent.length > 5")
-    click(browser, "stop")
-    browser.wait(FINISHED)
-    assert text(browser, "said") == ""
-    browser.wait("document.getElementById('numbers').textContent.includes('0 of 4')")
+    page()
+    fill(browser, "max_tokens", "1000")
+    say(browser, "a b c")
+    browser.wait("(document.querySelector('.assistant .said')?.textContent.length || 0) > 5")
+    assert browser.run("document.querySelector('#talk').ariaBusy") == "true"
+    browser.run("document.activeElement.blur()")
+    browser.press("Escape")
+    browser.wait(IDLE)
+    assert text(browser, "#status") == "Stopped." and text(browser, "#said") == ""
+    assert len(answers(browser)[0]) > 5
+    browser.wait("fetch('stats').then((one) => one.json()).then((one) => one.running === 0)")
     assert fake.counts["aborted"] == 1
+    button(browser, "Try again")
+    browser.wait("!document.getElementById('stop').hidden")
+    click(browser, "#stop")
+    browser.wait(IDLE)
+    assert len(fake.asked) == 2
 
 
-def test_errors_and_a_key(browser, serve, fake):
-    served = serve(fake, api_key="a-key")
-    browser.open(served.address)
-    browser.wait("document.getElementById('limits').textContent.includes('asks for a key')")
+def test_errors_a_key_and_a_budget(browser, page, fake):
+    page(api_key="a-key")
+    browser.wait("document.getElementById('said').textContent.includes('API key is missing')")
     fill(browser, "key", "a-key")
-    fill(browser, "tokens", "5000")
-    click(browser, "go")
+    browser.wait("document.getElementById('said').textContent === ''")
+    fill(browser, "max_tokens", "5000")
+    say(browser, "hello")
     browser.wait("document.getElementById('said').textContent")
-    assert "max_tokens=5000 is more than this server writes" in text(browser, "said")
-    fill(browser, "tokens", "3")
-    click(browser, "go")
-    browser.wait(f"{FINISHED} && document.getElementById('took').textContent")
-    assert "3 written" in text(browser, "took") and text(browser, "said") == ""
+    assert "max_tokens=5000 is more than this server writes" in text(browser, "#said")
+    assert answers(browser) == []
+    fill(browser, "max_tokens", "3")
+    fill(browser, "budget", "21")
+    say(browser, "hello again")
+    browser.wait(f"{IDLE} && document.querySelector('.assistant')")
+    assert text(browser, "#said") == ""
+    assert (fake.asked[-1][2].heavy, fake.asked[-1][2].recent) == (10, 11)
+
+
+def test_settings_show_the_server_and_close_with_escape(browser, page):
+    page()
+    button(browser, "Settings")
+    browser.wait("document.getElementById('numbers').textContent.includes('0 of 4')")
+    assert browser.run("document.activeElement.textContent") == "Close"
+    assert "at most 400" in text(browser, "#limits")
+    browser.press("Escape")
+    browser.wait("!document.querySelector('dialog[open]')")
+
+
+def test_every_field_has_a_name_and_nothing_is_wider_than_a_phone(browser, page):
+    page()
+    say(browser, "`" + "a_very_long_word" * 12 + "`")
+    browser.wait(IDLE)
+    nameless = browser.run(
+        "[...document.querySelectorAll('input, textarea')]"
+        ".filter((one) => !one.labels.length).map((one) => one.id)"
+    )
+    assert nameless == []
+    size = {"width": 360, "height": 700, "deviceScaleFactor": 1, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        for opened in ("", "#open-settings", "#open-chats"):
+            if opened:
+                click(browser, opened)
+            assert browser.run("document.documentElement.scrollWidth") == 360
+            browser.run("document.querySelector('dialog[open]')?.close()")
+        bottom = browser.run("document.getElementById('go').getBoundingClientRect().bottom")
+        assert bottom <= 700
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+SAMPLES = [
+    ("a *b* **c** `d *e*` ~~f~~", "<p>a <em>b</em> <strong>c</strong> <code>d *e*</code> <del>f</del></p>"),
+    ("***a*** and 2 * 3 * 4, snake_case_name", "<p><strong><em>a</em></strong> and 2 * 3 * 4, snake_case_name</p>"),
+    (r"\*a\* <b onclick='x'>&amp;", "<p>*a* &lt;b onclick='x'&gt;&amp;amp;</p>"),
+    ("# One\ntwo\nthree", "<h4>One</h4><p>two<br>three</p>"),
+    ("- a\n  - b\n- c\n\n1. d\n2. **e**", "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul><ol><li>d</li><li><strong>e</strong></li></ol>"),
+    ("```py\na = 1\n\n# b\n```\nc", "<pre><code>a = 1\n\n# b</code></pre><p>c</p>"),
+    ("```\nnot yet closed", "<pre><code>not yet closed</code></pre>"),
+    ("> a\n> b\n\n---", "<blockquote><p>a<br>b</p></blockquote><hr>"),
+    ("| a | b |\n|---|:-:|\n| 1 | *2* |", "<table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td><em>2</em></td></tr></tbody></table>"),
+    ("[a](https://x.org/b_(c)) https://y.org.", '<p><a href="https://x.org/b_(c)" target="_blank" rel="noopener noreferrer">a</a> <a href="https://y.org" target="_blank" rel="noopener noreferrer">https://y.org</a>.</p>'),
+    ("[a](javascript:alert(1)) ![b](data:text/html,x)", "<p><a>a</a> <a>b</a></p>"),
+    ("* " * 300 + "**" * 300 + "[" * 300 + "`" * 301, None),
+]  # fmt: skip
+
+
+def test_markdown_is_shown_safely_and_knows_its_source(browser, page):
+    page()
+    for source, html in SAMPLES:
+        shown, is_true = browser.run(
+            f"""(() => {{
+              const target = document.createElement("div"), source = {json.dumps(source)};
+              renderMarkdown(target, source);
+              const own = [...leaves(target)];
+              return [target.innerHTML,
+                own.every((one) => source.slice(one.at, one.at + one.length) === one.data)];
+            }})()"""
+        )
+        assert html is None or shown == html
+        # A text over several lines has its line ends from the source, so it is found there too.
+        assert is_true, source
+    grown = browser.run(
+        """(() => {
+          const target = document.createElement("div");
+          renderMarkdown(target, "one\\n\\ntwo");
+          const first = target.firstChild;
+          renderMarkdown(target, "one\\n\\ntwo **three**");
+          return [target.firstChild === first, target.children.length, target.innerHTML];
+        })()"""
+    )
+    assert grown == [True, 2, "<p>one</p><p>two <strong>three</strong></p>"]

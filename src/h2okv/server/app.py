@@ -92,7 +92,10 @@ def _add_status(app: FastAPI, handlers: Handlers) -> None:
 
 
 def _add_pages(app: FastAPI, view_page: str | None) -> None:
-    page = (files("h2okv.server") / "page" / "index.html").read_text(encoding="utf-8")
+    folder = files("h2okv.server") / "page"
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    for name in ("style.css", "markdown.js", "kept.js", "chat.js"):
+        page = page.replace(f"@{name}@", (folder / name).read_text(encoding="utf-8"))
     if view_page is None:
         page = page.replace('id="view"', 'id="view" hidden')
 
