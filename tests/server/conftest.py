@@ -36,6 +36,7 @@ class FakeEngine:
         running: Requests under way.
         asked: What came in: prompt, parameters and budget of each request.
         failing: Raised instead of the token with this number.
+        ending: Why outputs end.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FakeEngine:
         self.is_healthy = True
         self.running = 0
         self.retry_after = 2.5
+        self.ending = "length"
         self.asked = []
         self.failing: dict[int, Exception] = {}
         self.counts = dict.fromkeys(("new_tokens", "finished", "failed", "aborted"), 0)
@@ -61,7 +63,8 @@ class FakeEngine:
         ended, num_new = "aborted", 0
         try:
             async for piece in self._pieces(tuple(prompt), params):
-                if kept_every is not None and num_new % kept_every == 0:
+                is_due = kept_every and (piece.finish_reason or (num_new - 1) % kept_every == 0)
+                if is_due and num_new:
                     kept = self._kept(len(prompt) + num_new)
                     piece = dataclasses.replace(piece, kept=kept)
                 num_new += 1
@@ -104,7 +107,7 @@ class FakeEngine:
                     self.tokenizer.decode(list(tokens)),
                     tokens,
                     logprobs,
-                    "length" if is_last else None,
+                    self.ending if is_last else None,
                     prompt=read if index == step == 0 else None,
                 )
 

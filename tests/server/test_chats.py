@@ -155,7 +155,7 @@ def test_a_stream_tells_what_the_cache_holds_where_it_is_asked(served, fake, bun
     told = [chunk.choices[0].h2o for chunk in stream if hasattr(chunk.choices[0], "h2o")]
     assert fake.asked[-1][2] is None  # no budget of its own
     prompt = fake.asked[-1][0]
-    assert [len(one["kept"]) for one in told] == [len(prompt) + step for step in (0, 3, 6)]
+    assert [len(one["kept"]) for one in told] == [len(prompt) + step for step in (1, 4, 6)]
     assert told[-1]["num_heads"] == 4 and told[-1]["full_bytes"] > told[-1]["cache_bytes"] > 0
     # Only new tokens are told again.
     tokens = [text for one in told for text in one["tokens"]]

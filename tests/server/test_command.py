@@ -135,6 +135,8 @@ def command(capsys, monkeypatch):
         (("--host", "192.0.2.1"), "of 192.0.2.1 cannot be opened"),
         (("--max-body", "large"), "--max-body 'large' is not a size"),
         (("--timeout", 0), "timeout=0.0 is too little"),
+        (("--cors-origin", "example.org"), "--cors-origin 'example.org' is not an origin; give"),
+        (("--cors-origin", "https://a.org/x"), "is not an origin"),
         (("--drain", -1), "--drain -1 is out of range"),
         (("--max-new-tokens", 0), "max_new_tokens=0 is too little"),
         (("--max-waiting", -1), "max_waiting=-1 is out of range"),

@@ -1,6 +1,7 @@
 import contextlib
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -127,3 +128,44 @@ def test_a_short_body_without_a_length(tight):
     connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_pages_of_named_sites_may_ask_where_cors_says_so(serve, fake):
+    served = serve(fake, cors_origins=("https://chat.example",), api_key="a-key")
+    asking = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    asking["Access-Control-Request-Headers"] = "authorization, content-type, x-stainless-os"
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    for origin, allowed in (("https://chat.example", True), ("https://evil.example", False)):
+        connection.request("OPTIONS", "/v1/completions", headers={**asking, "Origin": origin})
+        answer = connection.getresponse()
+        answer.read()
+        assert (answer.status == 200) is allowed
+        assert (answer.headers["Access-Control-Allow-Origin"] == origin) is allowed
+        # What is refused can be read by the page that may ask.
+        code, _, headers = get(served, "/v1/models", Origin=origin)
+        assert code == 401 and (headers["Access-Control-Allow-Origin"] == origin) is allowed
+    connection.close()
+    assert (
+        get(serve(fake, cors_origins=("*",)), "/health", Origin="http://a")[2][
+            "Access-Control-Allow-Origin"
+        ]
+        == "*"
+    )
+    assert get(serve(fake), "/health", Origin="http://a")[2]["Access-Control-Allow-Origin"] is None
+
+
+def test_a_log_has_a_line_for_each_request_and_no_text(serve, fake, capfd):
+    served = serve(fake, log_requests=True, api_key="a-key")
+    client = served.client()
+    client.completions.create(**BODY)
+    list(client.completions.create(**BODY, stream=True))
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(**BODY, temperature=-1)
+    get(served, "/v1/models%0Aforged?key=1")
+    lines = capfd.readouterr().err.splitlines()
+    day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127.0.0.1 "
+    asked = day + r"POST /v1/completions 200 \d+\.\d\d s ok [1-9]\d* prompt tokens, 2 new"
+    assert [bool(re.fullmatch(asked, line)) for line in lines] == [True, True, False, False], lines
+    assert re.fullmatch(day + r"POST /v1/completions 400 .* s refused 0 prompt.*", lines[2])
+    assert re.fullmatch(day + r"GET /v1/models%0Aforged 401 \d+\.\d\d s", lines[3])
+    assert "once upon" not in "".join(lines)

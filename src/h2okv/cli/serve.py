@@ -41,6 +41,10 @@ def serve(
         None, "File with a prefix of many prompts; may be repeated."
     ),
     system: list[Path] | None = option(None, "File with a system message; may be repeated."),
+    cors_origin: list[str] | None = option(
+        None, "Site whose pages may ask (https://example.org; * for all); may be repeated."
+    ),
+    log_requests: bool = option(False, "A line on stderr for each request.", "--log-requests"),
     view_page: Path | None = option(None, "A page of `h2okv view --export`, served at /view."),
     ray: bool = option(False, "Serve copies on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
     tensor_parallel: bool = option(
@@ -92,6 +96,8 @@ def serve(
         max_body=_body_bytes(max_body),
         max_new_tokens=max_new_tokens,
         max_choices=max_choices,
+        cors_origins=tuple(cors_origin or ()),
+        log_requests=log_requests,
         view_page=None if view_page is None else args.read_text("view-page", view_page),
     )
     loading: dict[str, Any] = {"dtype": model.dtype}

@@ -36,7 +36,7 @@ from h2okv.cluster.ray_cluster import cluster, place_copies, reason
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
 from h2okv.engine import AsyncLLM, EngineConfig
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
-from h2okv.server.app import RequestGuard, make_app
+from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest
 from h2okv.server.launch import announce, open_port
 
@@ -172,7 +172,7 @@ class Front:
         self._mean_seconds = 1.0
         settings = deployed.request.server
         self._router = Router(self._ask, settings.timeout)
-        self._app = RequestGuard(self._route, settings)
+        self._app = guarded(self._route, settings)
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request that Serve's proxy brings, which wants a response."""
@@ -230,7 +230,7 @@ class Front:
 
 
 class _AppResponse(Response):
-    def __init__(self, app: RequestGuard) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__()
         self._app = app
 

@@ -14,14 +14,19 @@ from fastapi import FastAPI
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from h2okv.console import write_remark
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, BodyTooLargeError
 from h2okv.server.handlers import Handlers
-from h2okv.server.protocol import ChatRequest, CompletionRequest
+from h2okv.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from h2okv.server.responses import ChatResponseBuilder, CompletionResponseBuilder
+from h2okv.server.responses_api import ResponsesBuilder
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -37,6 +42,11 @@ _POLICY = (
 )
 _OPEN_PATHS = frozenset({"/health", "/", "/view"})
 """What needs no key: whether the server lives, and pages, which browsers ask for without one."""
+_TEXT_PATHS = {
+    "completions": (CompletionRequest, CompletionResponseBuilder),
+    "chat/completions": (ChatRequest, ChatResponseBuilder),
+    "responses": (ResponsesRequest, ResponsesBuilder),
+}
 _LINGER = 2.0
 """Seconds in which the rest of a body that is too large is thrown away."""
 
@@ -44,17 +54,42 @@ _LINGER = 2.0
 def make_app(engine: AsyncLLM, settings: ServerSettings, *, is_guarded: bool = True) -> FastAPI:
     """Makes the application; without its guard where another process has checked who asks."""
     # No pages of FastAPI's own: they load scripts from elsewhere.
-    app = FastAPI(title="h2okv", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="h2okv",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        middleware=_layers(settings) if is_guarded else [],
+    )
     app.state.handlers = handlers = Handlers(engine, settings)
-    for path, kind in (("completions", CompletionRequest), ("chat/completions", ChatRequest)):
-        app.add_route(f"/v1/{path}", partial(handlers.answer, kind=kind), methods=["POST"])
+    for path, (kind, make) in _TEXT_PATHS.items():
+        answer = partial(handlers.answer, kind=kind, make=make)
+        app.add_route(f"/v1/{path}", answer, methods=["POST"])
+    app.add_route("/tokenize", handlers.tokenize, methods=["POST"])
+    app.add_route("/detokenize", handlers.detokenize, methods=["POST"])
     _add_status(app, handlers)
     _add_pages(app, settings.view_page)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
-    if is_guarded:
-        app.add_middleware(RequestGuard, settings=settings)
     return app
+
+
+def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    """Puts before an application what is before every server: log, CORS and guard."""
+    for layer in reversed(_layers(settings)):
+        app = layer.cls(app, *layer.args, **layer.kwargs)
+    return app
+
+
+def _layers(settings: ServerSettings) -> list[Middleware]:
+    """What a request passes before it is read, outermost first."""
+    layers = [Middleware(RequestGuard, settings=settings)]
+    if settings.cors_origins:
+        # Before the guard, for a browser asks without a key whether it may ask.
+        cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        origins = list(settings.cors_origins)
+        layers.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **cors))
+    return [Middleware(RequestLog), *layers] if settings.log_requests else layers
 
 
 def _add_status(app: FastAPI, handlers: Handlers) -> None:
@@ -127,10 +162,37 @@ async def _no_route(request: Request, error: Exception) -> Response:
     told = ApiError(
         error.status_code,
         f"{request.method} {request.url.path}: {error.detail}; there are /v1/chat/completions,"
-        " /v1/completions, /v1/models, /health, /stats, /metrics and /.",
+        " /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /stats,"
+        " /metrics and /.",
         code="not_found" if error.status_code == 404 else None,
     )
     return told.response(**(error.headers or {}))
+
+
+class RequestLog:
+    """Writes a line to stderr for each request, without any of its text; pure ASGI."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hands a request on, and tells what became of it."""
+        status, begin = 0, time.monotonic()
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        state = scope.setdefault("state", {})
+        try:
+            await self.app(scope, receive, send_noted)
+        finally:
+            path = scope.get("raw_path", b"").decode("latin-1")  # not decoded, so one line
+            who, seconds = (scope.get("client") or ("-",))[0], time.monotonic() - begin
+            told = f"{who} {scope['method']} {path} {status or 'gone'} {seconds:.2f} s"
+            metrics = state.get("metrics")
+            write_remark(f"{time.strftime('%F %T')} {told}{metrics.note if metrics else ''}")
 
 
 class RequestGuard:

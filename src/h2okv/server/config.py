@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from h2okv.integration.loading import describe
 from h2okv.integration.models import BUNDLED
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+_ORIGIN = re.compile(r"https?://[^/\s?#*]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -33,6 +35,8 @@ class ServerSettings:
     max_new_tokens: int = 4096
     max_choices: int = 128  # outputs of a request: prompts times n
     view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
+    cors_origins: tuple[str, ...] = ()  # sites whose pages may ask; "*" for all
+    log_requests: bool = False  # a line on stderr for each
 
     def __post_init__(self) -> None:
         for name in ("timeout", "max_body", "max_new_tokens", "max_choices"):
@@ -42,6 +46,12 @@ class ServerSettings:
             raise ValueError(f"timeout={self.timeout!r} is no time; give a number of seconds.")
         if not 0 <= self.drain < math.inf:
             raise ValueError(f"--drain {self.drain:g} is out of range; give seconds, 0 or more.")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--cors-origin {origin!r} is not an origin; give a scheme and a host, such as"
+                    " https://example.org or http://localhost:3000, or * for all."
+                )
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("the API key is empty; set one of some length, or none at all.")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.engine.outputs import OutputDelta
@@ -19,14 +19,14 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, BodyTooLargeError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
-from h2okv.server.protocol import ChatRequest, SampledRequest, read_body
-from h2okv.server.responses import (
-    ChatResponseBuilder,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-    TokenText,
+from h2okv.server.protocol import (
+    DetokenizeRequest,
+    SampledRequest,
+    TokenizeRequest,
+    read_body,
 )
-from h2okv.server.tokenization import Prompt, PromptReader, off_the_loop
+from h2okv.server.responses import ResponseBuilder, TokenText
+from h2okv.server.tokenization import ANY_LENGTH, Prompt, PromptReader, off_the_loop
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -45,6 +45,7 @@ class Handlers:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(engine)
         self._reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
+        self._any_length = PromptReader(engine.tokenizer, ANY_LENGTH)
         self._tokens = TokenText(engine.tokenizer)
 
     def stats(self) -> dict[str, Any]:
@@ -58,9 +59,9 @@ class Handlers:
             **dataclasses.asdict(engine.stats()),
         }
 
-    def check_model(self, name: str) -> None:
+    def check_model(self, name: str | None) -> None:
         """Refuses a model that is not here."""
-        if name != self.settings.model_name:
+        if name is not None and name != self.settings.model_name:
             raise ApiError(
                 404,
                 f"model={name!r} is not served here; give {self.settings.model_name!r}.",
@@ -68,17 +69,45 @@ class Handlers:
                 code="model_not_found",
             )
 
-    async def answer(self, request: Request, kind: type[SampledRequest]) -> Response:
+    async def tokenize(self, request: Request) -> Response:
+        """Tells the tokens of a text or a chat, of any length."""
+        body = await read_body(request, TokenizeRequest)
+        self.check_model(body.model)
+        reader, special = self._any_length, body.add_special_tokens
+        size = len(await request.body())
+        if body.messages:
+            turns = [one.turn for one in body.messages]
+            found = await off_the_loop(size, lambda: reader.read_chat(turns).token_ids)
+        else:
+            text = body.prompt or ""
+            found = await off_the_loop(size, lambda: reader.encode(text, special=special))
+        strings = [self._tokens.text(token) for token in found] if body.return_token_strs else None
+        told = {"count": len(found), "max_model_len": self.engine.max_context, "tokens": found}
+        return JSONResponse({**told, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Tells the text of tokens."""
+        body = await read_body(request, DetokenizeRequest)
+        self.check_model(body.model)
+        tokens, reader = body.tokens, self._any_length
+        found = await off_the_loop(len(tokens), lambda: reader.read(tokens).text if tokens else "")
+        return JSONResponse({"prompt": found})
+
+    async def answer(
+        self, request: Request, kind: type[SampledRequest], make: type[ResponseBuilder]
+    ) -> Response:
         """Answers a request; whatever is wrong with it becomes an answer too."""
         metrics, timeout = RequestMetrics(self.metrics, request.url.path), self.settings.timeout
+        request.state.metrics = metrics  # for the log
         deadline = asyncio.get_running_loop().time() + timeout
         try:
             async with asyncio.timeout_at(deadline):
-                builder, deltas = await self._prepare(request, kind, metrics)
+                builder, deltas = await self._prepare(request, kind, make, metrics)
                 if builder.body.stream:
                     events = _events(builder, deltas)
                     first = await while_connected(request.receive, anext(events))
-                    return EventStream(first, events, metrics, deadline, timeout)
+                    last = b"data: [DONE]\n\n" if make.says_done else b""
+                    return EventStream(first, events, last, metrics, deadline, timeout)
                 whole = await while_connected(request.receive, _whole(builder, deltas))
         except ClientDisconnect:
             metrics.close("gone")
@@ -95,19 +124,19 @@ class Handlers:
         return Response(_json(whole), media_type="application/json")
 
     async def _prepare(
-        self, request: Request, kind: type[SampledRequest], metrics: RequestMetrics
+        self,
+        request: Request,
+        kind: type[SampledRequest],
+        make: type[ResponseBuilder],
+        metrics: RequestMetrics,
     ) -> tuple[ResponseBuilder, Deltas]:
         """Checks a request and reads its prompts; nothing is generated yet."""
         body: Any = await read_body(request, kind)
         self.check_model(body.model)
-        read: Callable[[Any], Prompt]
-        texts: list[Any]
-        if isinstance(body, ChatRequest):
-            texts, read, stops = [body.turns], self._reader.read_chat, self._reader.chat_stops
-            make: type[ResponseBuilder] = ChatResponseBuilder
-        else:
-            texts, read, stops = body.prompt, self._reader.read, ()
-            make = CompletionResponseBuilder
+        read: Callable[[Any], Prompt] = self._reader.read
+        texts, stops = body.prompts, ()
+        if body.is_chat:
+            read, stops = self._reader.read_chat, self._reader.chat_stops
         num_outputs, most = len(texts) * max(body.n or 1, 1), self.settings.max_choices
         if num_outputs > most:
             raise invalid(
@@ -239,6 +268,7 @@ class EventStream(Response):
         self,
         first: bytes,
         events: AsyncGenerator[bytes, None],
+        last: bytes,
         metrics: RequestMetrics,
         deadline: float,
         timeout: float,
@@ -246,7 +276,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length of a stream is not known in advance.
         del self.headers["content-length"]
-        self._first, self._events, self._metrics = first, events, metrics
+        self._first, self._events, self._last, self._metrics = first, events, last, metrics
         self._deadline, self._timeout = deadline, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -268,7 +298,7 @@ class EventStream(Response):
         # Its slots are free by now; a client that takes nothing more holds up nobody.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD):
-                last = b"" if told is None else _event(_json(told.body()))
+                last = b"" if told is None else _event(told.body())
                 await _send_body(send, last, more_body=False)
 
     async def _send_all(self, send: Send) -> None:
@@ -276,7 +306,7 @@ class EventStream(Response):
         await _send_body(send, self._first)
         async for event in self._events:
             await _send_body(send, event)
-        await _send_body(send, _event(b"[DONE]"))
+        await _send_body(send, self._last)
 
 
 async def _send_body(send: Send, body: bytes, more_body: bool = True) -> None:
@@ -297,13 +327,14 @@ async def _events(builder: ResponseBuilder, deltas: Deltas) -> AsyncGenerator[by
         async for delta in deltas:
             builder.take(delta)
             if chunks := [*opening, *builder.chunks(delta)]:
-                yield b"".join(_event(_json(chunk)) for chunk in chunks)
+                yield b"".join(map(_event, chunks))
             opening = []
-    yield b"".join(_event(_json(chunk)) for chunk in (*opening, *builder.closing()))
+    yield b"".join(map(_event, (*opening, *builder.closing())))
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def _event(value: dict[str, Any]) -> bytes:
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + _json(value) + b"\n\n"
 
 
 def _json(value: Any) -> bytes:

@@ -96,6 +96,8 @@ class RequestMetrics:
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self._metrics, self._endpoint = metrics, endpoint
         self._begin = time.monotonic()
+        self._num_prompt = self._num_new = 0
+        self.note = ""  # what became of it, for the log
         self._read: set[int] = set()
         # For each output: when its first token came, and how many came after that.
         self._outputs: dict[int, tuple[float, int]] = {}
@@ -103,6 +105,9 @@ class RequestMetrics:
     def take(self, delta: OutputDelta, prompt: int) -> None:
         """Notes what has just come for one of the prompts."""
         now, metrics = time.monotonic(), self._metrics
+        self._num_new += len(delta.token_ids)
+        if delta.prompt is not None:
+            self._num_prompt += len(delta.prompt.token_ids)
         if delta.token_ids:
             metrics.add_tokens(len(delta.token_ids))
             if prompt not in self._read:
@@ -117,6 +122,7 @@ class RequestMetrics:
 
     def close(self, outcome: str) -> None:
         """Counts the request by what became of it."""
+        self.note = f" {outcome} {self._num_prompt} prompt tokens, {self._num_new} new"
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         seconds = time.monotonic() - self._begin
         self._metrics.request_seconds.labels(self._endpoint).observe(seconds)

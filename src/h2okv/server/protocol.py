@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
@@ -44,6 +44,16 @@ _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         ({"type": "text"},),
     ),
     "modalities": ("writes text only; leave it out, or give ['text']", (["text"],)),
+    "text": (
+        "writes plain text; leave it out, or give {'format': {'type': 'text'}}",
+        ({"format": {"type": "text"}}, {}),
+    ),
+    "previous_response_id": ("remembers no responses; send the whole conversation as input", ()),
+    "conversation": ("remembers no conversations; send all of it as input", ()),
+    "background": ("answers while the client waits; leave it out", (False,)),
+    "truncation": ("shortens no prompts; leave it out", ("disabled",)),
+    "reasoning": ("has no such setting; leave it out", ({},)),
+    "include": ("has nothing more to tell; leave it out", ([],)),
 }
 """OpenAI's fields for what this server lacks: why not, and the values that change nothing."""
 
@@ -85,8 +95,13 @@ class SampledRequest(Strict):
     """
 
     default_max_tokens: ClassVar[int | None] = None
+    is_chat: ClassVar[bool] = True
 
     model: str
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -138,6 +153,11 @@ class SampledRequest(Strict):
                 "stream_options needs stream=true; set it, or leave this out.", "stream_options"
             )
         return self
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What is to be continued: texts, tokens, or one chat as templates take it."""
+        raise NotImplementedError
 
     @property
     def wants_usage(self) -> bool:
@@ -208,6 +228,14 @@ class ChatMessage(Strict):
     function_call: Any = None
     audio: Any = None
 
+    parts: ClassVar[tuple[str, ...]] = ("text",)
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """The message as templates take it."""
+        told = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
+        return told | {"role": self.role.replace("developer", "system")}
+
     @field_validator("content")
     @classmethod
     def _text(cls, content: Any) -> str:
@@ -217,9 +245,9 @@ class ChatMessage(Strict):
         if not isinstance(content, list):
             raise ValueError(
                 f"content={short_repr(content)} does not fit; give a text, or a list of parts such"
-                " as {'type': 'text', 'text': '...'}."
+                f" as {{'type': '{cls.parts[0]}', 'text': '...'}}."
             )
-        return "".join(_part(part) for part in content)
+        return "".join(_part(part, cls.parts) for part in content)
 
     @field_validator("refusal", "annotations", "tool_calls", "function_call", "audio")
     @classmethod
@@ -230,14 +258,17 @@ class ChatMessage(Strict):
             )
 
 
-def _part(part: Any) -> str:
+def _part(part: Any, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+    if kind not in kinds:
         raise ValueError(
             f"content has a part of type {short_repr(kind)}; this server reads text only, so give"
-            " parts such as {'type': 'text', 'text': '...'}."
+            f" parts such as {{'type': '{kinds[0]}', 'text': '...'}}."
         )
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+    # The last two are in what this server has written.
+    if set(part) - {"annotations", "logprobs"} != {"type", "text"} or not isinstance(
+        part["text"], str
+    ):
         raise ValueError("a text part of content needs 'type' and a string 'text', nothing else.")
     return part["text"]
 
@@ -249,12 +280,8 @@ class ChatRequest(SampledRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -279,11 +306,8 @@ class ChatRequest(SampledRequest):
         return self
 
     @property
-    def turns(self) -> list[dict[str, str]]:
-        """The messages as templates take them."""
-        shown = {"role", "content", "name"}
-        turns = [one.model_dump(include=shown, exclude_none=True) for one in self.messages]
-        return [one | {"role": one["role"].replace("developer", "system")} for one in turns]
+    def prompts(self) -> list[Any]:
+        return [[one.turn for one in self.messages]]
 
     def _own_params(self) -> dict[str, Any]:
         wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -295,11 +319,16 @@ class CompletionRequest(SampledRequest):
     """A prompt or several, as text or as tokens, to be continued."""
 
     default_max_tokens: ClassVar[int | None] = 16
+    is_chat: ClassVar[bool] = False
 
     prompt: Any
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        return list(self.prompt)
 
     @field_validator("prompt")
     @classmethod
@@ -331,6 +360,86 @@ class CompletionRequest(SampledRequest):
 
     def _own_params(self) -> dict[str, Any]:
         return {"prompt_logprobs": self.logprobs if self.echo else None}
+
+
+class InputMessage(ChatMessage):
+    """A message in a response's input; what was an output fits too."""
+
+    parts: ClassVar[tuple[str, ...]] = ("input_text", "output_text")
+
+    type: str = "message"
+    id: str | None = None
+    status: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _message(cls, value: Any) -> Any:
+        kind = value.get("type", "message") if isinstance(value, dict) else "message"
+        if kind != "message":
+            raise ValueError(f"type={short_repr(kind)}: this server takes messages only.")
+        return value
+
+
+class ResponsesRequest(SampledRequest):
+    """A conversation to be answered, in the form of OpenAI's Responses API."""
+
+    input: Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: Any = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+    reasoning: Any = None
+    include: Any = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _single(self) -> ResponsesRequest:
+        for name, only in (("n", 1), ("max_tokens", None), ("logprobs", None)):
+            value = getattr(self, name)
+            if value not in (None, only):
+                more = "; give max_output_tokens" if name == "max_tokens" else "; leave it out"
+                raise invalid(
+                    f"{name}={short_repr(value)}: a response has no such field{more}.", name
+                )
+        return self
+
+    @property
+    def prompts(self) -> list[Any]:
+        system = {"role": "system", "content": self.instructions or ""}
+        return [[*([system] if self.instructions else []), *(one.turn for one in self.input)]]
+
+    def _own_params(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_output_tokens}
+
+
+class TokenizeRequest(Strict):
+    """A text or a chat of which the tokens are asked, as vLLM's server takes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise invalid("give either prompt, a text, or messages, a chat.", "prompt")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """Tokens of which the text is asked."""
+
+    model: str | None = None
+    tokens: list[int]
 
 
 def _are_tokens(value: Any) -> bool:
@@ -376,6 +485,8 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
         message, code = f"{field} is not known; {_hint(place, model)}.", "unknown_field"
     elif kind == "missing":
         message, code = f"{field} is missing; give it.", "missing_field"
+    elif kind == "too_short":
+        message = f"{field} is empty; give at least one."
     elif kind == "too_long":
         count, most = context["actual_length"], context["max_length"]
         message = f"{field} has {count} entries; give {most} at most."

@@ -71,6 +71,8 @@ class ResponseBuilder(ABC):
 
     kinds: ClassVar[tuple[str, str, str]]
     """What the id begins with, and ``object`` of the whole answer and of a chunk."""
+    says_done: ClassVar[bool] = True
+    """Whether a stream ends with ``[DONE]``."""
 
     def __init__(
         self, body: Any, prompts: Sequence[Prompt], tokens: TokenText, *, strips_start: bool = False
@@ -112,6 +114,15 @@ class ResponseBuilder(ABC):
         if self.body.wants_usage:
             chunk = {"object": self.kinds[2], "choices": [], "usage": self._usage()}
             yield {**chunk, **self._shared}
+
+    def _text(self, output: Completion) -> str:
+        return output.text.lstrip() if self._strips_start else output.text
+
+    def _new_text(self, delta: OutputDelta) -> str:
+        """What a delta that was taken already adds to the text."""
+        before = self.outputs[delta.index].text.removesuffix(delta.text)
+        is_start = self._strips_start and not before.strip()
+        return delta.text.lstrip() if is_start else delta.text
 
     @abstractmethod
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
@@ -160,10 +171,9 @@ class ChatResponseBuilder(ResponseBuilder):
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        text = output.text.lstrip() if self._strips_start else output.text
         return {
             "index": output.index,
-            "message": {"role": "assistant", "content": text},
+            "message": {"role": "assistant", "content": self._text(output)},
             "finish_reason": finish_reason,
             "logprobs": self._logprobs(output.logprobs),
             **self._kept(output.index, output.kept),
@@ -176,10 +186,7 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text = delta.text
-        before = self.outputs[delta.index].text.removesuffix(text)
-        if self._strips_start and not before.strip():
-            text = text.lstrip()
+        text = self._new_text(delta)
         kept = self._kept(delta.index, delta.kept)
         if text or kept or (self.body.has_logprobs and delta.logprobs):
             logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None

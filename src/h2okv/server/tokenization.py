@@ -14,6 +14,7 @@ from h2okv.server.errors import ApiError, invalid
 
 Result = TypeVar("Result")
 
+ANY_LENGTH = 1 << 40
 _MUCH = 4096
 """Characters, bytes or tokens from which on work would hold up the event loop."""
 
@@ -66,8 +67,12 @@ class PromptReader:
     def _encode(self, text: str, field: str, *, special: bool = True) -> tuple[int, ...]:
         if len(text) > self._max_characters:
             raise self._too_long(f"{len(text)} characters", field)
+        return self._checked(self.encode(text, special=special), field)
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """The tokens of a text of any length."""
         encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return self._checked(tuple(encoded["input_ids"]), field)
+        return tuple(encoded["input_ids"])
 
     def _checked(self, token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
         if not token_ids:
@@ -92,18 +97,17 @@ async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
 
 # A token may reach from a text's end into what follows, so it is tried with different things.
 _FOLLOWING = ("a", "1", " a", "\n", ".")
-_ANY_LENGTH = 1 << 40
 
 
 def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The tokens that all prompts share which begin with a text."""
-    reader = PromptReader(tokenizer, _ANY_LENGTH)
+    reader = PromptReader(tokenizer, ANY_LENGTH)
     return _shared([reader.read(text + end).token_ids for end in _FOLLOWING])
 
 
 def system_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The tokens that all chats share which have the same system message."""
-    reader = PromptReader(tokenizer, _ANY_LENGTH)
+    reader = PromptReader(tokenizer, ANY_LENGTH)
     system = {"role": "system", "content": text}
     chats = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]
     return _shared([reader.read_chat(chat).token_ids for chat in chats])

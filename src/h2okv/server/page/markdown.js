@@ -144,7 +144,8 @@ function until(lines, isAfter) {
 
 function list(lines) {
   const ordered = /\d/.test(ITEM.exec(lines[0].text)[2]), element = make(ordered ? "ol" : "ul");
-  if (ordered) { element.start = parseInt(ITEM.exec(lines[0].text)[2], 10); }
+  const first = parseInt(ITEM.exec(lines[0].text)[2], 10);
+  if (ordered && first !== 1) { element.start = first; }
   let here = 0;
   for (;;) {
     const found = here < lines.length && ITEM.exec(lines[here].text);

@@ -1,0 +1,149 @@
+"""OpenAI's Responses API, by OpenAI's own client; and tokens as vLLM's server tells them."""
+
+import openai
+import pytest
+
+
+@pytest.fixture
+def served(calm):
+    return calm
+
+
+@pytest.fixture
+def fake(calm):
+    return calm.engine
+
+
+def read(fake):
+    return fake.tokenizer.decode(list(fake.asked[-1][0]), skip_special_tokens=True)
+
+
+def test_a_whole_response(served, fake):
+    create = served.client().responses.create
+    made = create(
+        model="fake", instructions="Be brief.", input="Who are you?", max_output_tokens=5,
+        temperature=0, metadata={"a": "b"},
+    )  # fmt: skip
+    assert read(fake) == "Be brief.\n\nUser: Who are you?\n\nAssistant:"
+    assert fake.asked[-1][1].max_tokens == 5 and fake.asked[-1][1].temperature == 0
+    assert made.status == "incomplete" and made.incomplete_details.reason == "max_output_tokens"
+    assert made.output_text and made.output_text == made.output_text.lstrip()
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (len(fake.asked[-1][0]), 5)
+    assert made.metadata == {"a": "b"} and made.error is None
+    # What it said can be sent back.
+    again = [*[{"role": "user", "content": "Hello"}], *made.output]
+    again.append({"role": "user", "content": [{"type": "input_text", "text": "And?"}]})
+    create(model="fake", input=again, max_output_tokens=1)
+    assert read(fake) == f"User: Hello\n\nAssistant: {made.output_text}\n\nUser: And?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(("ending", "status"), [("length", "incomplete"), ("stop", "completed")])
+def test_a_streamed_response(served, fake, monkeypatch, ending, status):
+    options = dict(model="fake", input="Who are you and what?", max_output_tokens=6)
+    monkeypatch.setattr(fake, "ending", ending)
+    events = list(served.client().responses.create(**options, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added",
+    ]  # fmt: skip
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        f"response.{status}",
+    ]  # fmt: skip
+    text = "".join(event.delta for event in events[4:-4])
+    made = events[-1].response
+    assert text == events[-4].text == made.output_text
+    assert text == served.client().responses.create(**options).output_text
+    assert made.id == events[0].response.id and events[0].response.status == "in_progress"
+    assert made.output[0].id == events[2].item.id == events[5].item_id
+    if status == "completed":  # the client's own bookkeeping takes no other
+        with served.client().responses.stream(**options) as stream:
+            assert stream.get_final_response().output_text == text
+
+
+def test_a_response_tells_what_the_cache_holds(served):
+    create, asked = served.client().responses.create, {"h2o": {"kept_every": 2}}
+    options = dict(model="fake", input="Who are you?", max_output_tokens=5, extra_body=asked)
+    told = [event.h2o for event in create(**options, stream=True) if hasattr(event, "h2o")]
+    whole = create(**options).output[0].h2o
+    assert len(told) == 3 and whole["kept"] == told[-1]["kept"]
+    assert sum((one["tokens"] for one in told), []) == whole["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools", "calls no tools; leave it out"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "writes plain text; leave it out"),
+        ({"previous_response_id": "resp-1"}, "previous_response_id", "remembers no responses"),
+        ({"background": True}, "background", "while the client waits"),
+        ({"input": []}, "input", "input is empty; give at least one"),
+        ({"input": 5}, "input", "input=5 does not fit"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content", "part of type 'input_image'; this server reads text only"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0]", "takes messages only"),
+        ({"n": 2}, "n", "a response has no such field"),
+        ({"max_tokens": 2}, "max_tokens", "give max_output_tokens"),
+        ({"max_output_token": 2}, "max_output_token", "did you mean max_output_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "writes plain text"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused_by_name(served, fake, change, param, words):
+    body = {"model": "fake", "input": "hello", **change}
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client().post("/responses", body=body, cast_to=object)
+    assert caught.value.body["param"] == param and words in caught.value.body["message"]
+    assert fake.asked == []
+
+
+def test_an_error_in_the_middle_of_a_stream(served, fake):
+    fake.failing[3] = RuntimeError("no")
+    try:
+        stream = served.client().responses.create(model="fake", input="a b c", stream=True)
+        with pytest.raises(openai.APIError, match="by an error of its own"):
+            list(stream)
+    finally:
+        fake.failing.clear()
+
+
+def ask(served, path, **body):
+    root = openai.OpenAI(base_url=served.address, api_key="none", max_retries=0)
+    return root.post(path, body=body, cast_to=object)
+
+
+def test_tokens_of_texts_and_chats_and_back(served, fake):
+    tokenizer, text = fake.tokenizer, "Grüße from the sea 🙂"
+    expected = tokenizer(text)["input_ids"]
+    told = ask(served, "/tokenize", model="fake", prompt=text, return_token_strs=True)
+    assert told["tokens"] == expected and told["count"] == len(expected)
+    assert told["max_model_len"] == 2048 and len(told["token_strs"]) == len(expected)
+    plain = ask(served, "/tokenize", prompt=text, add_special_tokens=False)
+    assert plain["tokens"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert plain["token_strs"] is None
+    assert ask(served, "/detokenize", tokens=plain["tokens"])["prompt"].strip() == text
+    assert ask(served, "/detokenize", tokens=[]) == {"prompt": ""}
+    chat = [{"role": "user", "content": "Who are you?"}]
+    served.client().chat.completions.create(model="fake", messages=chat, max_tokens=1)
+    assert tuple(ask(served, "/tokenize", messages=chat)["tokens"]) == fake.asked[-1][0]
+    # Longer than any prompt may be: it is why one asks.
+    assert ask(served, "/tokenize", prompt="a b " * 5000)["count"] > 2048
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "give either prompt, a text, or messages"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user"}]}, "give either prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "is not served here"),
+        ("/tokenize", {"text": "a"}, "text is not known"),
+        ("/detokenize", {"tokens": [4096]}, "the model's tokens are 0 to 4095"),
+        ("/detokenize", {"tokens": "a"}, "tokens='a' does not fit"),
+    ],
+)
+def test_tokens_that_cannot_be_told(served, path, body, words):
+    with pytest.raises(openai.APIStatusError, match=words) as caught:
+        ask(served, path, **body)
+    assert caught.value.status_code in (400, 404)
