@@ -45,7 +45,7 @@ class FakeEngine:
         self.tokenizer, self.pause = tokenizer, pause
         self.max_num_seqs, self.max_waiting = max_num_seqs, max_waiting
         self.max_context, self.max_prompt_tokens, self.max_budget = 2048, 2048, 400
-        self.is_healthy = True
+        self.is_healthy, self.model_sampling = True, {}
         self.running = 0
         self.retry_after = 2.5
         self.ending = "length"

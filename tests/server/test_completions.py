@@ -188,3 +188,15 @@ def test_models(served):
     assert client.models.retrieve("fake").owned_by == "h2okv"
     with pytest.raises(openai.NotFoundError, match="model='gpt' is not served here; give 'fake'"):
         client.models.retrieve("gpt")
+
+
+def test_the_models_own_sampling_holds_where_a_request_says_nothing(served, fake, monkeypatch):
+    own = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    monkeypatch.setattr(fake, "model_sampling", own)
+    create = served.client().completions.create
+    create(model="fake", prompt="a b", max_tokens=1)
+    params = fake.asked[-1][1]
+    assert {name: getattr(params, name) for name in own} == own
+    create(model="fake", prompt="a b", max_tokens=1, temperature=0, top_p=0.5)
+    params = fake.asked[-1][1]
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0, 0.5, 1.1)

@@ -328,15 +328,12 @@ def _sampling_of(described: Described) -> dict[str, Any]:
     """How a model's authors want it to be sampled, if they say so."""
     from transformers import GenerationConfig
 
+    from h2okv.engine.sampler import model_sampling
+
     try:
-        own = GenerationConfig.from_pretrained(described.source)
+        return model_sampling(GenerationConfig.from_pretrained(described.source))
     except (OSError, ValueError):
         return {}
-    found = {"repetition_penalty": own.repetition_penalty}
-    if own.do_sample:
-        found["temperature"] = 1.0 if own.temperature is None else own.temperature
-        found |= {name: getattr(own, name) for name in ("top_p", "top_k", "min_p")}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def sampling_options(

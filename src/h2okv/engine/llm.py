@@ -19,6 +19,7 @@ from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
 from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, RequestOutput
 from h2okv.engine.request import Event, Pins, Request
+from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import chat_text, message_spans
 
@@ -45,6 +46,7 @@ class _Front:
         self.name, self.tokenizer = engine.name, engine.tokenizer
         self.max_budget, self.max_context = engine.max_budget, engine.max_context
         self.max_prompt_tokens = engine.max_prompt_tokens
+        self.model_sampling = model_sampling(engine.model.generation_config)
         self._start()
 
     def _start(self) -> None:
@@ -220,6 +222,8 @@ class AsyncLLM(_Front):
         tokenizer: The model's tokenizer.
         max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
         max_prompt_tokens: The most tokens of a prompt.
+        model_sampling: What the model's ``generation_config`` says of sampling, by fields of
+            `SamplingParams`.
         max_budget: The most entries that a sequence may keep, per layer and KV head.
 
     Raises:

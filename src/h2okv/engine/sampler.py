@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -41,6 +42,20 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset(ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
+
+
+def model_sampling(config: GenerationConfig | None) -> dict[str, float]:
+    """How a model's authors want it to be sampled, by fields of `SamplingParams`, if they say so."""
+    if config is None:
+        return {}
+    names = ["repetition_penalty"]
+    found: dict[str, Any] = {}
+    if config.do_sample:
+        found["temperature"] = 1.0
+        names += ["temperature", "top_p", "top_k", "min_p"]
+    return found | {
+        name: value for name in names if (value := getattr(config, name, None)) is not None
+    }
 
 
 def generation_kwargs(params: SamplingParams) -> dict[str, Any]:

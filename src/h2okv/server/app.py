@@ -137,7 +137,7 @@ def _add_pages(app: FastAPI, view_page: str | None) -> None:
     @app.get("/")
     async def index() -> Response:
         nonce = secrets.token_urlsafe(16)
-        policy = _POLICY.format(inline=f"'nonce-{nonce}'", more="connect-src 'self'")
+        policy = _POLICY.format(inline=f"'nonce-{nonce}'", more="connect-src 'self'; img-src data:")
         headers = {**_PAGE_HEADERS, "Content-Security-Policy": policy}
         return HTMLResponse(page.replace("@NONCE@", nonce), headers=headers)
 

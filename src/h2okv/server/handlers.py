@@ -56,6 +56,7 @@ class Handlers:
             "max_budget": engine.max_budget,
             "max_context": engine.max_context,
             "max_prompt_tokens": engine.max_prompt_tokens,
+            "sampling": engine.model_sampling,
             **dataclasses.asdict(engine.stats()),
         }
 
@@ -144,7 +145,7 @@ class Handlers:
                 f" request may have {most}; send several requests.",
                 "n" if len(texts) == 1 else "prompt",
             )
-        params = body.params(self.settings.max_new_tokens)
+        params = body.params(self.settings.max_new_tokens, self.engine.model_sampling)
         params = dataclasses.replace(params, stop=(*params.stop, *stops))
         size = len(await request.body())
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])

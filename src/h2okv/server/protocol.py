@@ -178,8 +178,8 @@ class SampledRequest(Strict):
         """What this kind of request has in place of fields of the same name."""
         return {}
 
-    def params(self, max_new_tokens: int) -> SamplingParams:
-        """The parameters as the engine takes them."""
+    def params(self, max_new_tokens: int, standard: Mapping[str, float]) -> SamplingParams:
+        """The parameters as the engine takes them; what is left out is the standard."""
         values = self.model_dump(include=_SAMPLING) | self._own_params()
         if self.logit_bias is not None:
             values["logit_bias"] = _biases(self.logit_bias)
@@ -195,7 +195,8 @@ class SampledRequest(Strict):
                 "max_tokens",
             )
         try:
-            return SamplingParams(**{k: v for k, v in values.items() if v is not None})
+            given = {name: value for name, value in values.items() if value is not None}
+            return SamplingParams(**{**standard, **given})
         except ValueError as error:
             found = _NAME.match(str(error))
             name = found.group(1) if found and found.group(1) in type(self).model_fields else None
