@@ -45,7 +45,7 @@ _PATIENCE = 2.0
 """Seconds that the board has to tell what is on it."""
 _STALE = 6.0
 """Seconds after which a replica that tells nothing is counted as gone."""
-_SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens")
+_SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens", "max_new_tokens")
 """What is the same of all replicas, and is not added up."""
 _INERTIA = 0.9
 """How much of the mean time of a request stays with each further one."""

@@ -45,7 +45,7 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def model_sampling(config: GenerationConfig | None) -> dict[str, float]:
-    """How a model's authors want it to be sampled, by fields of `SamplingParams`, if they say so."""
+    """How a model's authors want it to be sampled, by fields of `SamplingParams`."""
     if config is None:
         return {}
     names = ["repetition_penalty"]

@@ -56,6 +56,7 @@ class Handlers:
             "max_budget": engine.max_budget,
             "max_context": engine.max_context,
             "max_prompt_tokens": engine.max_prompt_tokens,
+            "max_new_tokens": self.settings.max_new_tokens,
             "sampling": engine.model_sampling,
             **dataclasses.asdict(engine.stats()),
         }

@@ -9,7 +9,8 @@ const STARTERS = [
   "Give me a table of three planets with their size and number of moons.",
 ];
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "budget"];
-const STANDARD = { system: "", temperature: "0.6", top_p: "0.9", max_tokens: "512", budget: "" };
+// Where neither the user nor the model says anything; small models write nonsense at 1.
+const STANDARD = { temperature: 0.6, top_p: 0.9, max_tokens: 512 };
 const MOST_CHATS = 50;
 
 function remembered(name, otherwise) {
@@ -21,7 +22,7 @@ function remember(name, value) {
   try { localStorage.setItem(name, JSON.stringify(value)); } catch { /* nothing to do */ }
 }
 
-const settings = { ...STANDARD, colours: true, ...remembered("h2okv-settings", {}) };
+const settings = { ...Object.fromEntries(SETTINGS.map((name) => [name, ""])), colours: true, ...remembered("h2okv-settings", {}) };
 let chats = remembered("h2okv-chats", []);
 let chat = newChat();
 let stats = null;
@@ -152,12 +153,15 @@ async function* events(response) {
   }
 }
 
+function standard(name) {
+  if (name === "max_tokens") { return Math.min(STANDARD[name], stats.max_new_tokens); }
+  return stats.sampling[name] ?? STANDARD[name];
+}
+
 function request(messages) {
   const told = messages.map(({ role, content }) => ({ role, content }));
   const body = { model: stats.model, messages: told, stream: true, stream_options: { include_usage: true } };
-  for (const name of ["temperature", "top_p", "max_tokens"]) {
-    if (settings[name] !== "") { body[name] = Number(settings[name]); }
-  }
+  for (const name of Object.keys(STANDARD)) { body[name] = Number(settings[name] || standard(name)); }
   const budget = Number(settings.budget), heavy = Math.floor(budget / 2);
   // A long conversation is told more rarely, or it would be more to send than the answer.
   const held = chosen ? caches.get(chosen).counts.length : 0;
@@ -322,7 +326,8 @@ function showStats(found) {
   stats = found;
   at("model").textContent = document.title = stats.model;
   at("budget").max = stats.max_budget;
-  at("budget").placeholder = "all of it";
+  at("budget").placeholder = "default";
+  for (const name of Object.keys(STANDARD)) { at(name).placeholder = standard(name); }
   at("limits").textContent = `Half of them heavy hitters, half the newest tokens; at most ${number(stats.max_budget)}.`
     + ` A conversation may have ${number(stats.max_prompt_tokens)} tokens.`;
   const facts = [
