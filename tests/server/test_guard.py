@@ -2,6 +2,7 @@ import contextlib
 import http.client
 import json
 import re
+import time
 import urllib.error
 import urllib.request
 
@@ -162,7 +163,9 @@ def test_a_log_has_a_line_for_each_request_and_no_text(serve, fake, capfd):
     with pytest.raises(openai.BadRequestError):
         client.completions.create(**BODY, temperature=-1)
     get(served, "/v1/models%0Aforged?key=1")
-    lines = capfd.readouterr().err.splitlines()
+    lines, deadline = [], time.monotonic() + 10
+    while len(lines) < 4 and time.monotonic() < deadline:  # written after the answer is sent
+        lines += capfd.readouterr().err.splitlines()
     day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127.0.0.1 "
     asked = day + r"POST /v1/completions 200 \d+\.\d\d s ok [1-9]\d* prompt tokens, 2 new"
     assert [bool(re.fullmatch(asked, line)) for line in lines] == [True, True, False, False], lines
