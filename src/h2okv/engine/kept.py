@@ -16,7 +16,8 @@ def count_kept(positions: Iterable[Tensor], num_tokens: int) -> list[int]:
     """Counts for each token the heads that hold it, given int positions ``[H, S]`` by layer."""
     held = torch.cat([own.flatten().cpu() for own in positions]).long()
     # -1 is an empty slot.
-    return torch.bincount(held + 1, minlength=num_tokens + 1)[1:].tolist()
+    counts: list[int] = torch.bincount(held + 1, minlength=num_tokens + 1)[1:].tolist()
+    return counts
 
 
 def kept_tokens(pool: SlotPool, place: int, num_seen: int) -> KeptTokens:

@@ -86,9 +86,13 @@ def _layers(settings: ServerSettings) -> list[Middleware]:
     layers = [Middleware(RequestGuard, settings=settings)]
     if settings.cors_origins:
         # Before the guard, for a browser asks without a key whether it may ask.
-        cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        origins = list(settings.cors_origins)
-        layers.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **cors))
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        layers.insert(0, cors)
     return [Middleware(RequestLog), *layers] if settings.log_requests else layers
 
 

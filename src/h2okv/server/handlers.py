@@ -136,7 +136,7 @@ class Handlers:
         body: Any = await read_body(request, kind)
         self.check_model(body.model)
         read: Callable[[Any], Prompt] = self._reader.read
-        texts, stops = body.prompts, ()
+        texts, stops = body.prompts, tuple[str, ...]()
         if body.is_chat:
             read, stops = self._reader.read_chat, self._reader.chat_stops
         num_outputs, most = len(texts) * max(body.n or 1, 1), self.settings.max_choices

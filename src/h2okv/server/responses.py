@@ -85,7 +85,9 @@ class ResponseBuilder(ABC):
         # For each output, how many tokens were told beside what is kept of them, and what makes
         # text of their bytes.
         self._told: dict[int, int] = defaultdict(int)
-        self._decoders = defaultdict(lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+        self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")("replace")
+        )
         self._shared = {
             "id": f"{self.kinds[0]}-{secrets.token_hex(12)}",
             "created": int(time.time()),
