@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from h2okv.cache.validation import check_model
     from h2okv.config import Budget, CacheConfig
     from h2okv.engine import LLM, AsyncLLM, SamplingParams
-    from h2okv.integration import enable, prefill, recipe_path
+    from h2okv.integration import enable, measure_layer_budgets, prefill, recipe_path
     from h2okv.ops.dispatch import use as use_ops
     from h2okv.policy import Policy, policy_names, register_policy
 
@@ -29,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "check_model",
     "enable",
+    "measure_layer_budgets",
     "policy_names",
     "prefill",
     "recipe_path",
@@ -46,6 +47,7 @@ _PLACES = {
     "SamplingParams": "engine:SamplingParams",
     "check_model": "cache.validation:check_model",
     "enable": "integration:enable",
+    "measure_layer_budgets": "integration:measure_layer_budgets",
     "policy_names": "policy:policy_names",
     "prefill": "integration:prefill",
     "recipe_path": "integration:recipe_path",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -137,6 +137,18 @@ def _to_tokens(value: int | float, prompt_length: int, least: int) -> int:
     return max(least, int(value * prompt_length + _ROUNDING_SLACK))
 
 
+def _factors(values: Sequence[float]) -> tuple[float, ...]:
+    """Factors on the layers' budgets that leave the whole as it is."""
+    found = tuple(float(value) for value in values)
+    mean = sum(found) / max(1, len(found))
+    if not found or min(found) < 0 or not abs(mean - 1) <= 0.01:
+        raise ValueError(
+            f"layer_budgets of mean {mean:g} would change the whole budget, or one of them is"
+            " negative; give factors of mean 1, as h2okv.measure_layer_budgets does."
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """Everything that tells one cache from another; `H2OCache.from_config` makes the cache.
@@ -149,7 +161,7 @@ class CacheConfig:
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
-        scoring: ``"sum"``, ``"mean"``, ``"decay"`` or ``"value_norm"``.
+        scoring: ``"sum"``, ``"mean"``, ``"decay"``, ``"value_norm"`` or ``"expected"``.
         decay: the factor per later query, with ``scoring="decay"`` or ``"value_norm"``; ``None``
             for the default.
         positions: ``"original"``, ``"rolling"`` or ``"clamped"``.
@@ -158,6 +170,8 @@ class CacheConfig:
         max_tokens: upper limit of the budget in tokens.
         min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each.
         seed: for policies that draw at random.
+        layer_budgets: a factor on heavy for each layer with H2O entries, of mean 1; ``None``: all
+            are alike.
 
     Raises:
         ValueError: if the budget or the positions make no sense.
@@ -175,8 +189,11 @@ class CacheConfig:
     max_tokens: int | None = None
     min_tokens: int = 0
     seed: int = 0
+    layer_budgets: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        if self.layer_budgets is not None:
+            object.__setattr__(self, "layer_budgets", _factors(self.layer_budgets))
         if self.positions not in POSITIONS:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
@@ -254,6 +271,17 @@ class CacheConfig:
         """The budget alone."""
         return Budget(self.heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
+    def layer_budget(self, index: int) -> Budget:
+        """The budget of a layer, counted among those with H2O entries."""
+        if self.layer_budgets is None or self.is_full:
+            return self.budget
+        heavy = self.heavy * self.layer_budgets[index]
+        if isinstance(self.heavy, int):
+            heavy = round(heavy)
+        elif isinstance(self.recent, float):
+            heavy = min(heavy, 1.0 - self.recent)
+        return Budget(heavy, self.recent, self.sink, min_tokens=self.min_tokens)
+
     def entries(self, length: int) -> int:
         """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""
         return length if self.is_full else self.budget.resolve(length).total
@@ -297,6 +325,8 @@ class CacheConfig:
                 parts.append(f"{self.scoring}{decay}")
             if self.positions != "original":
                 parts.append(self.positions)
+            if self.layer_budgets is not None:
+                parts.append("by layer")
         if self.kv_bits is not None:
             parts.append(f"{self.kv_bits} bits")
         return ", ".join(parts)
@@ -314,4 +344,6 @@ class CacheConfig:
             return {name: values[name] for name in kept}
         if not self.min_tokens:  # as before there was such a thing
             del values["min_tokens"]
+        if self.layer_budgets is None:
+            del values["layer_budgets"]
         return values

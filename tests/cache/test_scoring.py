@@ -140,12 +140,13 @@ def test_padded_row_equals_the_row_alone(
         torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
 
 
-def first_layer(model, input_ids):
-    """Queries ``[HQ, T, D]``, keys and values ``[H, T, D]`` of the first layer."""
+def first_layer(model, input_ids, place=None):
+    """Queries ``[HQ, T, D]``, keys and values ``[H, T, D]`` of the first layer; in one place."""
     attention, length = model.model.layers[0].self_attn, input_ids.shape[1]
     with torch.no_grad():
         hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(input_ids))
-        cos, sin = model.model.rotary_emb(hidden, torch.arange(length)[None])
+        places = torch.arange(length) if place is None else torch.full((length,), place)
+        cos, sin = model.model.rotary_emb(hidden, places[None])
         query, key, value = (
             project(hidden).view(1, length, -1, 16).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -163,6 +164,7 @@ def by_definition(scoring, decay, received, norm):
         "mean": total / len({query for query, _ in received}),
         "decay": decayed,
         "value_norm": total * norm,
+        "expected": total * norm,
         DECAYED_NORM: decayed * norm,
     }[scoring]
 
@@ -200,6 +202,13 @@ def test_token_by_token_is_algorithm_1_with_other_scores(
         torch.testing.assert_close(held_scores(cache, 0, 0)[head], expected, atol=1e-4, rtol=1e-4)
 
 
+def asked_again(model, input_ids, key, place):
+    """L2 norms of what all queries give the keys from one place behind them."""
+    query = first_layer(model, input_ids, place)[0]
+    given = (query @ key.repeat_interleave(2, 0).transpose(1, 2) * 16**-0.5).softmax(-1)
+    return given.unflatten(0, (2, 2)).square().sum(dim=(1, 2)).sqrt()
+
+
 @pytest.mark.parametrize("scoring", VARIANTS)
 def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
     """All scores of a block, from the whole matrix and its definition."""
@@ -217,6 +226,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
         "mean": shares.sum(1) / (later + 1),
         "decay": decayed,
         "value_norm": shares.sum(1) * norms,
+        "expected": asked_again(model, input_ids, key, length - 1 + 16) * norms,
         DECAYED_NORM: decayed * norms,
     }[scoring]
     torch.testing.assert_close(held_scores(cache, 0, 0), expected, atol=1e-4, rtol=1e-4)

@@ -78,6 +78,8 @@ class H2OCache(Cache):
             a scale and a low of their own; ``None``: in the model's dtype. What a block reads of
             itself is in full precision; it is rounded once, when it becomes an entry.
         seed: for policies that draw at random.
+        layer_budgets: a factor on ``heavy`` for each layer with H2O entries, of mean 1, so that the
+            whole is the same; `h2okv.measure_layer_budgets` finds a model's. ``None``: all alike.
 
     Raises:
         ValueError: if the budget or the policy makes no sense, or the model is not supported.
@@ -100,6 +102,7 @@ class H2OCache(Cache):
         min_tokens: int = 0,
         kv_bits: int | None = None,
         seed: int = 0,
+        layer_budgets: Sequence[float] | None = None,
     ) -> None:
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
@@ -117,6 +120,7 @@ class H2OCache(Cache):
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             seed=seed,
+            layer_budgets=layer_budgets,
         )
         self.budget = self.cache_config.budget
         self.simulate, self.prefill_chunk, self.kv_bits = simulate, prefill_chunk, kv_bits
@@ -129,11 +133,17 @@ class H2OCache(Cache):
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         kinds = sorted({type(layer).__name__ for layer in layers})
-        for index, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                layers[index] = layer_class(
-                    index, self.budget, self.policy, self.rule, self.scoring, kv_bits
-                )
+        places = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        if layer_budgets is not None and len(self.cache_config.layer_budgets or ()) != len(places):
+            raise ValueError(
+                f"layer_budgets has {len(layer_budgets)} factors, and the model {len(places)}"
+                " layers with H2O entries; give one for each."
+            )
+        for number, index in enumerate(places):
+            budget = self.cache_config.layer_budget(number)
+            layers[index] = layer_class(
+                index, budget, self.policy, self.rule, self.scoring, kv_bits
+            )
         self._last_updated: CacheLayer | None = None
         self._expects_turn = False
         self._scored = [layer for layer in layers if isinstance(layer, CacheLayer)]

@@ -16,6 +16,7 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
 from h2okv.cache.validation import check_match, check_pins, check_whole_prompt, check_window
 from h2okv.config import Budget, TokenBudget
+from h2okv.ops.expected import expected_attention
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import Policy
 from h2okv.policy.scoring import Scoring
@@ -30,6 +31,7 @@ class Block(NamedTuple):
     value: Tensor  # [B, H, T, Dv]
     real: Tensor | None  # bool [B, T], False for padding; None if there is none
     undo: Tensor | None  # fp32 [B or 1, 1, T, R / 2, 2], rotates back; None where keys stay rotated
+    places: Tensor | None  # int [B or 1, 1, T, 1], where the model put them; None if nobody asks
     scale: float
     softcap: float | None
 
@@ -61,9 +63,12 @@ class Block(NamedTuple):
             return every.transpose(1, 2)[index].transpose(1, 2)
 
         query, key, value = take(self.query), take(self.key), take(self.value)
-        undo = None if self.undo is None else take(self.undo)
-        return Block(query, key, value, real, undo, self.scale, self.softcap)
+        undo, places = (None if own is None else take(own) for own in (self.undo, self.places))
+        return Block(query, key, value, real, undo, places, self.scale, self.softcap)
 
+
+AHEAD = 16
+"""How far behind a block's last token its queries are asked again (`Scoring`, ``expected``)."""
 
 LAYER_ATTRIBUTE = "_h2okv_layer"
 """Attribute on the key tensor by which the attention function finds the cache layer."""
@@ -131,7 +136,18 @@ class CacheLayer(CacheLayerMixin):
     def _forget_rotation(self) -> None:
         """Has the model asked anew, at its next forward, how it rotates this layer's keys."""
         self.rotation: Rotation | None = None
-        self.knows_rotation = not self.rule.rolls
+        # The same where keys stay rotated, for queries that are asked again.
+        self.text_rotation: Rotation | None = None
+        self.knows_rotation = not self._needs_rotation
+
+    @property
+    def _needs_rotation(self) -> bool:
+        return self.rule.rolls or self.scoring.looks_ahead
+
+    def learn_rotation(self, found: Rotation | None) -> None:
+        """Notes how the model rotates this layer's keys, if it does; mutates the layer."""
+        self.rotation, self.text_rotation = (found, None) if self.rule.rolls else (None, found)
+        self.knows_rotation = True
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: not what was learned of the model, whose weights are compared later."""
@@ -140,7 +156,8 @@ class CacheLayer(CacheLayerMixin):
             "owner": None,
             "expected_weights": self.weights(),
             "rotation": None,
-            "knows_rotation": not self.rule.rolls,
+            "text_rotation": None,
+            "knows_rotation": not self._needs_rotation,
             "known_rotations": [],
         }
 
@@ -364,7 +381,7 @@ class CacheLayer(CacheLayerMixin):
             check_whole_prompt(self, length)
             check_pins(self, counts)
             self._resolve_budget(counts)
-        undo = None
+        undo = places = None
         if self.rule.rolls and (is_first or length > 1):  # a single token always finds room
             try:
                 check_window(self, length)
@@ -372,12 +389,14 @@ class CacheLayer(CacheLayerMixin):
                 if is_first:  # the budget of a refused prompt must not be the next one's
                     self.reset()
                 raise
+        if position_ids is None and (self.rotation or self.text_rotation) is not None:
+            position_ids = self._next_positions(real, length)
         if self.rotation is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.
-            if position_ids is None:
-                position_ids = self._next_positions(real, length)
             undo = self.rotation.of_text(position_ids)
-        block = Block(query, key, value, real, undo, scale, softcap)
+        elif self.text_rotation is not None and length > 1:
+            places = position_ids[:, None, :, None]
+        block = Block(query, key, value, real, undo, places, scale, softcap)
         chunk = self.rule.prefill_chunk
         if chunk is None or length <= chunk:
             output = self._attend_block(block)
@@ -401,19 +420,19 @@ class CacheLayer(CacheLayerMixin):
             self.state.total += count
         if self.rotation is not None:
             width, layout = self.rotation.width, self.rotation.layout
-            query, key, value, real, undo, scale, softcap = block
+            query, key, value, real, undo, _, scale, softcap = block
             # Together: for a single token it is the number of operations that takes time.
             both = interleave_pairs(torch.cat([query, key], dim=1), width, layout)
             query, key = rotate(both, undo).split([query.shape[1], key.shape[1]], dim=1)
-            block = Block(query, key.to(self.dtype), value, real, undo, scale, softcap)
+            block = block._replace(query=query, key=key.to(self.dtype))
         return self._attend(block).to(self.dtype)
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Positions of tokens that follow those seen, ``[1, T]``, for models that tell none."""
         if real is not None and not bool(real.all()):
             raise ValueError(
-                "positions='rolling': this model does not tell its attention the position_ids, "
-                "which a padded batch needs; run each sequence alone."
+                "positions='rolling' and scoring='expected': this model does not tell its attention"
+                " the position_ids, which a padded batch needs; run each sequence alone."
             )
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
@@ -483,6 +502,38 @@ class CacheLayer(CacheLayerMixin):
         for start, stop in self.pins:
             scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
         return scores
+
+    def _expected(
+        self, block: Block, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
+    ) -> Tensor:
+        """What a block adds to the scores if its queries are asked again behind all entries.
+
+        Args:
+            block: T tokens, un-rotated where positions roll.
+            sums: ``[B, H, N]``, what it adds otherwise, as for a sequence's single token.
+            keys: ``[B, H, N, D]``, as they were attended to.
+            entries: bool ``[B, H, N]``; ``None`` if all keys are.
+            limit: what all ranks are below, where positions roll.
+        """
+        query, real = block.query, block.real
+        if self.rotation is not None:
+            end = keys.new_tensor(keys.shape[2] - 1, dtype=torch.int64).view(1, 1, 1)
+            if entries is not None:
+                end = entries[:, :1].sum(dim=-1, keepdim=True) - 1
+            query = rotate(query, self.rotation.of_ranks(limit + AHEAD)[end + AHEAD])
+        elif self.text_rotation is not None:
+            places = block.places[:, 0, :, 0]
+            if real is not None:
+                places = places.expand_as(real)
+            last = places if real is None else places.masked_fill(~real, 0)
+            width, layout = self.text_rotation.width, self.text_rotation.layout
+            factors = self.text_rotation.moved(places, last.amax(dim=1, keepdim=True) + AHEAD)
+            query = rotate(interleave_pairs(query, width, layout), factors)
+            keys = interleave_pairs(keys, width, layout)
+        expected = expected_attention(query, keys, entries, real, block.scale, block.softcap)
+        if real is None:
+            return expected
+        return torch.where((real.sum(dim=1) > 1).view(-1, 1, 1), expected, sums)
 
     def _decayed(self, scores: Tensor, real: Tensor | None, length: int) -> Tensor:
         """What scores from before a block are worth after it, ``[B, H, N]``."""

@@ -51,7 +51,7 @@ class MaskedLayer(CacheLayer):
 
     def _attend(self, block: Block) -> Tensor:
         """See `CacheLayer.attend`."""
-        query, key, value, real, _, scale, softcap = block
+        query, key, value, real, _, _, scale, softcap = block
         held, length, given = self.state, key.shape[2], real
         past = held.num_slots
         if real is None:
@@ -73,6 +73,8 @@ class MaskedLayer(CacheLayer):
             keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         output, sums = attention_with_scores(query, keys, values, visible, scale, softcap, weights)
         sums = sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
+        if self.scoring.looks_ahead and length > 1:
+            sums = self._expected(block, sums, keys, held.positions >= 0, keys.shape[2])
         check_finite(self, sums)
         held.scores = self._decayed(held.scores, given, length) + sums.to(torch.float32)
         if self.storage.bits is not None and not is_step:  # a block's tokens have become entries

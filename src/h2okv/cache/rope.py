@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from h2okv.config import Positions
-from h2okv.ops.rope import Layout, interleave_pairs, inverse, rotate
+from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, rotate
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position."""
@@ -60,6 +60,15 @@ class Rotation:
             factors = self._factors(self._rotary, position_ids.to(self._device))
             last = self._last = position_ids, inverse(factors.to(self._dtype)).unsqueeze(1)
         return last[1]
+
+    def moved(self, position_ids: Tensor, end: Tensor) -> Tensor:
+        """Factors from the rotations at the positions ``[B or 1, T]`` to those at ``[B or 1, 1]``.
+
+        Returns:
+            fp32 ``[B or 1, 1, T, R / 2, 2]``, for `rotate`.
+        """
+        there = self._factors(self._rotary, end.to(self._device)).unsqueeze(1)
+        return multiply(self.of_text(position_ids), there)
 
     def begin_forward(self) -> None:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
@@ -273,5 +282,5 @@ def _running_rotary(module: torch.nn.Module) -> Any:
 def _unknown(module: torch.nn.Module) -> ValueError:
     return ValueError(
         f"positions='rolling': cannot find out how {type(module).__name__} rotates its keys; "
-        "use positions='original' for this model."
+        "use positions='original' for this model, and no scoring='expected'."
     )

@@ -284,6 +284,11 @@ def check_poolable(cache: H2OCache) -> None:
             f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
             "whose entries are not held in slots; use h2okv batch or generate for it."
         )
+    if cache.cache_config.layer_budgets is not None:
+        raise ValueError(
+            "layer_budgets: the slots of many sequences are alike in all layers; leave it out, or"
+            " use generate."
+        )
     if not cache.policy.is_bounded:
         raise ValueError(
             f"policy={cache.policy.name!r} evicts nothing, so slots of a fixed number cannot hold "

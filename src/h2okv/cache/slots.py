@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class SlotLayer(CacheLayer):
     checks_numbers = True
     """Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
     a model one alone must not stop in the middle."""
-    shared: Callable[..., tuple[Tensor, Tensor]] | None = None
+    shared: Any = None
     """Called with the operation and its arguments in the place of a block's attention, where other
     caches read the same block."""
 
@@ -93,7 +92,7 @@ class SlotLayer(CacheLayer):
 
     def _decode(self, block: Block) -> Tensor:
         """A block of one token: tensor code without a host sync."""
-        query, key, value, real, _, scale, softcap = block
+        query, key, value, real, _, _, scale, softcap = block
         # In a compiled step a count that changes would compile it anew each time.
         filled = None
         if torch.compiler.is_compiling():
@@ -181,7 +180,7 @@ class SlotLayer(CacheLayer):
 
     def _append_block(self, block: Block) -> Tensor:
         """Attends, scores, and evicts down to the budget once."""
-        query, key, value, real, _, scale, softcap = block
+        query, key, value, real, _, _, scale, softcap = block
         held, length = self.state, key.shape[2]
         scores, positions = self._block_entries(length, real)
         past = held.num_slots
@@ -201,6 +200,10 @@ class SlotLayer(CacheLayer):
         if self.shared is not None:
             attend = functools.partial(self.shared, attend)
         output, sums = attend(query, rotated, value, visibility, scale, softcap, weights)
+        if self.scoring.looks_ahead and length > 1:
+            limit = self._rank_limit(length)
+            ask = functools.partial(self._expected, block, sums, rotated, entries, limit)
+            sums = ask() if self.shared is None else self.shared.once(ask)
         del rotated
         if self.checks_numbers:
             check_finite(self, sums)

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -40,7 +41,7 @@ POLICIES = (
     "fixed", "fixed_heavy", "snapkv",
 )  # fmt: skip
 """Policies that drop entries; written down, for the registry imports torch."""
-SCORINGS = ("sum", "mean", "decay", "value_norm")
+SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
 DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
 
@@ -125,11 +126,15 @@ def make_cache(
     ),
     prefill_chunk: int | None = option(None, CHUNK_HELP),
     kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits."),
+    layer_budgets: Path | None = option(
+        None, "Divide heavy hitters among the layers as a file of h2okv eval layers says."
+    ),
 ) -> CacheConfig:
     """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
     rest: dict[str, Any] = {
         "policy": policy, "sink": sink, "scoring": scoring, "decay": decay,
         "positions": positions, "prefill_chunk": prefill_chunk, "kv_bits": kv_bits,
+        "layer_budgets": None if layer_budgets is None else read_factors(layer_budgets),
     }  # fmt: skip
     if heavy is None and recent is None:
         return CacheConfig.from_budget(parse_budget(budget), heavy_fraction, **rest)
@@ -233,7 +238,20 @@ def cache_flags(config: CacheConfig) -> str:
     for name in ("sink", "scoring", "decay", "positions", "prefill_chunk", "kv_bits"):
         if getattr(config, name) != getattr(CacheConfig, name):
             flags.append(f"{flag(name)} {getattr(config, name)}")
+    if config.layer_budgets is not None:
+        flags.append("--layer-budgets FILE")
     return " ".join(flags)
+
+
+def read_factors(path: Path) -> list[float]:
+    """Reads a JSON list of numbers."""
+    try:
+        found = json.loads(read_text("layer-budgets", path))
+        return [float(factor) for factor in found]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"--layer-budgets '{path}' is no JSON list of numbers; give a file of h2okv eval layers"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +13,7 @@ import typer
 from h2okv.cli import args
 from h2okv.cli.args import SEED, TEXT, ModelOptions, SamplingOptions, option
 from h2okv.config import POSITIONS, CacheConfig
-from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
 from h2okv.plots import check_plot
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
@@ -219,6 +220,35 @@ def fidelity(
     if recommend is not None and found and code == 0:
         write_text(_recommendation(found, recommend))
     return code
+
+
+@eval_app.command("layers")
+@args.model_options()
+def layers(
+    model: ModelOptions,
+    out: Path = option(Path("layers.json"), "The file that --layer-budgets reads."),
+    text: Path | None = TEXT,
+    tokens: int = option(1024, "Tokens of the text that are read."),
+) -> int:
+    """Measure how heavy hitters are best divided among a model's layers, for --layer-budgets.
+
+    Once for a model: its layers differ far more than texts do.
+
+    Example:
+
+        h2okv eval layers --model smollm2 --out smollm2.json
+    """
+    import torch
+
+    import h2okv
+
+    check_least(2, tokens=tokens)
+    described = model.describe()
+    ids = described.tokenizer(args.text_or_sample(text), verbose=False)["input_ids"][:tokens]
+    found = h2okv.measure_layer_budgets(model.load(described), torch.tensor([ids]))
+    out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    write_text(f"{out}: {min(found):g} to {max(found):g} of the even share in {len(found)} layers")
+    return 0
 
 
 @eval_app.command("recall")

@@ -32,6 +32,7 @@ class _Attention:
     def __init__(self) -> None:
         self._attended: Attended | None = None
         self._weighted: list[tuple[Tensor, Tensor]] = []
+        self._once: Tensor | None = None
 
     def __call__(
         self,
@@ -60,6 +61,12 @@ class _Attention:
         late = (query[:, :, first:], key, value, rest, scale, softcap, weights[:, first:])
         self._weighted.append((weights, attend(*late)[1]))
         return output, self._weighted[-1][1]
+
+    def once(self, ask: Callable[[], Tensor]) -> Tensor:
+        """What it gives, which is the same for all."""
+        if self._once is None:
+            self._once = ask()
+        return self._once
 
 
 class SharedLayer(CacheLayer):
@@ -98,7 +105,7 @@ class SharedLayer(CacheLayer):
     ) -> Tensor:
         self.awaits_attention = False
         self.cumulative_length += query.shape[2]
-        output = self._attend(Block(query, key, value, real, None, scale, softcap))
+        output = self._attend(Block(query, key, value, real, None, None, scale, softcap))
         self.num_forwards += 1
         return output
 

@@ -248,8 +248,8 @@ def h2o_attention(
         else:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
     if not layer.knows_rotation:
-        layer.rotation = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
-        layer.knows_rotation = True
+        found = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
+        layer.learn_rotation(found)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
     return output.transpose(1, 2).contiguous(), None

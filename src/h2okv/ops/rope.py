@@ -57,7 +57,7 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
     """
     width = 2 * factors.shape[-2]
     pairs = states[..., :width].float().unflatten(-1, (-1, 2))
-    rotated = _multiply(pairs, factors).flatten(-2)
+    rotated = multiply(pairs, factors).flatten(-2)
     rest = states[..., width:]
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
 
@@ -101,10 +101,10 @@ def inverse(factors: Tensor) -> Tensor:
 def relative(factors: Tensor) -> Tensor:
     """The rotations to n ranks, fp32 ``[n, R / 2, 2]``, as seen from the last, which needs none."""
     last = factors[-1] * factors.new_tensor([1.0, -1.0])
-    return _multiply(factors, last)
+    return multiply(factors, last)
 
 
-def _multiply(pairs: Tensor, factors: Tensor) -> Tensor:
+def multiply(pairs: Tensor, factors: Tensor) -> Tensor:
     """Complex products ``[..., 2]``."""
     if not torch.compiler.is_compiling():
         product = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(factors)

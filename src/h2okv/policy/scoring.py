@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2okv.records import unknown_name
 
-SCORINGS = ("sum", "mean", "decay", "value_norm")
+SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
 DEFAULT_DECAY = 0.995
 """Half of what a query gave is forgotten after 138 further ones; the best of those measured on the
 bundled model (docs/algorithm.md)."""
@@ -29,7 +29,13 @@ class Scoring:
     - ``decay``: ``sum_i decay ** (n - i) P[i, j]`` (A2SF, arXiv 2407.20485, section 3);
     - ``value_norm``: ``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
       The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O
-      runs. With a decay, the sum of ``decay`` in the place of the plain one.
+      runs. With a decay, the sum of ``decay`` in the place of the plain one;
+    - ``expected``: what a block's own queries would give if they were asked again from behind its
+      end, all of them seeing all entries: ``sqrt(sum_i P'[i, j]**2) * (L1 norm of value j)``. What
+      an entry has received depends on how many queries came after it, and how soon; this does not.
+      A single token adds ``P[i, j]``, as with ``value_norm``. Its kin are Expected Attention
+      (arXiv 2510.00636), which makes a Gaussian of the queries, and KVzip (arXiv 2505.23416),
+      which has the model read the text twice.
 
     Attributes:
         name: one of `SCORINGS`.
@@ -52,7 +58,12 @@ class Scoring:
     @property
     def uses_values(self) -> bool:
         """Whether entries need the norms of their values."""
-        return self.name == "value_norm"
+        return self.name in ("value_norm", "expected")
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a block's queries are asked again from behind its end."""
+        return self.name == "expected"
 
     def query_weights(self, later: Tensor) -> Tensor | None:
         """What each query of a block counts for when it is over, ``[B, T]``; ``None`` for one.
@@ -82,7 +93,7 @@ class Scoring:
             # What is held has been seen by its own query and by every one since, whatever the
             # blocks; positions do not count padding, so neither does the difference.
             return scores / (newest.to(positions.dtype) - positions + 1)
-        if self.name == "value_norm":
+        if self.uses_values:
             assert norms is not None
             return scores * norms
         return scores

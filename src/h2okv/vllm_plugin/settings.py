@@ -75,6 +75,13 @@ def _check_cache(config: CacheConfig) -> None:
             f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
             "positions='original'."
         )
+    if config.layer_budgets is not None:
+        raise ValueError("h2okv: layer_budgets: vLLM's blocks are of one size; leave it out.")
+    if scoring.looks_ahead:
+        raise ValueError(
+            f"h2okv: scoring={config.scoring!r} needs queries that vLLM has not rotated yet; use "
+            "another scoring."
+        )
     if config.kv_bits is not None:
         raise ValueError(
             f"h2okv: kv_bits={config.kv_bits} is not to be had inside vLLM; leave it out."

@@ -152,7 +152,7 @@ class StateLayer(SlotLayer):
         self.is_full = bool((seen >= self.tokens.total).all())
         self.has_sinks = self.tokens.sink > 0
         self.steps_left, self.filled = -1, None
-        output = self._decode(Block(query, key, value, None, None, scale, softcap))
+        output = self._decode(Block(query, key, value, None, None, None, scale, softcap))
         changed = small if self.operations.name == "plain" else small | large
         for name in changed:
             blocks[name][index] = getattr(self.state, name)

@@ -1,0 +1,89 @@
+"""Budgets that differ by layer: the same whole, exact, saved, and measured on the model."""
+
+import pytest
+import torch
+
+import h2okv
+
+FACTORS = (0.5, 1.75, 0.75)
+
+
+def tokens(seed, batch, length):
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def run(model, cache, input_ids, blocks):
+    at, logits = 0, []
+    for size in blocks:
+        logits.append(model(input_ids[:, at : at + size], past_key_values=cache).logits)
+        at += size
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("parts", [(8, 4), (0.2, 0.1), (0.5, 4)])
+@pytest.mark.parametrize("options", [{}, {"positions": "rolling", "prefill_chunk": 16}], ids=str)
+def test_dropping_equals_masking_and_each_layer_keeps_its_own(
+    make_llama, kept_sets, parts, options
+):
+    model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
+    results = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, *parts, layer_budgets=FACTORS, simulate=simulate, **options
+        )
+        cache.expect(40)
+        results.append((run(model, cache, input_ids, blocks), kept_sets(cache)))
+        cache.check_integrity()
+    (dropped, kept), (masked, alive) = results
+    assert kept == alive
+    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+    heavy, recent = (part if isinstance(part, int) else int(part * 40) for part in parts)
+    sizes = [len(layer[0][0]) for layer in kept]
+    assert sizes == [int(heavy * factor) + recent for factor in FACTORS]
+    uniform = h2okv.H2OCache(model.config, *parts, **options)
+    uniform.expect(40)
+    run(model, uniform, input_ids, blocks)
+    assert sum(sizes) == sum(len(layer[0][0]) for layer in kept_sets(uniform))
+
+
+def test_saved_and_loaded(make_llama, kept_sets, tmp_path):
+    model, input_ids = make_llama(layers=3), tokens(2, 1, 60)
+    cache = h2okv.H2OCache(model.config, 8, 4, layer_budgets=FACTORS)
+    run(model, cache, input_ids[:, :50], [40, *[1] * 10])
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    assert loaded.cache_config == cache.cache_config
+    for one in (cache, loaded):
+        run(model, one, input_ids[:, 50:], [1] * 10)
+    assert kept_sets(cache) == kept_sets(loaded)
+
+
+def test_they_are_measured(make_llama):
+    model = make_llama(layers=3)
+    # A layer without values changes nothing and needs nothing.
+    model.model.layers[1].self_attn.v_proj.weight.data *= 1e-4
+    found = h2okv.measure_layer_budgets(model, tokens(3, 1, 200))
+    assert found[1] == 0.3 and sum(found) / 3 == pytest.approx(1, abs=1e-3)
+    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=found)
+    with pytest.raises(ValueError, match="a text of 3 tokens, .* leave nothing to divide"):
+        h2okv.measure_layer_budgets(model, tokens(3, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ((1.0, 1.0), "layer_budgets has 2 factors, and the model 3 layers"),
+        ((1.0, 1.0, 2.0), "layer_budgets of mean 1.33333 would change the whole budget"),
+        ((-1.0, 2.0, 2.0), "or one of them is negative"),
+        ((), "layer_budgets of mean 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make_llama, factors, message):
+    with pytest.raises(ValueError, match=message):
+        h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors)
+
+
+def test_an_engine_has_slots_of_one_size(make_llama):
+    with pytest.raises(ValueError, match="the slots of many sequences are alike in all layers"):
+        h2okv.LLM(make_llama(layers=3), object(), layer_budgets=FACTORS)

@@ -1,0 +1,38 @@
+"""Attention of queries that see every entry, against the whole matrix."""
+
+import pytest
+import torch
+
+from h2okv.ops import expected
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("tile", [7, 1 << 19])
+def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile):
+    monkeypatch.setattr(expected, "_TILE_ELEMENTS", tile)
+    generator = torch.Generator().manual_seed(groups)
+    query = torch.randn(2, 2 * groups, 11, 8, generator=generator)
+    key = 3 * torch.randn(2, 2, 17, 8, generator=generator)
+    entries = torch.rand(2, 2, 17, generator=generator) < 0.7 if padded else None
+    queries = torch.rand(2, 11, generator=generator) < 0.7 if padded else None
+    found = expected.expected_attention(query, key, entries, queries, 0.4, softcap)
+    logits = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * 0.4
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if padded:
+        hidden = ~entries.repeat_interleave(groups, 1).unsqueeze(2)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    weights = logits.softmax(-1)
+    if padded:
+        weights = weights * queries[:, None, :, None]
+    wanted = weights.unflatten(1, (2, groups)).square().sum(dim=(2, 3)).sqrt()
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_batch_of_none_is_zero():
+    made = expected.expected_attention(
+        torch.ones(1, 2, 3, 4), torch.ones(1, 1, 5, 4), None, torch.zeros(1, 3).bool(), 1.0
+    )
+    assert not made.any()
