@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import h2okv
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import LAYER_ATTRIBUTE, Block, CacheLayer
+from h2okv.cache.rope import Rotation
 from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.ops.attention import Visibility
@@ -74,8 +75,15 @@ class SharedLayer(CacheLayer):
 
     def __init__(self, parts: Sequence[CacheLayer]) -> None:
         own = parts[0]
-        super().__init__(own.layer_idx, own.budget, own.policy, own.rule)
+        ahead = [part.scoring for part in parts if part.scoring.looks_ahead]
+        super().__init__(own.layer_idx, own.budget, own.policy, own.rule, *ahead[:1])
         self.parts = list(parts)
+
+    def learn_rotation(self, found: Rotation | None) -> None:
+        super().learn_rotation(found)
+        for part in self.parts:
+            if not part.knows_rotation:
+                part.learn_rotation(found)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -105,6 +113,7 @@ class SharedLayer(CacheLayer):
     ) -> Tensor:
         self.awaits_attention = False
         self.cumulative_length += query.shape[2]
+        self.position_ids = position_ids
         output = self._attend(Block(query, key, value, real, None, None, scale, softcap))
         self.num_forwards += 1
         return output
@@ -132,7 +141,8 @@ class SharedLayer(CacheLayer):
             if real is None and part.expected_length is None:
                 part.expected_length = query.shape[2]  # what comes next is no more of the prompt
             own = part.update(key, value)
-            outputs.append(part.attend(query, *own, real, block.scale, block.softcap))
+            more = (block.scale, block.softcap, self.position_ids)
+            outputs.append(part.attend(query, *own, real, *more))
             if isinstance(part, SlotLayer):
                 part.shared = None
         return outputs[0]
