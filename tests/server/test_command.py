@@ -140,7 +140,7 @@ def command(capsys, monkeypatch):
         (("--drain", -1), "--drain -1 is out of range"),
         (("--max-new-tokens", 0), "max_new_tokens=0 is too little"),
         (("--max-waiting", -1), "max_waiting=-1 is out of range"),
-        (("--max-num-seqs", 0), "max_num_seqs=0 is out of range"),
+        (("--max-num-seqs", 0), "--max-num-seqs 0 is too few"),
         (("--heavy", "much"), "--heavy 'much' is not an amount"),
         (("--heavy", 0, "--recent", 0), "keep nothing"),
         (("--memory", "10MiB"), "has no room for a single sequence"),

@@ -169,9 +169,13 @@ def test_errors_a_key_and_a_budget(browser, page, fake):
     say(browser, "hello")
     browser.wait("document.getElementById('said').textContent")
     assert "max_tokens=5000 is more than this server writes" in text(browser, "#said")
-    assert answers(browser) == []
+    # What was asked is in the box again, and not in the conversation.
+    assert browser.run("document.getElementById('prompt').value") == "hello"
+    assert browser.run("document.querySelectorAll('article').length") == 0
     fill(browser, "max_tokens", "3")
     fill(browser, "budget", "21")
+    browser.wait(IDLE)
+    browser.run("document.getElementById('prompt').value = ''")
     say(browser, "hello again")
     browser.wait(f"{IDLE} && document.querySelector('.assistant')")
     assert text(browser, "#said") == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files
@@ -24,8 +25,17 @@ from h2okv.console import write_remark
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, BodyTooLargeError
 from h2okv.server.handlers import Handlers
-from h2okv.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
-from h2okv.server.responses import ChatResponseBuilder, CompletionResponseBuilder
+from h2okv.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    SampledRequest,
+)
+from h2okv.server.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+)
 from h2okv.server.responses_api import ResponsesBuilder
 
 if TYPE_CHECKING:
@@ -42,7 +52,7 @@ _POLICY = (
 )
 _OPEN_PATHS = frozenset({"/health", "/", "/view"})
 """What needs no key: whether the server lives, and pages, which browsers ask for without one."""
-_TEXT_PATHS = {
+_TEXT_PATHS: Mapping[str, tuple[type[SampledRequest], type[ResponseBuilder]]] = {
     "completions": (CompletionRequest, CompletionResponseBuilder),
     "chat/completions": (ChatRequest, ChatResponseBuilder),
     "responses": (ResponsesRequest, ResponsesBuilder),

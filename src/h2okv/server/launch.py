@@ -63,6 +63,7 @@ def announce(settings: ServerSettings, port: int, description: str) -> None:
             " key."
         )
     write_remark(f"model {settings.model_name!r}; Ctrl-C finishes what runs and ends")
+    write_remark(f"chat in a browser: http://{host}:{port}/")
     write_text(f"http://{host}:{port}/v1\n")
 
 

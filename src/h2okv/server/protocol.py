@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -155,9 +156,9 @@ class SampledRequest(Strict):
         return self
 
     @property
+    @abstractmethod
     def prompts(self) -> list[Any]:
         """What is to be continued: texts, tokens, or one chat as templates take it."""
-        raise NotImplementedError
 
     @property
     def wants_usage(self) -> bool:

@@ -225,13 +225,11 @@ function finish(answer) {
   running = null;
   at("talk").setAttribute("aria-busy", "false");
   bodies.get(answer).parentElement.setAttribute("aria-busy", "false");
-  if (!answer.content) {
+  if (answer.content) { showTools(); }
+  else {  // what was asked can be asked again, in other words
     chat.messages.pop();
-    bodies.get(answer).parentElement.remove();
-    bodies.delete(answer);
-    if (chosen === answer) { chosen = null; }
+    edit(chat.messages.at(-1));
   }
-  showTools();
   showRunning();
   save();
 }
@@ -253,13 +251,14 @@ function say(text) {
   at("main").scrollTop = at("main").scrollHeight;
   at("prompt").value = "";
   fit();
+  if (!isTouch()) { at("prompt").focus(); }  // elsewhere it would bring the keyboard back
   ask();
 }
 
 function edit(message) {
   chat.messages.splice(chat.messages.indexOf(message));
   showAll();
-  at("prompt").value = message.content;
+  at("prompt").value ||= message.content;
   fit();
   at("prompt").focus();
 }
@@ -342,6 +341,8 @@ function showStats(found) {
   at("numbers").replaceChildren(...facts.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
 }
 
+const isTouch = () => matchMedia("(pointer: coarse)").matches;
+
 function fit() {
   const box = at("prompt");
   box.style.height = "auto";
@@ -388,8 +389,7 @@ at("form").addEventListener("submit", (submitted) => {
 });
 at("prompt").addEventListener("input", fit);
 at("prompt").addEventListener("keydown", (pressed) => {
-  const hasKeyboard = !matchMedia("(pointer: coarse)").matches;
-  if (pressed.key === "Enter" && !pressed.shiftKey && !pressed.isComposing && hasKeyboard) {
+  if (pressed.key === "Enter" && !pressed.shiftKey && !pressed.isComposing && !isTouch()) {
     pressed.preventDefault();
     say(at("prompt").value);
   }
