@@ -278,6 +278,22 @@ def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
     assert outcome.code == 2 and "--system needs a chat template" in outcome.err
 
 
+def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp_path):
+    text, out = tmp_path / "t.txt", tmp_path / "layers.json"
+    text.write_text("a cat and a dog and a bird " * 40)
+    outcome = h2okv_command("eval", "layers", "--model", model_folder, "--text", text, "--out", out)
+    factors = json.loads(out.read_text())
+    assert outcome.code == 0 and len(factors) == 2 and abs(sum(factors) - 2) < 1e-3
+    options = ("--scoring", "expected", "--heavy", 20, "--recent", 4, "--layer-budgets", out)
+    told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
+    assert told["layer_budgets"] == factors
+    out.write_text("{}")
+    for content, message in (("no", "is no JSON list"), ("[1, 1, 1]", "has 3 factors")):
+        out.write_text(content)
+        outcome = generate(*options)
+        assert outcome.code == 2 and message in outcome.err
+
+
 def test_pinned_messages_stay(generate, chat_folder):
     options = ("--heavy", 12, "--recent", 4, "--json", "--max-new-tokens", 8)
     chat = {"model": chat_folder, "text": "a cat? " * 20}

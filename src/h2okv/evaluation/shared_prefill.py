@@ -75,8 +75,8 @@ class SharedLayer(CacheLayer):
 
     def __init__(self, parts: Sequence[CacheLayer]) -> None:
         own = parts[0]
-        ahead = [part.scoring for part in parts if part.scoring.looks_ahead]
-        super().__init__(own.layer_idx, own.budget, own.policy, own.rule, *ahead[:1])
+        scoring = next((part.scoring for part in parts if part.scoring.looks_ahead), own.scoring)
+        super().__init__(own.layer_idx, own.budget, own.policy, own.rule, scoring)
         self.parts = list(parts)
 
     def learn_rotation(self, found: Rotation | None) -> None:
@@ -141,8 +141,8 @@ class SharedLayer(CacheLayer):
             if real is None and part.expected_length is None:
                 part.expected_length = query.shape[2]  # what comes next is no more of the prompt
             own = part.update(key, value)
-            more = (block.scale, block.softcap, self.position_ids)
-            outputs.append(part.attend(query, *own, real, *more))
+            output = part.attend(query, *own, real, block.scale, block.softcap, self.position_ids)
+            outputs.append(output)
             if isinstance(part, SlotLayer):
                 part.shared = None
         return outputs[0]
