@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_file_as_before(path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"some notes of mine", "line 1 of .* is no result of a test"),
+        (b"some notes of mine", "line 1 of .* is not a result of a test"),
         (b"some notes\nof mine\n", "line 1 of .* is not JSON"),
         (b'{"name": "a"}\n', "line 1 of .* has no field id"),
         (b'{"id": "a"}\n', "which says what made them, cannot be read"),
@@ -120,9 +120,9 @@ def test_other_settings_are_named_and_refused(path):
 
 def test_another_kind_or_version_is_refused(path):
     begun(path, "a", settings=None)
-    with pytest.raises(ValueError, match="is no result of another"):
+    with pytest.raises(ValueError, match="is not a result of another"):
         ResultFile(path, "another")
-    with pytest.raises(ValueError, match="is no result of a test"):
+    with pytest.raises(ValueError, match="is not a result of a test"):
         ResultFile(path, "a test", version=2)
 
 

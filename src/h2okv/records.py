@@ -296,7 +296,7 @@ class ResultFile:
             ) from error
 
     def _foreign(self, place: str) -> ValueError:
-        return ValueError(f"{place} is no result of {self.kind}; choose another file")
+        return ValueError(f"{place} is not a result of {self.kind}; choose another file")
 
     def _naming(self) -> AbstractContextManager[None]:
         remedy = (

@@ -300,7 +300,7 @@ def test_options_that_make_no_sense(model, options, text):
 def test_prefill_of_what_is_no_batch(model):
     cache = h2okv.H2OCache(model.config)
     for ids in ([[1, 2]], torch.tensor([1, 2])):
-        with pytest.raises(ValueError, match="is no batch of tokens"):
+        with pytest.raises(ValueError, match="is not a batch of tokens"):
             h2okv.prefill(model, ids, cache)
     with pytest.raises(ValueError, match="DynamicCache is no H2OCache"):
         h2okv.prefill(model, tokens(4), DynamicCache())

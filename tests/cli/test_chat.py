@@ -83,7 +83,7 @@ def test_commands_that_cannot_be_done_leave_the_chat_as_it_is(chat, tmp_path):
         "nothing in the cache yet", "/save needs a file", "nothing to save yet",
         "/load needs a file", "'/nope' is not a command; /help", "did you mean /cache",
         "layers 0 to 1", "KV heads 0 to 1", "'one' is not a number", "names too much",
-        "is not a file", "cannot be written", "is no saved chat", "'/' is not a command",
+        "is not a file", "cannot be written", "is not a saved chat", "'/' is not a command",
     ]  # fmt: skip
     assert outcome.code == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -170,7 +170,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--recommend", 1.5), "--recommend 1.5 is no agreement"),
+        (("--recommend", 1.5), "--recommend 1.5 is not a fraction of tokens"),
         (("--protocol", "both"), "--protocol 'both' is not known; choose from decode, block"),
         (("--policy", "h3o"), "policy 'h3o' is unknown; did you mean h2o?"),
         (("--scoring", "sun,decay"), "scoring 'sun' is unknown; did you mean sum?"),

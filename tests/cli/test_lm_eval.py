@@ -88,7 +88,7 @@ def test_the_harness_own_model_runs_the_tasks_too(h2okv_command, model_folder, d
     ("args", "changes", "words"),
     [
         ((), {}, "'rte_val.jsonl'"),
-        (("--data", "nowhere"), {}, "--data 'nowhere' is no folder"),
+        (("--data", "nowhere"), {}, "--data 'nowhere' is not a folder"),
         ((), {"task": "h2okv_rta"}, "did you mean h2okv_rte"),
         ((), {"options": "hevy=0.1"}, "perhaps 'heavy' is meant"),
         (("--data", "DATA"), {"options": "policy=h20"}, "did you mean h2o"),

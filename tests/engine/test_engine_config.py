@@ -28,7 +28,7 @@ def test_options_reach_the_config_that_they_belong_to():
         ({"max_num_seqs": 0}, "max_num_seqs=0 is out of range"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens=0 is out of range"),
         ({"max_waiting": -1}, "max_waiting=-1 is out of range"),
-        ({"max_prefill_time_fraction": 1.0}, "max_prefill_time_fraction=1.0 is no fraction"),
+        ({"max_prefill_time_fraction": 1.0}, "max_prefill_time_fraction=1.0 is not a fraction"),
         ({"cache": {"heavy": 3}}, "give a CacheConfig"),
         ({"heavy": -1}, "heavy=-1 is negative"),
     ],

@@ -177,7 +177,7 @@ def test_a_first_line_that_was_not_finished_is_written_again(path):
     ("line", "message"),
     [
         ("{", "is not JSON"),
-        ('{"run": "a", "sample": 1}', "is no result of h2okv evaluation"),
+        ('{"run": "a", "sample": 1}', "is not a result of h2okv evaluation"),
         ('{"run": "a", "sample": "1", "result": {}}', "field sample is '1'"),
         ('{"run": "b", "sample": 1, "result": {}}', "field run is 'b'"),
     ],
@@ -195,7 +195,7 @@ def test_a_bad_line_is_refused_by_file_and_line_and_stays(path, line, message):
 def test_another_file_is_not_touched(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("my notes")
-    with pytest.raises(ValueError, match="is no result of h2okv evaluation"):
+    with pytest.raises(ValueError, match="is not a result of h2okv evaluation"):
         SampleFile(path, NOW)
     assert path.read_text() == "my notes"
 

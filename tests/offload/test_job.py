@@ -42,10 +42,10 @@ def test_messages_come_back(tmp_path):
         ('{"id": 1, "prompt": "a"}\n{"id": 2', "line 2: this is no JSON object"),
         ('["id", "prompt"]\n', "line 1: this is no JSON object"),
         (b'{"id": 1, "prompt": "\xe9"}\n', "line 1: this is not UTF-8"),
-        ('{"prompt": "a"}\n', "line 1: id null is no name"),
-        ('{"id": true, "prompt": "a"}\n', "id true is no name"),
-        ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is no name"),
-        ('{"id": 1, "messages": "a"}\n', "line 1: messages are no list"),
+        ('{"prompt": "a"}\n', "line 1: id null is not a name"),
+        ('{"id": true, "prompt": "a"}\n', "id true is not a name"),
+        ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is not a name"),
+        ('{"id": 1, "messages": "a"}\n', "line 1: messages are not a list"),
         ('{"id": 1, "messages": [], "prompt": "a"}\n', "both prompt and messages"),
         (
             '{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}\n',
@@ -93,9 +93,9 @@ def test_results_are_there_again(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"some notes of mine", "line 1 of .* is no result of h2okv batch"),
+        (b"some notes of mine", "line 1 of .* is not a result of h2okv batch"),
         (b"some notes\nof mine\n", "line 1 of .* is not JSON"),
-        (b'{"id": "a", "text": "x"}\n', "line 1 of .* is no result of h2okv batch"),
+        (b'{"id": "a", "text": "x"}\n', "line 1 of .* is not a result of h2okv batch"),
         (b'{"id": "a", "text": "x", "prompt_digest": "d"}\n', "cannot be read"),
     ],
 )
@@ -161,8 +161,8 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (None, "the prompt is no text"),
-        (3, "the prompt is no text"),
+        (None, "the prompt is not a text"),
+        (3, "the prompt is not a text"),
         (" ", "the prompt is empty"),
         ("\ud800", "not UTF-8"),
         ("cat " * 300, "context is 256; shorten it to 255"),

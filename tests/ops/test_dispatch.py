@@ -77,14 +77,14 @@ def test_the_environment_and_the_innermost_block_decide(monkeypatch):
 
 
 def test_an_implementation_that_does_not_exist(monkeypatch, make_llama):
-    with pytest.raises(ValueError, match="ops='fast' is no implementation; choose one of auto"):
+    with pytest.raises(ValueError, match="ops='fast' is not an implementation; choose one of auto"):
         dispatch.use("fast").__enter__()
     with pytest.raises(ValueError, match="choose one of auto, plain, triton"):
         dispatch.use("compiled").__enter__()
     monkeypatch.setenv("H2OKV_OPS", "cuda")
     model = make_llama()
     cache = h2okv.H2OCache(model.config)
-    with pytest.raises(ValueError, match="H2OKV_OPS='cuda' is no implementation"):
+    with pytest.raises(ValueError, match="H2OKV_OPS='cuda' is not an implementation"):
         model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
 
 

@@ -75,7 +75,7 @@ def test_the_setting_is_a_cache_config():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (3, "is no set of options"),
+        (3, "is not a set of options"),
         ({"heavy": 32}, "recent is missing"),
         ({"heavy": 0.1, "recent": 0.1}, "fraction of the prompt"),
         ({"heavy": -1, "recent": 4}, "negative"),

@@ -52,7 +52,7 @@ class Shape:
                 raise ValueError(f"{name}={getattr(self, name)} in --shape is below 1; give more")
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"heads={self.heads} in --shape is no multiple of kv_heads={self.kv_heads};"
+                f"heads={self.heads} in --shape is not a multiple of kv_heads={self.kv_heads};"
                 " every KV head serves as many query heads"
             )
         if self.head_dim % 2:
@@ -129,11 +129,11 @@ def _size(part: str) -> tuple[str, int]:
     name, _, value = (word.strip() for word in part.partition("="))
     known = [field.name for field in fields(Shape) if field.name not in ("name", "family")]
     if name not in known:
-        raise ValueError(f"{name!r} in --shape is no size; choose from {', '.join(known)}")
+        raise ValueError(f"{name!r} in --shape is not a size; choose from {', '.join(known)}")
     try:
         return name, int(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r} in --shape is no whole number") from None
+        raise ValueError(f"{name}={value!r} in --shape is not a whole number") from None
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.context is not None and not _SHORTEST_PROMPT <= self.context[0] <= self.context[1]:
             raise ValueError(
-                f"--context {self.context[0]}:{self.context[1]} is no range of"
+                f"--context {self.context[0]}:{self.context[1]} is not a range of"
                 f" {_SHORTEST_PROMPT} tokens or more; give one such as 2048:4096"
             )
         check_least(new_tokens=self.new_tokens)

@@ -178,7 +178,7 @@ class SavedChat:
             raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
         transcript = Transcript(**saved["transcript"])
         if not all(isinstance(token, int) for token in transcript.token_ids):
-            raise ValueError("a token that is no number")
+            raise ValueError("a token that is not a number")
         if not all(set(message) == {"role", "content"} for message in transcript.messages):
             raise ValueError("a message without role or content")
         sampling = dict(saved["sampling"])
@@ -329,8 +329,8 @@ class Chat:
                 read_notes(path)
             except ValueError as error:
                 raise ValueError(
-                    f"'{path}' exists and is no saved chat; choose another file, so that it is not"
-                    " lost"
+                    f"'{path}' exists and is not a saved chat; choose another file, to keep"
+                    " it"
                 ) from error
         chat = SavedChat(self.transcript, self.form.system, self.partner.params)
         self.cache.save(path, notes={_NOTE: chat.to_note()})

@@ -224,8 +224,8 @@ def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
     heavy, plus, recent = budget.partition("+")
     if not plus:
         return CacheConfig.from_budget(parse_budget(budget), policy=policy, sink=sink)
-    parts = {"heavy": parse_amount("heavy", heavy), "recent": parse_amount("recent", recent)}
-    return CacheConfig(policy, **parts, sink=sink)
+    parts = parse_amount("heavy", heavy), parse_amount("recent", recent)
+    return CacheConfig(policy, *parts, sink=sink)
 
 
 def cache_flags(config: CacheConfig) -> str:

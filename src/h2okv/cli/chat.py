@@ -334,7 +334,7 @@ def greeting(session: Chat) -> str:
     if partner.described.tokenizer.chat_template is not None:
         manner = "its own chat template"
     elif name == BUNDLED:
-        manner = "a plain dialogue; it writes book-like English and is no assistant"
+        manner = "a plain dialogue; it writes book-like English and is not an assistant"
     else:
         manner = "a plain dialogue, for it has no chat template"
     budget = cache.budget

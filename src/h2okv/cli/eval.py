@@ -194,7 +194,9 @@ def fidelity(
     args.check_file("csv", csv)
     check_plot(plot)
     if recommend is not None and not 0 < recommend <= 1:
-        raise ValueError(f"--recommend {recommend:g} is no agreement; give a fraction up to 1")
+        raise ValueError(
+            f"--recommend {recommend:g} is not a fraction of tokens; give one above 0, up to 1"
+        )
     how = args.parse_choice("protocol", protocol, PROTOCOLS)
     sources = [Source.read(path) for path in data or ()]
     task = Fidelity(

@@ -59,8 +59,8 @@ class EngineConfig:
         check_number("max_waiting", self.max_waiting, int, 0, UNLIMITED)
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
-                f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is no fraction of "
-                "the time; give a number between 0 and 1."
+                f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is not a fraction of"
+                " the time; give a number between 0 and 1."
             )
 
     @classmethod

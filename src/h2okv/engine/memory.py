@@ -37,7 +37,7 @@ def parse_memory(text: str) -> int:
     """Reads an amount of memory."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"--memory {text!r} is no amount of memory; give one such as 8GiB")
+        raise ValueError(f"--memory {text!r} is not an amount of memory; give one such as 8GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -97,7 +97,9 @@ class SamplingParams:
         ends = self.stop_token_ids
         if not isinstance(ends, (list, tuple)):
             shown = short_repr(ends)
-            raise ValueError(f"stop_token_ids={shown} is no list of tokens; give ints in a list.")
+            raise ValueError(
+                f"stop_token_ids={shown} is not a list of tokens; give ints in a list."
+            )
         checked = (check_number("stop_token_ids", own, int, 0, UNLIMITED) for own in ends)
         self._set("stop_token_ids", tuple(checked))
         self._set("logit_bias", _biases(self.logit_bias))
@@ -129,7 +131,7 @@ def _texts(stop: Any) -> tuple[str, ...]:
     """Stop texts, of which none is empty."""
     texts = (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, (list, tuple)) or not all(isinstance(own, str) for own in texts):
-        raise ValueError(f"stop={short_repr(stop)} is no text; give a str, or a list of them.")
+        raise ValueError(f"stop={short_repr(stop)} is not a text; give a str, or a list of them.")
     if "" in texts:
         raise ValueError("stop: an empty text would end every output; leave it out.")
     return tuple(texts)
@@ -138,7 +140,7 @@ def _texts(stop: Any) -> tuple[str, ...]:
 def _biases(biases: Any) -> dict[int, float]:
     """What is added to the logits of which tokens."""
     if not isinstance(biases, Mapping):
-        raise ValueError(f"logit_bias={short_repr(biases)} is no mapping; give {{token: bias}}.")
+        raise ValueError(f"logit_bias={short_repr(biases)} is not a mapping; give {{token: bias}}.")
     checked = {}
     for token, bias in biases.items():
         place = check_number("logit_bias: the token", token, int, 0, UNLIMITED)

@@ -57,7 +57,7 @@ class SampleFile(ResultFile):
         """Remembers who ran what, and what came of it."""
         fields = record.fields
         if tuple(fields) not in (("versions",), ("run", "identity"), ("run", "sample", "result")):
-            raise ValueError(f"{record.place} is no result of {self.kind}; choose another file")
+            raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
         for name, value in fields.items():
             if not isinstance(value, {"run": str, "sample": int}.get(name, dict)):
                 record.refuse(name, f"is {value!r}; correct or remove the line")

@@ -277,8 +277,8 @@ def _check_inputs(input_ids: Tensor, cache: H2OCache) -> None:
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
         given = list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
         raise ValueError(
-            f"input_ids={given} is no batch of tokens; give an int tensor [batch, tokens], such as "
-            "tokenizer(text, return_tensors='pt').input_ids."
+            f"input_ids={given} is not a batch of tokens; give an int tensor [batch, tokens], such"
+            " as tokenizer(text, return_tensors='pt').input_ids."
         )
 
 

@@ -117,8 +117,8 @@ def _reason(name: str, part: str, error: Exception) -> str:
     text = str(error)
     if "connect" in text and isinstance(error, OSError):
         return (
-            f"--model {name!r} is no folder here, and the Hub cannot be reached for it; check the"
-            " name and the network, or give a folder"
+            f"--model {name!r} is not a folder here, and the Hub cannot be reached for it; check"
+            " the name and the network, or give a folder"
         )
     first_line = next(iter(text.strip().splitlines()), "no reason given")
     return (

@@ -105,12 +105,12 @@ def parse_line(data: bytes) -> ParsedLine:
         raise ValueError(f"this is no JSON object; write {_LINE}")
     prompt_id = fields.get("id")
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
-        raise ValueError(f"id {json.dumps(prompt_id)} is no name; give a text or a whole number")
+        raise ValueError(f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number")
     if "prompt" in fields and "messages" in fields:
         raise ValueError("it has both prompt and messages; leave one of them out")
     prompt = fields.get("prompt", fields.get("messages"))
     if "messages" in fields and not isinstance(prompt, list):
-        raise ValueError('messages are no list; write [{"role": "user", "content": "..."}]')
+        raise ValueError('messages are not a list; write [{"role": "user", "content": "..."}]')
     return prompt_id, prompt, digest(json.dumps(prompt, sort_keys=True))
 
 
@@ -125,7 +125,7 @@ class JobResultFile(ResultFile):
     def take(self, record: Record) -> None:
         """See `ResultFile.take`."""
         if not {"id", "prompt_digest"} <= record.fields.keys():
-            raise ValueError(f"{record.place} is no result of {self.kind}; choose another file")
+            raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
         self.finished[json.dumps(record.fields["id"])] = record.fields["prompt_digest"]
         self.num_errors += "error" in record.fields
 
@@ -213,7 +213,7 @@ class TextCodec:
             text, is_templated = prompt, self.uses_template
             prompt = [{"role": "user", "content": prompt}]
         elif not isinstance(prompt, list):
-            raise PromptError(f"the prompt is no text; write {_LINE}")
+            raise PromptError(f"the prompt is not a text; write {_LINE}")
         elif self.is_raw:
             raise PromptError("messages need the chat template; leave out --raw, or give a prompt")
         if is_templated:

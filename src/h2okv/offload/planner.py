@@ -61,8 +61,8 @@ def parse_placement(option: str, text: str, places: tuple[str, ...]) -> Fraction
             percent = -1.0
         if place not in places or place in fractions or not 0 <= percent <= 100:
             raise ValueError(
-                f"--{option} {text!r} is no place; give auto, {', '.join(places)}, or percentages"
-                f" such as {places[0]}=40,{places[-1]}=60"
+                f"--{option} {text!r} is not a place; give auto, {', '.join(places)}, or"
+                f" percentages such as {places[0]}=40,{places[-1]}=60"
             )
         fractions[place] = percent / 100
     if abs(sum(fractions.values()) - 1) > 1e-6:

@@ -67,7 +67,8 @@ def wanted() -> str:
 def _known(name: str, where: str) -> str:
     if name not in IMPLEMENTATIONS:
         raise ValueError(
-            f"{where}={name!r} is no implementation; choose one of {', '.join(IMPLEMENTATIONS)}."
+            f"{where}={name!r} is not an implementation; choose one of"
+            f" {', '.join(IMPLEMENTATIONS)}."
         )
     return name
 

@@ -43,7 +43,7 @@ class ServerSettings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too little; give more than 0.")
         if not math.isfinite(self.timeout):
-            raise ValueError(f"timeout={self.timeout!r} is no time; give a number of seconds.")
+            raise ValueError(f"timeout={self.timeout!r} is not a time; give a number of seconds.")
         if not 0 <= self.drain < math.inf:
             raise ValueError(f"--drain {self.drain:g} is out of range; give seconds, 0 or more.")
         for origin in self.cors_origins:

@@ -209,7 +209,8 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) <= _TOKEN_DIGITS):
             raise invalid(
-                f"logit_bias has the key {short_repr(token)}, which is no token; give its number.",
+                f"logit_bias has the key {short_repr(token)}, which is not a token; give its"
+                " number.",
                 "logit_bias",
             )
     return {int(token): bias for token, bias in biases.items()}

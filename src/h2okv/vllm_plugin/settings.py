@@ -41,7 +41,7 @@ def parse(additional_config: Any) -> CacheConfig | None:
         return None
     values = additional_config[KEY]
     if not isinstance(values, Mapping):
-        raise ValueError(f"{KEY}={values!r} is no set of options; give for example {EXAMPLE}.")
+        raise ValueError(f"{KEY}={values!r} is not a set of options; give for example {EXAMPLE}.")
     for name in ("heavy", "recent"):
         if name not in values and values.get("policy") != "full":
             raise ValueError(

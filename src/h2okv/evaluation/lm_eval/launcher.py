@@ -87,7 +87,7 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     """
     _check_installed()
     if data is not None and not data.is_dir():
-        raise ValueError(f"--data {str(data)!r} is no folder; name the one with the data files.")
+        raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
     words = completed(list(args))
     tasks = values_of(words, "--tasks", "-t")
     with _data_folder(data), patch.object(sys, "argv", ["lm_eval", *words]):

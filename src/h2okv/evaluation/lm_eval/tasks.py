@@ -69,7 +69,7 @@ def copa(**_: Any) -> Splits:
     documents = []
     for record in _read_items(data_file("copa_balanced_dev.xml")):
         if not record.text("id").isdigit():
-            record.refuse("id", "is no number")
+            record.refuse("id", "is not a number")
         if int(record.text("id")) > _LAST_ORIGINAL_COPA:
             continue
         word = ("because", "therefore")[record.choice("asks-for", ("cause", "effect"))]
