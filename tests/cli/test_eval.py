@@ -55,6 +55,8 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     # The longer run adds to it.
     more = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv")
     assert "12 of 18 samples were done before" in more.err
+    told = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--json")
+    assert [row["samples"] for row in json.loads(told.out)["rows"]] == [6, 6, 6]
     assert {row["samples"] for row in table(tmp_path / "s.csv")} == {"6"}
 
 
@@ -156,6 +158,11 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     flags = lines[-1]
     smallest = min(rows, key=lambda row: float(row["bytes"]))
     assert flags.startswith(f"--policy {smallest['policy']} --budget 12")
+    again = fidelity(
+        h2okv_command, model_folder, novel_file, out, *options, "--recommend", 0.01, "--json"
+    )
+    told = json.loads(again.out)
+    assert told["recommended"] == flags and len(told["rows"]) == len(rows)
     # One more cache is measured alone, on the texts of before.
     more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
                     "--budget", "50%", "--scoring", "sum", "--recommend", 1)  # fmt: skip

@@ -24,6 +24,11 @@ def test_lists_what_is_here(h2okv_command, cache):
     assert tiny == f"/models/tiny.gguf: 29 B in {made}"
 
 
+def test_a_list_as_json(h2okv_command):
+    told = json.loads(h2okv_command("models", "list", "--json").out)["models"]
+    assert told[0]["name"] == "bundled" and told[0]["bytes"] > 10 * 2**20
+
+
 def test_refusals_are_one_sentence(h2okv_command, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_text("no model")

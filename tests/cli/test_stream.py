@@ -60,6 +60,13 @@ def test_a_text_gives_rows_a_picture_and_a_summary(stream, book, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_rows_as_json(stream, book):
+    outcome = stream("--text", book, "--tokens", 200, "--every", 100, "--json")
+    told = json.loads(outcome.out)
+    assert (told["tokens"], told["policy"], told["heavy"]) == (200, "h2o", 16)
+    assert [row["position"] for row in told["rows"]] == [100, 200]
+
+
 def test_a_text_is_read_past_the_context_window(stream, book, tmp_path):
     rows = tmp_path / "rows.csv"
     outcome = stream("--text", book, "--tokens", 400, "--every", 100, "--csv", rows)

@@ -329,8 +329,7 @@ class Chat:
                 read_notes(path)
             except ValueError as error:
                 raise ValueError(
-                    f"'{path}' exists and is not a saved chat; choose another file, to keep"
-                    " it"
+                    f"'{path}' exists and is not a saved chat; choose another file, to keep it"
                 ) from error
         chat = SavedChat(self.transcript, self.form.system, self.partner.params)
         self.cache.save(path, notes={_NOTE: chat.to_note()})

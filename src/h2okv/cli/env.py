@@ -111,7 +111,7 @@ def pull(
 
 
 @models_app.command("list")
-def list_models() -> int:
+def list_models(as_json: bool = JSON) -> int:
     """Lists the models that have a name and the GGUF files that were converted."""
     from h2okv.assets import bundled_model_path
     from h2okv.integration import models
@@ -120,11 +120,17 @@ def list_models() -> int:
     rows += [(name, package.find()) for name, package in models.PACKAGED.items()]
     converted = models.converted_folders()
     rows += [(record.get("file", folder.name), folder) for folder, record in converted]
+    told = []
     for name, place in rows:
+        files = () if place is None else place.rglob("*") if place.is_dir() else (place,)
+        size = sum(file.stat().st_size for file in files)
+        told.append({"name": name, "path": None if place is None else str(place), "bytes": size})
+        if as_json:
+            continue
         if place is None:
             write_text(f"{name}: not here; h2okv models pull {name}\n")
-            continue
-        files = place.rglob("*") if place.is_dir() else (place,)
-        size = sum(file.stat().st_size for file in files)
-        write_text(f"{name}: {format_bytes(size)} in {place}\n")
+        else:
+            write_text(f"{name}: {format_bytes(size)} in {place}\n")
+    if as_json:
+        write_json({"models": told})
     return 0

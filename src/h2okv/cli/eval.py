@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from h2okv.cli import args
-from h2okv.cli.args import SEED, TEXT, ModelOptions, SamplingOptions, option
+from h2okv.cli.args import JSON, SEED, TEXT, ModelOptions, SamplingOptions, option
 from h2okv.config import POSITIONS, CacheConfig
-from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
+from h2okv.console import (
+    INTERRUPTED,
+    Progress,
+    check_least,
+    write_json,
+    write_remark,
+    write_text,
+)
 from h2okv.plots import check_plot
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
@@ -65,6 +72,7 @@ def needle(
     answer: str | None = option(None, "The answer in --needle (drawn)."),
     max_new_tokens: int = option(16, "Most tokens of an answer."),
     seed: int = SEED,
+    as_json: bool = JSON,
 ) -> int:
     """Hide a fact at some depth of a text of some length, and ask for it at the end.
 
@@ -101,7 +109,7 @@ def needle(
         for own in parse_compression(compression)
     ]
     tested = model_under_test(model, caches, seed)
-    code, details = run_tasks(tested, tasks, caches, seed, csv, detailed=True)
+    code, details = run_tasks(tested, tasks, caches, seed, csv, as_json, detailed=True)
     if plot is not None and details:
         plot_needles(plot, details, f"{name}, {tested.name} model")
     return code
@@ -119,6 +127,7 @@ def perplexity(
     windows: int | None = option(None, "Use the first windows only."),
     every: int = option(128, "Tokens of a range of positions."),
     seed: int = SEED,
+    as_json: bool = JSON,
 ) -> int:
     """Measure the perplexity of a text by position, with several cache sizes.
 
@@ -140,7 +149,7 @@ def perplexity(
         if not own.is_full and own.entries(length) >= length:
             write_remark(f"note: {own.label} keeps all {length} tokens of a window, as full does")
     tested = model_under_test(model, caches, seed)
-    return run_tasks(tested, [task], caches, seed, csv, detailed=True)[0]
+    return run_tasks(tested, [task], caches, seed, csv, as_json, detailed=True)[0]
 
 
 @eval_app.command("fidelity")
@@ -173,6 +182,7 @@ def fidelity(
         None, "Name the smallest cache that agrees with the full one on this fraction of tokens."
     ),
     seed: int = SEED,
+    as_json: bool = JSON,
 ) -> int:
     """Measure what a cache changes of what the model says, on your texts, for many caches at once.
 
@@ -208,19 +218,24 @@ def fidelity(
         raw=raw,
     )
     tested = model_under_test(model, caches, seed)
-    code, details = run_tasks(tested, [task], caches, seed, csv, detailed=True, shown=False)
+    code, details = run_tasks(tested, [task], caches, seed, csv, None, detailed=True)
     found = []
     for own in caches:
         columns = {**Run(task, own, seed).columns(), "data": ALL}.items()
         rows = [row for row in details if columns <= row.items()]  # none if it is not done
         found += [dict(row, cache=own.policy_label, flags=args.cache_flags(own)) for row in rows]
-    if found:
+    best = None
+    if recommend is not None and found and code == 0:
+        best = _smallest(found, recommend)
+    if as_json:
+        write_json({"csv": str(csv), "rows": found, "recommended": best and best["flags"]})
+    elif found:
         write_text(_fidelity_table(found))
     drawn = [row for row in found if row["policy"] != "full"]
     if plot is not None and drawn:
         plot_fidelity(plot, drawn, f"{tested.name}, {drawn[0]['texts']} texts")
-    if recommend is not None and found and code == 0:
-        write_text(_recommendation(found, recommend))
+    if recommend is not None and found and code == 0 and not as_json:
+        write_text(_recommendation(found, best, recommend))
     return code
 
 
@@ -266,6 +281,7 @@ def recall(
     limit: int | None = LIMIT,
     too_long: str = TOO_LONG,
     seed: int = SEED,
+    as_json: bool = JSON,
 ) -> int:
     """Ask for one of many values that a long text holds, as RULER does.
 
@@ -286,7 +302,8 @@ def recall(
         Recall(input.stem, input, compression=own, **options)
         for own in parse_compression(compression)
     ]
-    return run_tasks(model_under_test(model, caches, seed), tasks, caches, seed, csv)[0]
+    tested = model_under_test(model, caches, seed)
+    return run_tasks(tested, tasks, caches, seed, csv, as_json)[0]
 
 
 @eval_app.command("summarize")
@@ -311,6 +328,7 @@ def summarize(
     limit: int | None = LIMIT,
     too_long: str = TOO_LONG,
     seed: int = SEED,
+    as_json: bool = JSON,
 ) -> int:
     """Summarize articles with several cache sizes and score the summaries by ROUGE.
 
@@ -340,7 +358,8 @@ def summarize(
         max_new_tokens=max_new_tokens,
         **{name: getattr(params, name) for name in SAMPLING},
     )
-    return run_tasks(model_under_test(model, caches, seed), [task], caches, seed, csv)[0]
+    tested = model_under_test(model, caches, seed)
+    return run_tasks(tested, [task], caches, seed, csv, as_json)[0]
 
 
 @eval_app.command("sweep")
@@ -355,6 +374,7 @@ def sweep(
     batch_size: int | None = option(None, "Prompts at a time (the experiment's)."),
     positions: str | None = option(None, "original, rolling or clamped (the experiment's)."),
     prefill_chunk: int | None = option(None, "Most tokens read at once (the experiment's)."),
+    as_json: bool = JSON,
 ) -> int:
     """Run policies, budgets and tasks as one file says, and set the scores side by side.
 
@@ -387,7 +407,7 @@ def sweep(
     with SampleFile(out / "samples.jsonl") as file:
         evaluation = Evaluation(tested, runs, file)
         code = run_all(evaluation)
-        _write(plan, evaluation, out)
+        _write(plan, evaluation, out, as_json)
     return code
 
 
@@ -454,10 +474,10 @@ def run_tasks(
     configs: Sequence[CacheConfig],
     seed: int,
     csv: Path,
+    as_json: bool | None,
     detailed: bool = False,
-    shown: bool = True,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Runs tasks with several caches, writes the table, and prints the scores."""
+    """Runs tasks with several caches, writes the table, and prints the scores, if not None."""
     from h2okv.evaluation.runner import Evaluation, Run, SampleFile
 
     with SampleFile(csv.with_suffix(".samples.jsonl")) as file:
@@ -467,7 +487,9 @@ def run_tasks(
     rows, details = list(evaluation.rows().values()), evaluation.details()
     if rows:
         write_csv(csv, details if detailed else rows)
-    if rows and shown:
+    if as_json:
+        write_json({"csv": str(csv), "rows": details if detailed else rows})
+    elif rows and as_json is not None:
         header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
         write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
     return code, details
@@ -501,7 +523,7 @@ def _chosen(tasks: list[Task], only: str | None) -> list[Task]:
     return [task for task in tasks if task.name in args.split_list(only)]
 
 
-def _write(plan: Experiment, evaluation: Evaluation, out: Path) -> None:
+def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
     """Writes tables and picture of the runs that are done, and prints the table."""
     from h2okv.evaluation.plots import plot_sweep
     from h2okv.evaluation.sweep import pivot, report, results_table
@@ -518,7 +540,10 @@ def _write(plan: Experiment, evaluation: Evaluation, out: Path) -> None:
         plot_sweep(out / "results.png", lines, plan.title)
     else:
         write_remark("no picture without matplotlib; pip install 'h2okv[plot]'")
-    write_text(results_table(lines))
+    if as_json:
+        write_json({"csv": str(out / "results.csv"), "rows": list(rows.values())})
+    else:
+        write_text(results_table(lines))
 
 
 def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -538,16 +563,22 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["cache", "budget", "bytes", *shown, "texts"], lines)
 
 
-def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> str:
-    """The smallest cache with so much agreement, ready to paste."""
-    enough = [row for row in rows if row["agreement"] >= least]
-    if not enough:
+def _smallest(rows: Sequence[dict[str, Any]], least: float) -> dict[str, Any] | None:
+    """The smallest cache with so much agreement."""
+    enough = (row for row in rows if row["agreement"] >= least)
+    return min(enough, key=lambda row: row["bytes_fraction"], default=None)
+
+
+def _recommendation(
+    rows: Sequence[dict[str, Any]], best: dict[str, Any] | None, least: float
+) -> str:
+    """That cache, ready to paste."""
+    if best is None:
         best = max(rows, key=lambda row: row["agreement"])
         return (
             f"\nno cache reaches an agreement of {least:g}; the best has {best['agreement']:.3f}:"
             f" {best['flags']}\n"
         )
-    best = min(enough, key=lambda row: row["bytes_fraction"])
     share, texts = 100 * best["bytes_fraction"], best["texts"]
     return (
         f"\nthe smallest cache with an agreement of {least:g} or more ({best['agreement']:.3f} on"

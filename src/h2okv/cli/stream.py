@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2okv.cli import args
-from h2okv.cli.args import ModelOptions, option
+from h2okv.cli.args import JSON, ModelOptions, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -16,6 +16,7 @@ from h2okv.console import (
     Progress,
     check_least,
     format_bytes,
+    write_json,
     write_remark,
     write_text,
 )
@@ -66,6 +67,7 @@ def stream(
     save_every: int = option(10_000, "Tokens between two checkpoints."),
     resume: bool = option(False, "Continue from --checkpoint; --tokens may be larger.", "--resume"),
     seed: int = option(0, "Random seed, for --policy random."),
+    as_json: bool = JSON,
 ) -> int:
     """Stream an endless text or conversations through one cache, far past the context window.
 
@@ -122,11 +124,20 @@ def stream(
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:
         running = Stream(loaded, made, source, settings, identity)
-    return _run(running, described, cache, files, save_every)
+    code = _run(running, described, cache, files, save_every, as_json)
+    if as_json:
+        rows = [row._asdict() for row in running.all_rows()]
+        write_json({**identity, "tokens": running.state.position, "rows": rows})
+    return code
 
 
 def _run(
-    running: Stream, described: Described, cache: CacheConfig, files: _Files, save_every: int
+    running: Stream,
+    described: Described,
+    cache: CacheConfig,
+    files: _Files,
+    save_every: int,
+    as_json: bool,
 ) -> int:
     """Runs the stream with everything around it, and tells how it ended."""
     from h2okv.evaluation.plots import plot_stream
@@ -148,7 +159,7 @@ def _run(
             if progress.is_drawn:
                 last = f" | last row {perplexity(state.rows[-1].nll)}" if state.rows else ""
                 progress.update(state.position, note=_summary(running) + last)
-            if step.answer is not None and not is_text:
+            if step.answer is not None and not is_text and not as_json:
                 write_text(_answer(running, described, step.answer))
 
         try:
