@@ -215,7 +215,7 @@ BEFORE_THE_WEIGHTS = {
     "chat --budget 64 --load nowhere.chat": "'nowhere.chat' is not a file",
     "chat --budget 64 --policy topk": "policy='topk' chooses anew for every query",
     "generate --policy topk prompt": "policy='topk' chooses anew for every query",
-    "serve --max-num-seqs 0": "max_num_seqs=0 is out of range",
+    "serve --max-num-seqs 0": "--max-num-seqs 0 is too few",
     "serve --policy topk": "policy='topk' chooses anew for every query",
     "serve --port 99999": "--port 99999 is out of range",
     "view --export k.html --head 9": "head 9 is out of range",
