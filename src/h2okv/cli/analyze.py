@@ -87,7 +87,7 @@ _SHORT_PROMPT = 6000
 
 _UNSEEN: dict[str, Any] = {
     "scoring": "sum", "decay": None, "positions": "original", "prefill_chunk": None,
-    "kv_bits": None,
+    "kv_bits": None, "layer_budgets": None,
 }  # fmt: skip
 """What the page does not show: it follows the scores of H2O, a token at a time."""
 
