@@ -88,7 +88,7 @@ LEAST_TOKENS = 8
 MOST_TOKENS = 65_000
 """Positions travel as 16 bits."""
 _READ_AT_ONCE = 64
-_MOST_STEPS = 320
+_MOST_STEPS = 256
 """Longer texts are read in blocks, and so evicted from after every few tokens."""
 _KEPT_READINGS, _KEPT_TRACES = 4, 24
 
