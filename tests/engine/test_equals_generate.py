@@ -37,6 +37,7 @@ def token_ids(outputs):
         {"scoring": "mean"},
         {"scoring": "decay", "decay": 0.9},
         {"scoring": "value_norm"},
+        {"scoring": "expected"},
         {"policy": "recent"},
         {"policy": "sink_recent", "sink": 3},
         {"policy": "strided_heavy"},
