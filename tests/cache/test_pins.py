@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 
 import h2okv
+from h2okv.policy.scoring import get_scoring
 
 SPANS = ((3, 6), (9, 11))
 PINNED = {3, 4, 5, 9, 10}
@@ -157,3 +158,9 @@ def test_what_makes_no_sense_is_refused(make_llama, spans, options, message):
         run(model, cache, input_ids, [30, 1])
         with pytest.raises(ValueError, match="has read its prompt already"):
             cache.pin([(0, 1)])
+
+
+def test_a_pin_outlives_any_decay():
+    scores = torch.tensor([[[torch.inf, 1.0, 0.0]]])
+    later = get_scoring("decay", 0.5).apply_decay(scores, torch.tensor([10_000]))
+    assert later[0, 0, 0] == torch.inf and not later.isnan().any()

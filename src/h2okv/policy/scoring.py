@@ -131,5 +131,6 @@ def get_scoring(name: str, decay: float | None = None) -> Scoring:
 
 
 def _power(decay: float, exponent: Tensor) -> Tensor:
-    """``decay ** exponent`` in fp32; 0 where that is too small for it."""
-    return torch.exp(exponent.to(torch.float32) * math.log(decay))
+    """``decay ** exponent`` in fp32; never 0, which would make infinite scores (pins) no number."""
+    power = torch.exp(exponent.to(torch.float32) * math.log(decay))
+    return power.clamp_(min=torch.finfo(torch.float32).tiny)
