@@ -34,6 +34,7 @@ SETTINGS_FIELDS = {
     "scoring": str,
     "decay": type(None),
     "kv_bits": type(None),
+    "layer_budgets": type(None),
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
