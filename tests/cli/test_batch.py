@@ -119,7 +119,7 @@ def test_prompts_that_cannot_be_served(job, tmp_path):
     assert set(errors) == {"empty", "long", "none", "odd"}
     assert "empty" in errors["empty"]
     assert "context is 256" in errors["long"]
-    assert "no text" in errors["none"]
+    assert "not a text" in errors["none"]
     assert "UTF-8" in errors["odd"]
     again, same = job(prompts, "--json")
     assert same == records

@@ -359,7 +359,7 @@ def test_the_promise_is_kept_for_any_lengths(processes, model_folder, tmp_path):
 def test_prompts_that_the_promise_has_no_room_for(processes, model_folder, tmp_path):
     folder, prompts = tmp_path / "large", tmp_path / "mixed.jsonl"
     large_model(folder, model_folder, layers=2)
-    texts = ["the cat", "the cat sat on the mat and the dog sat on the log, " * 8, "the dog"]
+    texts = ["the cat", "the cat sat on the mat and the dog sat on the log, " * 17, "the dog"]
     lines = [json.dumps({"id": n, "prompt": text}) for n, text in enumerate(texts)]
     args = ["batch", "--model", folder, "--max-new-tokens", 2, "--json"]
     prompts.write_text("\n".join(lines[::2]))
