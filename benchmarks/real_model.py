@@ -107,7 +107,7 @@ def main() -> None:
         return [int(part) for part in text.split(",")]
 
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--prompts", type=numbers, default=[1024, 4096], help="tokens")
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
@@ -117,10 +117,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, fp32; records nothing")
     args = parser.parse_args()
     if args.quick:
-        args.dtypes, args.prompts, args.rounds = "fp32", [1024], 5
+        args.dtypes, args.prompts, args.rounds = ["fp32"], [1024], 5
     if args.threads:
         torch.set_num_threads(args.threads)
-    for dtype in args.dtypes.split(","):
+    for dtype in args.dtypes:
         plain, twin = load_pair(args.model, DTYPES[dtype])
         try:
             check_h2o(twin)

@@ -142,7 +142,8 @@ def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTraine
     try:
         plain = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=dtype).eval()
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {name}: {error}") from None
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
     twin = type(plain)._from_config(copy.deepcopy(plain.config), attn_implementation="h2o")
     twin.load_state_dict(plain.state_dict(), assign=True)
     twin.tie_weights()

@@ -57,8 +57,8 @@ class H2OCache(Cache):
         policy: a name of `h2okv.policy_names()` or a `Policy` object.
         scoring: what the attention that an entry receives counts for: ``"sum"`` (H2O),
             ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
-            arXiv 2407.20485) or ``"value_norm"`` (VATP, arXiv 2406.12335); see
-            `h2okv.policy.scoring.Scoring`.
+            arXiv 2407.20485), ``"value_norm"`` (VATP, arXiv 2406.12335) or ``"expected"`` (what a
+            block's queries would give from behind its end); see `h2okv.policy.scoring.Scoring`.
         decay: the factor in (0, 1] by which every further query lowers what was received before,
             with ``scoring="decay"`` (0.995 by default) or ``"value_norm"`` (none by default).
         positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every

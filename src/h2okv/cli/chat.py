@@ -62,7 +62,10 @@ def chat(
     from h2okv.cache import H2OCache
     from h2okv.chat.session import Chat, Partner, read_chat
     from h2okv.integration import enable
+    from h2okv.integration.chat_template import check_pinnable
 
+    pinned = args.split_list(pin or "")
+    check_pinnable(pinned)
     if load is not None and system:
         raise ValueError("--system has no effect with --load, for the saved chat has its own")
     wanted = args.parse_positions(positions)
@@ -76,7 +79,7 @@ def chat(
         if wanted is None and remark is None:
             cache, remark = probe_positions(loaded, cache)
         made = H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
-        session = Chat(Partner(loaded, described, params), made, system, args.split_list(pin or ""))
+        session = Chat(Partner(loaded, described, params), made, system, pinned)
         if load is not None:
             load_and_tell(session, load)
         elif remark:

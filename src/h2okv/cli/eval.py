@@ -262,8 +262,9 @@ def layers(
     check_least(2, tokens=tokens)
     described = model.describe()
     ids = described.tokenizer(args.text_or_sample(text), verbose=False)["input_ids"][:tokens]
-    found = h2okv.measure_layer_budgets(model.load(described), torch.tensor([ids]))
-    out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
+        found = h2okv.measure_layer_budgets(model.load(described), torch.tensor([ids]))
+        file.write(json.dumps(found) + "\n")
     write_text(f"{out}: {min(found):g} to {max(found):g} of the even share in {len(found)} layers")
     return 0
 

@@ -51,6 +51,13 @@ def chat_text(
 PINNABLE = ("system", "user", "last_user")
 
 
+def check_pinnable(pin: Sequence[str]) -> None:
+    """Raises if one of them does not name messages."""
+    for name in pin:
+        if name not in PINNABLE:
+            raise unknown_name("pin", name, PINNABLE)
+
+
 def message_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], pin: Sequence[str]
 ) -> list[tuple[int, int]]:
@@ -66,9 +73,8 @@ def message_spans(
     """
     if not pin:
         return []
+    check_pinnable(pin)
     for name in pin:
-        if name not in PINNABLE:
-            raise unknown_name("pin", name, PINNABLE)
         if not any(one["role"] == name.removeprefix("last_") for one in messages):
             raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
     text = chat_text(tokenizer, messages)
