@@ -17,12 +17,13 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-upstream vllm-test bench bench-quick lint format wheel check-wheel clean
+.PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
 	@echo "make test         the quick tests: unit and model tier (about 5 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
+	@echo "make test-rest    what 'make test' leaves out of them"
 	@echo "make test-upstream  transformers' own model tests against the cache (10 minutes; from its sdist)"
 	@echo "make vllm-test    H2O inside vLLM, in .venv-vllm (3.5 GB; half an hour)"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
@@ -47,6 +48,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	H2OKV_TESTS=all $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# hypothesis: its tests are among the quick ones with a few examples, and here with all of them.
+test-rest: $(VENV)/.test
+	H2OKV_TESTS=all $(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow or hypothesis"
 
 # setuptools: pip asks it for the sdist's metadata; nothing is built.
 test-upstream: $(VENV)/.test
