@@ -1,20 +1,26 @@
-"""vLLM with H2O beside vLLM with all of the cache: requests at once, and tokens per CPU second.
+"""vLLM with H2O beside vLLM with all of the cache, and beside this package's own engine.
 
-Runs in the environment of `make vllm-test`, an engine of each kind after the other:
+Runs in the environment of `make vllm-test`, an engine of each kind after the other, each in a
+process of its own:
 
-    .venv-vllm/bin/python benchmarks/vllm_serving.py --model MODEL --text TEXT
+    .venv-vllm/bin/python benchmarks/vllm_serving.py --model MODEL --text TEXT --memory 256 2048
 
-The same prompts, greedy, with the same memory for keys and values. What is counted is the CPU time
-of all of vLLM's processes, for machines that others use too; wall time is beside it.
+All get the same prompts at once, are greedy, and have the same memory for keys and values. What is
+counted is the CPU time of all processes of the engine, for machines that others use too; wall time
+is beside it. Rows of the same setting take the place of older ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
+import multiprocessing
 import os
+import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+KINDS = ("full", "h2o", "h2okv")
+SETTING = ("cache", "dtype", "memory_mib", "prompt", "new", "requests")
 
 
 def cpu_seconds() -> float:
@@ -35,57 +43,139 @@ def cpu_seconds() -> float:
     return sum(one.user + one.system for one in times)
 
 
-def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """One engine: a row for each number of requests."""
-    from vllm import LLM, SamplingParams
+class VLLM:
+    """vLLM's engine, with H2O or all of the cache."""
 
-    entries = round(asked.fraction * asked.prompt)
-    setting = {"heavy": entries // 2, "recent": entries - entries // 2}
-    llm = LLM(
-        model=asked.model, dtype=asked.dtype, max_model_len=asked.prompt + asked.new,
-        max_num_batched_tokens=2 * (asked.prompt + asked.new), max_num_seqs=max(asked.requests),
-        enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True,
-        kv_cache_memory_bytes=asked.memory << 20,
-        additional_config={"h2okv": setting} if kind == "h2o" else {},
-    )  # fmt: skip
-    config = llm.llm_engine.vllm_config
-    blocks = config.cache_config.num_gpu_blocks - 1
-    each = -(-(asked.prompt + asked.new) // config.cache_config.block_size) if kind == "full" else 1
-    rows = []
-    llm.generate([{"prompt_token_ids": prompts[0][:64]}], SamplingParams(max_tokens=4))
-    for count in asked.requests:
-        params = SamplingParams(
-            temperature=0, max_tokens=asked.new, min_tokens=asked.new, ignore_eos=True
+    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+        from vllm import LLM
+
+        length = asked.prompt + asked.new
+        self.llm = LLM(
+            model=asked.model, dtype=asked.dtype, max_model_len=length,
+            max_num_batched_tokens=2 * length, max_num_seqs=max(asked.requests),
+            enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True,
+            kv_cache_memory_bytes=asked.memory << 20,
+            additional_config={"h2okv": budget} if kind == "h2o" else {},
+        )  # fmt: skip
+        pages = self.llm.llm_engine.vllm_config.cache_config
+        each = -(-length // pages.block_size) if kind == "full" else 1
+        self.room = (pages.num_gpu_blocks - 1) // each
+
+    def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
+        """Generates; yields the number of each request whose first token is there."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True)
+        engine, begun = self.llm.llm_engine, set()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.request_id not in begun:
+                    begun.add(output.request_id)
+                    yield int(output.request_id)
+
+    def close(self) -> None:
+        """Ends the engine's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class Own:
+    """The engine behind ``h2okv serve``."""
+
+    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+        import torch
+
+        import h2okv
+
+        options = {"max_prompt_tokens": asked.prompt, "dtype": getattr(torch, asked.dtype)} | budget
+        probe = h2okv.LLM(asked.model, max_num_seqs=1, **options)
+        self.room = (asked.memory << 20) // probe.stats().reserved_bytes
+        probe.close()
+        self.llm = h2okv.LLM(
+            asked.model, max_num_seqs=min(self.room, max(asked.requests)), **options
         )
-        given = [{"prompt_token_ids": prompt} for prompt in prompts[:count]]
+
+    def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
+        """Generates; yields the number of each request whose first token is there."""
+        from h2okv import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        engine = self.llm.engine
+        begun: dict[int, None] = {}
+
+        def notifier(number: int) -> Callable[[Any], None]:
+            def notify(event: Any) -> None:
+                if isinstance(event, Exception):
+                    raise event
+                begun[number] = None
+
+            return notify
+
+        for number, prompt in enumerate(prompts):
+            engine.scheduler.submit(engine.request(prompt, params, notifier(number)))
+        told = 0
+        while engine.step():
+            yield from list(begun)[told:]
+            told = len(begun)
+
+    def close(self) -> None:
+        """Gives the model back."""
+        self.llm.close()
+
+
+def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]], rows: Any) -> None:
+    """One engine: a row for each number of requests, sent to `rows`."""
+    entries = round(asked.fraction * asked.prompt)
+    budget = {"heavy": entries // 2, "recent": entries - entries // 2}
+    engine = (Own if kind == "h2okv" else VLLM)(kind, asked, budget)
+    list(engine.run([prompts[0][:64]], 4))
+    for count in asked.requests:
         start, cpu = time.monotonic(), cpu_seconds()
-        llm.generate(given, params, use_tqdm=False)
+        first = [time.monotonic() - start for _ in engine.run(prompts[:count], asked.new)]
         wall, cpu = time.monotonic() - start, cpu_seconds() - cpu
-        rows.append({
+        assert len(first) == count, "not every request has got a token"
+        rows.send({
             "date": datetime.date.today().isoformat(),
             "model": Path(asked.model).name, "dtype": asked.dtype, "cache": kind,
-            "entries": entries if kind == "h2o" else asked.prompt + asked.new,
+            "entries": asked.prompt + asked.new if kind == "full" else entries,
             "memory_mib": asked.memory, "prompt": asked.prompt, "new": asked.new,
-            "requests": count, "room_for": blocks // each,
+            "requests": count, "room_for": engine.room,
             "wall_s": round(wall, 1), "cpu_s": round(cpu, 1),
             "new_tokens_per_cpu_s": round(count * asked.new / cpu, 2),
+            "first_token_median_s": round(statistics.median(first), 1),
+            "first_token_last_s": round(max(first), 1),
             "load": round(os.getloadavg()[0], 1),
         })  # fmt: skip
-        print(rows[-1], flush=True)
-    llm.llm_engine.engine_core.shutdown()
-    return rows
+    engine.close()
+
+
+def write(row: dict[str, Any], out: Path) -> None:
+    """Adds a row to the table, or puts it in place of an older one of the same setting."""
+    rows = []
+    if out.exists():
+        with out.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    rows = [old for old in rows if any(old[name] != str(row[name]) for name in SETTING)] + [row]
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def main() -> None:
-    """Measures both kinds and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measures all kinds and writes the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True, type=Path)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--fraction", type=float, default=0.2)
-    parser.add_argument("--memory", type=int, default=256, help="MiB for keys and values")
+    parser.add_argument("--memory", type=int, nargs="+", default=[256], help="MiB for keys, values")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -98,11 +188,21 @@ def main() -> None:
     starts = range(0, len(ids) - asked.prompt, asked.prompt)
     prompts = [ids[start : start + asked.prompt] for start in starts][: max(asked.requests)]
     assert len(prompts) == max(asked.requests), "the text is too short"
-    rows = [row for kind in ("full", "h2o") for row in measure(kind, asked, prompts)]
-    with asked.out.open("w", newline="") as out:
-        writer = csv.DictWriter(out, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    context = multiprocessing.get_context("spawn")
+    for dtype in asked.dtype:
+        for memory in asked.memory:
+            for kind in asked.kinds:
+                own = argparse.Namespace(**(vars(asked) | {"dtype": dtype, "memory": memory}))
+                rows, sent = context.Pipe(duplex=False)
+                process = context.Process(target=measure, args=(kind, own, prompts, sent))
+                process.start()
+                sent.close()  # so that the end of the process is the end of the rows
+                with contextlib.suppress(EOFError):
+                    while True:
+                        row = rows.recv()
+                        print(row, flush=True)
+                        write(row, asked.out)
+                process.join()
 
 
 if __name__ == "__main__":

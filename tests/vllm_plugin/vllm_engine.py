@@ -27,6 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from vllm import LLM, SamplingParams
+from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
@@ -41,14 +42,8 @@ SMALL = {"heavy": 16, "recent": 16}
 def _environment():
     """What vLLM on a CPU wants set; its processes inherit it."""
     os.environ.pop("TRITON_INTERPRET", None)
-    given = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    os.environ.update({name: os.environ.get(name, value) for name, value in given.items()})
+    for name, value in CPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager

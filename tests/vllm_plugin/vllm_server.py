@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
@@ -38,16 +39,9 @@ def server(tmp_path_factory):
         "--max-model-len", "512", "--max-num-seqs", "8",
         "--additional-config", json.dumps({"h2okv": SETTING}),
     ]  # fmt: skip
-    given = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment | given, stdout=out, stderr=out)
+        process = subprocess.Popen(command, env=given | CPU_ENVIRONMENT, stdout=out, stderr=out)
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}/v1", log
