@@ -86,7 +86,7 @@ def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
 
 def test_the_global_policy_keeps_what_will_be_looked_at(model, sample):
     found = of_layers(model, sample.input_ids, accumulated)
-    scores = np.stack(list(found.values())).sum(axis=2)
+    scores = found.sum(axis=2)
     policy = GlobalPolicy(scores, (0, 1))
     trace = follow(model, sample.input_ids, policy, TokenBudget(0, 12, 8))
     held = held_after(trace.gone_at, sample.length - 1)

@@ -17,7 +17,7 @@ def test_sparsity_counts_what_the_whole_matrix_would(model, sample, attention):
     found = of_layers(model, sample.input_ids, lambda layer: small_entries(layer, 0.05))
     visible = torch.ones(sample.length, sample.length, dtype=torch.bool).tril()
     small = (attention < 0.05 * attention.amax(dim=-1, keepdim=True)) & visible
-    for layer, counts in found.items():
+    for layer, counts in enumerate(found):
         np.testing.assert_array_equal(counts, small[layer].sum(dim=-1))
 
 
@@ -51,7 +51,7 @@ def test_accumulated_scores_are_those_of_the_cache(model, sample):
 def test_sinks_are_the_columns_means(model, sample, attention):
     found = of_layers(model, sample.input_ids, lambda layer: sink_mass(layer, (1, 3), 40))
     late = attention[:, :, 40:]
-    for layer, mass in found.items():
+    for layer, mass in enumerate(found):
         np.testing.assert_allclose(mass[:, 0], late[layer, :, :, 0].mean(dim=1), rtol=1e-4)
         np.testing.assert_allclose(mass[:, 1], late[layer, ..., :3].sum(-1).mean(1), rtol=1e-4)
     rows = measure_sinks(Study(model, sample))["sinks"]
@@ -64,10 +64,9 @@ def test_retention_adds_up_what_is_seen(model, sample, attention):
     length, first = sample.length, 80
     everything = np.full((2, length), length + 1)
     window = np.tile(np.arange(length) + 10, (2, 1))
-    found = of_layers(
-        model, sample.input_ids, lambda layer: retained(layer, [everything, window], first)
-    )
+    gone = np.stack([everything, window])
+    found = of_layers(model, sample.input_ids, lambda layer: retained(layer, gone, first))
     banded = attention.tril().triu(-9)[:, :, first:].sum(dim=-1).mean(dim=(1, 2))
-    for layer, (whole, part) in found.items():
+    for layer, (whole, part) in enumerate(found):
         assert np.isclose(whole, 1, atol=1e-5)
         assert np.isclose(part, banded[layer], rtol=1e-4)

@@ -148,9 +148,9 @@ def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, atte
         sample.input_ids,
         lambda layer: worth_of_kept(layer, gone[layer.layer_idx], kept, steps),
     )
-    assert np.stack(list(found.values())).shape == (2, 2, 2)
+    assert found.shape == (2, 2, 2)
     grouped = attention.double().unflatten(1, (2, 2)).sum(dim=2).numpy()
-    for layer, ratios in found.items():
+    for layer, ratios in enumerate(found):
         for step, heads in zip(steps, ratios, strict=True):
             for head, ratio in enumerate(heads):
                 scores = grouped[layer, head, : step + 1, :length].sum(axis=0)

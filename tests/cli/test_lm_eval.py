@@ -130,30 +130,27 @@ def test_help_has_an_example(h2okv_command):
 
 
 @pytest.mark.parametrize(
-    ("given", "completed"),
+    ("given", "command", "model", "tasks"),
     [
-        ([], ["--help"]),
-        (["ls", "tasks"], ["ls", "tasks"]),
-        (["--tasks", "x"], ["run", "--model", "h2okv", "--tasks", "x"]),
-        (["run", "--model=hf", "--tasks", "x"], ["run", "--model=hf", "--tasks", "x"]),
-        (["--config", "run.yaml"], ["run", "--config", "run.yaml"]),
+        (["ls", "tasks"], "ls", None, None),
+        (["--model_args", "pretrained=bundled"], "run", "h2okv", None),
+        (["run", "--model=hf", "--tasks", "x"], "run", "hf", ["x"]),
+        (["--config", "run.yaml"], "run", None, None),
+        (["--config", "run.yaml", "--tasks=x,hellaswag"], "run", None, ["x", "hellaswag"]),
+        (["--model", "hf", "-t", "x", "y", "--limit", "3"], "run", "hf", ["x", "y"]),
     ],
 )
-def test_what_is_left_out_is_filled_in(given, completed):
-    assert launcher.completed(given) == completed
+def test_what_is_left_out_is_filled_in(h2okv_command, monkeypatch, given, command, model, tasks):
+    asked = []
+    monkeypatch.setattr(launcher, "_evaluate", asked.append)
+    assert h2okv_command("lm-eval", *given).code == 0
+    names = ("command", "model", "tasks")
+    assert [getattr(asked[0], name, None) for name in names] == [command, model, tasks]
 
 
-@pytest.mark.parametrize(
-    ("args", "names"),
-    [
-        (["--tasks", "h2okv_rte,h2okv_copa"], ["h2okv_rte", "h2okv_copa"]),
-        (["-t", "h2okv_rte", "h2okv_copa", "--limit", "3"], ["h2okv_rte", "h2okv_copa"]),
-        (["--tasks=h2okv_rte,hellaswag"], ["h2okv_rte", "hellaswag"]),
-        (["ls", "tasks"], []),
-    ],
-)
-def test_the_tasks_asked_for_are_known_before_the_harness_is(args, names):
-    assert launcher.values_of(args, "--tasks", "-t") == names
+def test_without_anything_the_harness_shows_its_help(h2okv_command):
+    outcome = h2okv_command("lm-eval")
+    assert outcome.code == 0 and "usage: lm-eval" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -172,7 +169,7 @@ def test_mistakes_are_refused_before_the_harness_is_loaded(run, monkeypatch, cha
 
 def test_a_run_without_a_model_is_refused_and_its_help_is_not(h2okv_command, monkeypatch):
     calls = []
-    monkeypatch.setattr(launcher, "_evaluate", lambda: calls.append(1) or 0)
+    monkeypatch.setattr(launcher, "_evaluate", calls.append)
     refused = h2okv_command("lm-eval", "--model_args", "heavy=0.1", "--tasks", "h2okv_rte")
     assert refused.code == 2 and "--model_args names no model; add pretrained" in refused.err
     assert not calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from h2okv.cache.validation import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 
 ATTENTION_NAME = "h2okv_observe"
-_Found = TypeVar("_Found")
-
 _MOST_ELEMENTS = 1 << 22
 """A block of probabilities takes at most 16 MiB, whatever the text's length."""
 _MOST_ROWS = 256
@@ -47,11 +45,10 @@ class LayerAttention:
     def logits(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The logits ``[H, G, last - first, last]`` of some queries, causality not applied."""
         grouped = self.query.to(dtype).unflatten(0, (self.key.shape[0], -1))
-        key = self.key.to(dtype).unsqueeze(1).transpose(-1, -2)
+        key = self.key.to(dtype).unsqueeze(1).mT
         logits = grouped[:, :, first:last] @ key[..., :last] * self.scale
-        if self.softcap is None:
-            return logits
-        return self.softcap * torch.tanh(logits / self.softcap)
+        cap = self.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def rows(self, hidden: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the attention probabilities by blocks of queries; memory grows with T only.
@@ -76,7 +73,8 @@ class LayerAttention:
 Handler = Callable[[LayerAttention], torch.Tensor | None]
 """Looks at a layer; what it returns, ``[HQ, T, Dv]``, replaces the layer's own output."""
 
-_handler: ContextVar[tuple[Handler, frozenset[int]]] = ContextVar("h2okv_handler")
+_handlers: ContextVar[dict[int, Handler]] = ContextVar("h2okv_handlers")
+"""The handler of each layer of full attention, while a text is read."""
 
 
 def _observed_attention(
@@ -91,9 +89,8 @@ def _observed_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Plain attention that shows layers of full attention to the handler in force."""
-    handler, layers = _handler.get()
-    layer_idx = getattr(module, "layer_idx", None)
-    if layer_idx in layers:
+    layer_idx: Any = getattr(module, "layer_idx", None)
+    if handler := _handlers.get().get(layer_idx):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = handler(LayerAttention(layer_idx, query[0], key[0], value[0], scale, softcap))
         if output is not None:
@@ -113,7 +110,7 @@ def full_attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
 
 
-def check_layer(config: PreTrainedConfig, layer_idx: int, head: int | None = None) -> None:
+def check_layer(config: PreTrainedConfig, layer_idx: int, head: int) -> None:
     """Refuses a layer or KV head that the model does not have."""
     layers = full_attention_layers(config)
     if layer_idx not in layers:
@@ -122,7 +119,7 @@ def check_layer(config: PreTrainedConfig, layer_idx: int, head: int | None = Non
             f"{', '.join(map(str, layers))}."
         )
     heads = num_kv_heads(config)
-    if head is not None and not 0 <= head < heads:
+    if not 0 <= head < heads:
         raise ValueError(f"head {head} is out of range; the KV heads are 0 to {heads - 1}.")
 
 
@@ -139,17 +136,17 @@ def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Hand
     check_model(model)
     reached = []
 
-    def count(layer: LayerAttention) -> torch.Tensor | None:
+    def note(layer: LayerAttention) -> torch.Tensor | None:
         reached.append(layer.layer_idx)
         return handler(layer)
 
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
-    token = _handler.set((count, frozenset(full_attention_layers(model.config))))
+    token = _handlers.set(dict.fromkeys(full_attention_layers(model.config), note))
     try:
         output = model(input_ids=input_ids.to(model.device), use_cache=False)
     finally:
-        _handler.reset(token)
+        _handlers.reset(token)
         model.set_attn_implementation(before)
     if not reached:
         raise ValueError(
@@ -170,11 +167,11 @@ def no_tick(fraction: float) -> None:
 def of_layers(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    look: Callable[[LayerAttention], _Found],
+    look: Callable[[LayerAttention], Any],
     tick: Tick = no_tick,
-) -> dict[int, _Found]:
+) -> np.ndarray:
     """Lets a model read ``[1, T]`` tokens; what ``look`` finds in each full-attention layer."""
-    found: dict[int, _Found] = {}
+    found: dict[int, Any] = {}
     total = model.config.get_text_config(decoder=True).num_hidden_layers
 
     def handler(layer: LayerAttention) -> None:
@@ -182,7 +179,7 @@ def of_layers(
         tick((layer.layer_idx + 1) / total)
 
     read_observed(model, input_ids, handler)
-    return dict(sorted(found.items()))
+    return np.stack([found[layer_idx] for layer_idx in sorted(found)])
 
 
 def small_entries(layer: LayerAttention, threshold: float = 0.01) -> np.ndarray:
@@ -241,19 +238,19 @@ def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.nda
     return (mass / (layer.key.shape[1] - away)).cpu().numpy()
 
 
-def retained(layer: LayerAttention, gone_at: Sequence[np.ndarray], first: int) -> list[float]:
+def retained(layer: LayerAttention, gone_at: np.ndarray, first: int) -> np.ndarray:
     """The fractions of full attention's mass that fall on what several policies still hold.
 
-    Each of ``gone_at`` is int ``[H, T]``: the first query that does not see a token. Queries count
-    from ``first`` on.
+    ``gone_at`` is int ``[P, H, T]``: the first query that does not see a token; the result float
+    ``[P]``. Queries count from ``first`` on.
     """
-    tables = [torch.from_numpy(gone) for gone in gone_at]
-    mass = [0.0] * len(tables)
+    gone = torch.from_numpy(gone_at)
+    mass = torch.zeros(len(gone), dtype=torch.float64)
     for start, probabilities in layer.rows():
         late = probabilities[:, :, max(0, first - start) :].mean(dim=1).cpu()
         last = late.shape[-1]
         queries = torch.arange(last - late.shape[1], last).unsqueeze(1)
-        for place, gone in enumerate(tables):
-            mass[place] += float((late * (gone[:, None, :last] > queries)).sum())
+        for place, own in enumerate(gone):
+            mass[place] += (late * (own[:, None, :last] > queries)).sum()
     heads, length, _ = layer.key.shape
-    return [own / heads / (length - first) for own in mass]
+    return (mass / heads / (length - first)).numpy()

@@ -194,11 +194,7 @@ class GlobalPolicy(Policy):
         }
 
     def priority(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        layer_idx: int,
+        self, scores: torch.Tensor, positions: torch.Tensor, newest: torch.Tensor, layer_idx: int
     ) -> torch.Tensor:
         """The attention received from the whole text, whatever has been received so far."""
         table = self._scores[layer_idx].to(positions.device)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from h2okv.analysis.ablation import activation_frequency, cost, drawn, heaviest, losses_with_hidden
-from h2okv.analysis.attention_stats import (
-    Tick,
-    no_tick,
-    of_layers,
-    retained,
-    sink_mass,
-    small_entries,
-)
+from h2okv.analysis.attention_stats import Tick, no_tick, retained, sink_mass, small_entries
 from h2okv.analysis.eviction_trace import chance_similarity, heavy_after, overlap, similarity, stays
 from h2okv.analysis.score_stats import LEAST_VALUES, by_word, count_words, fit_power_law, spearman
-from h2okv.analysis.study import BUDGETS, DEFAULT_BUDGET, KEPT_FOLDER, POLICIES, Sample, Study
+from h2okv.analysis.study import (
+    BUDGETS,
+    DEFAULT_BUDGET,
+    KEPT_FOLDER,
+    POLICIES,
+    Sample,
+    Study,
+    Tables,
+    tabulate,
+)
 from h2okv.analysis.theory import measure_long, measure_theory
 from h2okv.records import Row, unknown_name, write_csv
-
-Tables = dict[str, list[Row]]
 
 HIDDEN = (0.05, 0.1, 0.2)
 _SEEDS = 3
@@ -35,22 +37,6 @@ _SINKS = (1, 4, 16)
 _AWAY = 64
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A measurement and the tables that it gives.
-
-    ``name`` is what `--only` and the progress bar call it, ``tables`` are the names of the CSV
-    files, without ending, and ``run`` computes them. Those with a quick way of their own look at
-    full attention alone; an option runs only when asked for.
-    """
-
-    name: str
-    tables: tuple[str, ...]
-    run: Callable[[Study, Tick], Tables]
-    quick: Callable[[Study, Tick], Tables] | None = None
-    is_option: bool = False
-
-
 def measure_sparsity(study: Study, tick: Tick = no_tick) -> Tables:
     """Fraction of small attention entries by layer and head.
 
@@ -58,57 +44,40 @@ def measure_sparsity(study: Study, tick: Tick = no_tick) -> Tables:
     the text, whose rows are long; ``share_square`` also counts the keys that causality hides, as a
     count over the whole square matrix would.
     """
-    found = of_layers(study.model, study.sample.input_ids, small_entries, tick)
+    small = study.of_layers(small_entries, tick)
     visible = np.arange(1, study.length + 1)
     hidden = study.length**2 - visible.sum()
-    return {
-        "sparsity": [
-            {
-                **names,
-                "share": small.sum() / visible.sum(),
-                "share_late": small[study.half :].sum() / visible[study.half :].sum(),
-                "share_square": (small.sum() + hidden) / study.length**2,
-            }
-            for names, small in _by_head(study, found)
-        ]
+    shares = {
+        "share": small.sum(-1) / visible.sum(),
+        "share_late": small[..., study.half :].sum(-1) / visible[study.half :].sum(),
+        "share_square": (small.sum(-1) + hidden) / study.length**2,
     }
+    return {"sparsity": _by_head(study, shares)}
 
 
 def measure_sinks(study: Study, tick: Tick = no_tick) -> Tables:
     """Mean attention on the first positions by layer and head, and what even attention gives."""
-    found = of_layers(
-        study.model, study.sample.input_ids, lambda layer: sink_mass(layer, _SINKS, _AWAY), tick
-    )
+    mass = study.of_layers(lambda layer: sink_mass(layer, _SINKS, _AWAY), tick)
+    shares = {f"first_{count}": mass[..., place] for place, count in enumerate(_SINKS)}
     even = (1 / np.arange(_AWAY + 1, study.length + 1)).mean()
-    return {
-        "sinks": [
-            {**names, **{f"first_{n}": m for n, m in zip(_SINKS, mass, strict=True)},
-             "even_first_1": even}
-            for names, mass in _by_head(study, found)
-        ]
-    }  # fmt: skip
+    return {"sinks": _by_head(study, {**shares, "even_first_1": even})}
 
 
-def _by_head(study: Study, found: dict[int, np.ndarray]) -> Iterator[tuple[Row, np.ndarray]]:
+def _by_head(study: Study, columns: dict[str, Any]) -> list[Row]:
     """What was found in each query head, with the layer and the KV head that it belongs to."""
-    group = study.accumulated().shape[2]
-    for layer_idx, heads in found.items():
-        for head, own in enumerate(heads):
-            yield {"layer": layer_idx, "kv_head": head // group, "head": head}, own
+    _, kv_heads, group, _ = study.accumulated().shape
+    rows = tabulate({"layer": study.layers, "head": range(kv_heads * group)}, **columns)
+    return [{"layer": row["layer"], "kv_head": row["head"] // group, **row} for row in rows]
 
 
 def measure_accumulation(study: Study, tick: Tick = no_tick) -> Tables:
     """Accumulated score by token and by word: rank plots and power laws, by layer."""
     scores = study.accumulated(tick).sum(axis=(1, 2))
     word_scores = by_word(scores, count_words(study.sample.input_ids[0].numpy()))
-    tables: Tables = {"token_scores": [], "score_ranks": [], "power_law": []}
+    axes = {"layer": study.layers, "position": range(study.length)}
+    tokens = tabulate(axes, word=np.array(study.sample.pieces, dtype=object), score=scores)
+    tables: Tables = {"token_scores": tokens, "score_ranks": [], "power_law": []}
     for place, layer_idx in enumerate(study.layers):
-        tables["token_scores"] += [
-            {"layer": layer_idx, "position": position, "word": piece, "score": score}
-            for position, (piece, score) in enumerate(
-                zip(study.sample.pieces, scores[place], strict=True)
-            )
-        ]
         for kind, values in (("tokens", scores[place]), ("words", word_scores[place])):
             names = {"of": kind, "layer": layer_idx}
             tables["score_ranks"] += _ranked(names, "score", values)
@@ -133,34 +102,22 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     leads for being frequent; and the mean of a single token, divided by the number of queries that
     could see it, which says whether a word draws attention each time.
     """
-    scores = study.accumulated(tick).sum(axis=(1, 2))
-    words = count_words(study.sample.input_ids[0].numpy())
+    ids = study.sample.input_ids[0]
+    scores, words = study.accumulated(tick).sum(axis=(1, 2)), count_words(ids.numpy())
     sums = by_word(scores, words)
-    fair = scores / np.arange(study.length, 0, -1)
-    means = by_word(fair, words) / words.count
-    pieces = dict(zip(study.sample.input_ids[0].tolist(), study.sample.pieces, strict=True))
-    table: list[Row] = [
-        {
-            "word": pieces[int(token)],
-            "count": words.count[w],
-            "together": words.together[w],
-            "neighbours": words.neighbours[w],
-            "score": sums[:, w].sum(),
-            "score_each": means[:, w].mean(),
-        }
-        for w, token in enumerate(words.token_ids)
-    ]
+    means = by_word(scores / np.arange(study.length, 0, -1), words) / words.count
+    pieces = dict(zip(ids.tolist(), study.sample.pieces, strict=True))
     counts = {"count": words.count, "together": words.together, "neighbours": words.neighbours}
+    names = {"word": [pieces[token] for token in words.token_ids.tolist()]}
     rows: list[Row] = []
     for measure, values in (("sum", sums), ("each", means)):
-        parts = {"all": values.mean(axis=0)} | dict(
-            zip(map(str, study.layers), values, strict=True)
-        )
+        parts = {"all": values.mean(axis=0), **dict(zip(study.layers, values, strict=True))}
         rows += [
             {"measure": measure, "layer": layer, "against": against, **spearman(part, others)}
             for layer, part in parts.items()
             for against, others in counts.items()
         ]
+    table = tabulate(names, **counts, score=sums.sum(axis=0), score_each=means.mean(axis=0))
     return {"word_scores": table, "cooccurrence": rows}
 
 
@@ -171,12 +128,10 @@ def measure_ablation(study: Study, tick: Tick = no_tick, seeds: int = _SEEDS) ->
     runs = []
     for share in HIDDEN:
         count = study.tokens(share)
-        heavy = heaviest(scores, count)
-        runs += [("heavy hidden", share, 0, heavy), ("only heavy kept", share, 0, ~heavy)]
-        for seed in range(seeds):
-            chosen = drawn(scores.shape, count, seed)
-            runs += [("random hidden", share, seed, chosen)]
-            runs += [("only random kept", share, seed, ~chosen)]
+        chosen = [("heavy", 0, heaviest(scores, count))]
+        chosen += [("random", seed, drawn(scores.shape, count, seed)) for seed in range(seeds)]
+        for kind, seed, own in chosen:
+            runs += [(f"{kind} hidden", share, seed, own), (f"only {kind} kept", share, seed, ~own)]
     rows: list[Row] = []
     for condition, share, seed, hidden in runs:
         losses = losses_with_hidden(study.model, study.sample.input_ids, hidden, study.layers)
@@ -189,62 +144,45 @@ def measure_ablation(study: Study, tick: Tick = no_tick, seeds: int = _SEEDS) ->
 
 def measure_policies(study: Study, tick: Tick = no_tick) -> Tables:
     """Perplexity of the second half under each policy and budget, token by token."""
-    base = study.dense_losses()
     rows: list[Row] = []
-    pairs = [(policy, share) for policy in POLICIES for share in BUDGETS]
+    pairs = list(product(POLICIES, BUDGETS))
     for done, (policy, share) in enumerate(pairs):
-        losses = study.losses(policy, share, _part(tick, done, len(pairs)))
+
+        def part(fraction: float, done: int = done) -> None:
+            tick((done + fraction) / len(pairs))
+
+        losses = study.losses(policy, share, part)
         row = {"policy": policy, "share": share, "tokens": study.tokens(share)}
-        rows.append({**row, **cost(losses, base, study.half)})
+        rows.append({**row, **cost(losses, study.dense_losses(), study.half)})
     return {"perplexity": rows}
-
-
-def _part(tick: Tick, done: int, count: int) -> Tick:
-    """Turns the progress of one of several equal parts into that of all."""
-    return lambda share: tick((done + share) / count)
 
 
 def measure_local_and_global(study: Study, tick: Tick = no_tick) -> Tables:
     """Overlap of what H2O holds with what the policy that knows the future holds."""
-    steps = np.linspace(study.half, study.length - 1, _STEPS).astype(int)
     rows: list[Row] = []
     for share in BUDGETS:
         recent = study.recent(share)
         traces = [study.gone_at(policy, share) for policy in ("h2o", "global")]
-        for step in steps:
+        for step in np.linspace(study.half, study.length - 1, _STEPS).astype(int).tolist():
             local, future = (heavy_after(gone, step, recent) for gone in traces)
-            common = overlap(local, future).mean(axis=1)
-            chance = future.mean(axis=(1, 2))
-            rows += [
-                {
-                    "layer": layer_idx,
-                    "share": share,
-                    "step": int(step),
-                    "overlap": own,
-                    "chance": by,
-                }
-                for layer_idx, own, by in zip(study.layers, common, chance, strict=True)
-            ]
+            rows += tabulate(
+                {"layer": study.layers},
+                share=share,
+                step=step,
+                overlap=overlap(local, future).mean(axis=1),
+                chance=future.mean(axis=(1, 2)),
+            )
     return {"local_global": rows}
 
 
 def measure_retention(study: Study, tick: Tick = no_tick) -> Tables:
     """The fraction of full attention's mass that falls on what each policy holds, by layer."""
-    pairs = [(policy, share) for policy in POLICIES for share in BUDGETS]
-    gone = [study.gone_at(policy, share) for policy, share in pairs]
-    found = of_layers(
-        study.model,
-        study.sample.input_ids,
-        lambda own: retained(own, [g[study.layers.index(own.layer_idx)] for g in gone], study.half),
-        tick,
-    )
-    return {
-        "retention": [
-            {"policy": policy, "share": share, "layer": layer_idx, "mass": masses[place]}
-            for place, (policy, share) in enumerate(pairs)
-            for layer_idx, masses in found.items()
-        ]
-    }
+    runs = list(product(POLICIES, BUDGETS))
+    gone = np.stack([study.gone_at(*run) for run in runs], axis=1)
+    places = {layer_idx: place for place, layer_idx in enumerate(study.layers)}
+    mass = study.of_layers(lambda own: retained(own, gone[places[own.layer_idx]], study.half), tick)
+    axes = {"policy": POLICIES, "share": BUDGETS, "layer": study.layers}
+    return {"retention": tabulate(axes, mass=mass.T.reshape(len(POLICIES), len(BUDGETS), -1))}
 
 
 def measure_stays(study: Study, tick: Tick = no_tick) -> Tables:
@@ -253,16 +191,17 @@ def measure_stays(study: Study, tick: Tick = no_tick) -> Tables:
     for policy in ("h2o", "global", "random"):
         gone = study.gone_at(policy, DEFAULT_BUDGET)
         times = stays(gone, study.recent(DEFAULT_BUDGET), study.tokens(DEFAULT_BUDGET))
-        for place, layer_idx in enumerate(study.layers):
-            part = times[place]
-            median, upper, p90 = np.quantile(part, (0.5, 0.75, 0.9))
-            rows.append(
-                {
-                    "policy": policy, "layer": layer_idx, "entries": part.size,
-                    "gone_at_once": (part == 0).mean(), "median": median, "upper_quartile": upper,
-                    "p90": p90, "held_at_end": (gone[place] > study.length).mean(),
-                }
-            )  # fmt: skip
+        times = times.reshape(len(gone), -1)
+        median, upper, p90 = np.quantile(times, (0.5, 0.75, 0.9), axis=1)[:, None]
+        rows += tabulate(
+            {"policy": [policy], "layer": study.layers},
+            entries=times.shape[1],
+            gone_at_once=(times == 0).mean(axis=1),
+            median=median,
+            upper_quartile=upper,
+            p90=p90,
+            held_at_end=(gone > study.length).mean(axis=(1, 2)),
+        )
     return {"stays": rows}
 
 
@@ -270,17 +209,11 @@ def measure_agreement(study: Study, tick: Tick = no_tick) -> Tables:
     """Jaccard similarity of the heavy hitters that heads and layers hold at the end."""
     recent = study.recent(DEFAULT_BUDGET)
     held = heavy_after(study.gone_at("h2o", DEFAULT_BUDGET), study.length - 1, recent)
-    names = [(layer, head) for layer in study.layers for head in range(held.shape[1])]
-    pairs = similarity(held.reshape(len(names), -1))
+    layers, heads = study.layers, range(held.shape[1])
+    axes = {"layer": layers, "head": heads, "other_layer": layers, "other_head": heads}
+    pairs = similarity(held.reshape(-1, held.shape[-1])).reshape(2 * held.shape[:2])
     chance = chance_similarity(int(held[0, 0].sum()), held.shape[-1])
-    rows: list[Row] = []
-    for (layer, head), jaccards in zip(names, pairs, strict=True):
-        rows += [
-            {"layer": layer, "head": head, "other_layer": other_layer, "other_head": other_head,
-             "jaccard": jaccard, "chance": chance}
-            for (other_layer, other_head), jaccard in zip(names, jaccards, strict=True)
-        ]  # fmt: skip
-    return {"agreement": rows}
+    return {"agreement": tabulate(axes, jaccard=pairs, chance=chance)}
 
 
 def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
@@ -293,17 +226,23 @@ def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
     return {"neurons": rows}
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement and the tables that it gives."""
+
+    name: str  # what `--only` and the progress bar call it
+    tables: tuple[str, ...]  # names of CSV files, without ending
+    run: Callable[[Study, Tick], Tables]
+    quick: Callable[[Study, Tick], Tables] | None = None  # for those of full attention alone
+    is_option: bool = False  # whether it runs only when asked for
+
+
+_SCORE_TABLES = ("token_scores", "score_ranks", "power_law")
+_WORD_TABLES = ("word_scores", "cooccurrence")
 MEASUREMENTS = (
     Measurement("sparsity", ("sparsity",), measure_sparsity, measure_sparsity),
-    Measurement(
-        "scores",
-        ("token_scores", "score_ranks", "power_law"),
-        measure_accumulation,
-        measure_accumulation,
-    ),
-    Measurement(
-        "words", ("word_scores", "cooccurrence"), measure_cooccurrence, measure_cooccurrence
-    ),
+    Measurement("scores", _SCORE_TABLES, measure_accumulation, measure_accumulation),
+    Measurement("words", _WORD_TABLES, measure_cooccurrence, measure_cooccurrence),
     Measurement("sinks", ("sinks",), measure_sinks, measure_sinks),
     # A draw of random tokens costs a pass over the text for each line of the table.
     Measurement("ablation", ("ablation",), measure_ablation, partial(measure_ablation, seeds=1)),

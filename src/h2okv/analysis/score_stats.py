@@ -79,17 +79,15 @@ def _best_tail(ordered: np.ndarray) -> tuple[int, float, float]:
 
 def _against_lognormal(tail: np.ndarray, exponent: float) -> tuple[float, float]:
     """Vuong's test of the power law against a log-normal with the same beginning."""
-    optimize, special = load_scipy("optimize"), load_scipy("special")
+    stats = load_scipy("stats")
     logs = np.log(tail / tail[0])
     law = np.log(exponent - 1) - exponent * logs
 
     def normal(parameters: np.ndarray) -> np.ndarray:
         centre, width = parameters[0], np.exp(parameters[1])
-        inside = special.log_ndtr(centre / width)
-        standard = (logs - centre) / width
-        return -0.5 * standard**2 - np.log(width * np.sqrt(2 * np.pi)) - inside - logs
+        return stats.truncnorm.logpdf(logs, -centre / width, np.inf, centre, width) - logs
 
-    found = optimize.minimize(
+    found = load_scipy("optimize").minimize(
         lambda parameters: -normal(parameters).sum(),
         [logs.mean(), np.log(logs.std() + 1e-9)],
         method="Nelder-Mead",
@@ -97,10 +95,9 @@ def _against_lognormal(tail: np.ndarray, exponent: float) -> tuple[float, float]
         bounds=[(-50.0, 50.0), (-6.0, 4.0)],
     )
     gaps = law - normal(found.x)
-    ratio = float(gaps.sum())
     spread = float(gaps.std() * np.sqrt(len(gaps)))
-    chance = float(special.erfc(abs(ratio) / (np.sqrt(2) * spread))) if spread > 0 else 1.0
-    return ratio, chance
+    chance = float(2 * stats.norm.sf(abs(gaps.sum()) / spread)) if spread > 0 else 1.0
+    return float(gaps.sum()), chance
 
 
 _RESAMPLES = 1000
@@ -110,17 +107,13 @@ REACH = 5
 
 @dataclass(frozen=True)
 class Words:
-    """Every word of the vocabulary that occurs in a text.
-
-    Int ``[W]``: how often it occurs, how often another word stands within `REACH` tokens of it, and
-    how many different words do. ``place``, int ``[T]``, is the word of each token of the text.
-    """
+    """Every word of the vocabulary that occurs in a text; int ``[W]`` each but the last."""
 
     token_ids: np.ndarray
-    count: np.ndarray
-    together: np.ndarray
-    neighbours: np.ndarray
-    place: np.ndarray
+    count: np.ndarray  # how often it occurs
+    together: np.ndarray  # how often another word stands within `REACH` tokens of it
+    neighbours: np.ndarray  # how many different words do
+    place: np.ndarray  # int [T], the word of each token of the text
 
 
 def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
@@ -154,12 +147,14 @@ def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Row:
     size = ranks.shape[1]
     draws = np.random.default_rng(seed).integers(0, size, (_RESAMPLES, size))
     # Ranks are not taken anew in each draw: it changes ties only, and takes ten times as long.
-    drawn = ranks[:, draws]
-    centred = drawn - drawn.mean(axis=-1, keepdims=True)
-    spread = np.sqrt((centred**2).sum(axis=-1)).prod(axis=0)
-    product = (centred[0] * centred[1]).sum(axis=-1)
-    with np.errstate(invalid="ignore"):
-        values = np.where(spread > 0, product / spread, 0.0)
+    (rho,), values = (_correlations(own) for own in (ranks[:, None], ranks[:, draws]))
     low, high = np.quantile(values, (0.025, 0.975))
-    rho = float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else 0.0
-    return {"rho": rho, "low": float(low), "high": float(high), "words": size}
+    return {"rho": float(rho), "low": float(low), "high": float(high), "words": size}
+
+
+def _correlations(pairs: np.ndarray) -> np.ndarray:
+    """The correlation of ``[2, N, W]`` for each of N; 0 where one side is constant."""
+    centred = pairs - pairs.mean(axis=-1, keepdims=True)
+    spread = np.sqrt((centred**2).sum(axis=-1)).prod(axis=0)
+    with np.errstate(invalid="ignore"):
+        return np.where(spread > 0, centred.prod(axis=0).sum(axis=-1) / spread, 0.0)

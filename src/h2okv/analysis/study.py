@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
+from h2okv.analysis import attention_stats
 from h2okv.analysis.ablation import dense_losses
-from h2okv.analysis.attention_stats import (
-    Tick,
-    accumulated,
-    full_attention_layers,
-    no_tick,
-    of_layers,
-)
+from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.policy import Policy
-from h2okv.records import atomic_write, check_settings, naming, write_json
+from h2okv.records import Row, atomic_write, check_settings, naming, write_json
+
+Tables = dict[str, list[Row]]
 
 LEAST_TOKENS = 128
 
@@ -43,10 +42,7 @@ class Sample:
 
 
 def make_sample(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    max_tokens: int,
-    min_tokens: int = LEAST_TOKENS,
+    tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, min_tokens: int = LEAST_TOKENS
 ) -> Sample:
     """Turns the beginning of a text into tokens."""
     if not text.strip():
@@ -85,8 +81,7 @@ class Study:
         self.model, self.sample, self.folder = model, sample, folder
         self.layers = full_attention_layers(model.config)
         self.length = sample.length
-        self.half = sample.length // 2
-        """The first token of the second half, on which policies are compared."""
+        self.half = sample.length // 2  # the second half is that on which policies are compared
         self._known: dict[str, dict[str, np.ndarray]] = {}
 
     def tokens(self, share: float) -> int:
@@ -97,26 +92,26 @@ class Study:
         """The recent window of a budget."""
         return split_budget(self.tokens(share)).recent
 
+    def of_layers(self, look: Callable[..., Any], tick: Tick = no_tick) -> np.ndarray:
+        """What ``look`` finds in each full-attention layer when the model reads the text."""
+        return of_layers(self.model, self.sample.input_ids, look, tick)
+
     def accumulated(self, tick: Tick = no_tick) -> np.ndarray:
-        """Returns the attention that each token receives: float32 ``[L, H, G, T]``."""
-
-        def compute() -> dict[str, np.ndarray]:
-            found = of_layers(self.model, self.sample.input_ids, accumulated, tick)
-            return {"scores": np.stack(list(found.values()))}
-
-        return self._once("accumulated", compute)["scores"]
+        """The attention that each token receives: float32 ``[L, H, G, T]``."""
+        look = attention_stats.accumulated
+        return self._once("accumulated", lambda: {"scores": self.of_layers(look, tick)})["scores"]
 
     def dense_losses(self) -> np.ndarray:
-        """Returns the losses with full attention: float64 ``[T]``."""
+        """The losses with full attention: float64 ``[T]``."""
         ids = self.sample.input_ids
         return self._once("dense", lambda: {"losses": dense_losses(self.model, ids)})["losses"]
 
     def gone_at(self, policy: str, share: float, tick: Tick = no_tick) -> np.ndarray:
-        """Returns when each token went; see `Trace`."""
+        """When each token went; see `Trace`."""
         return self._run(policy, share, tick)["gone_at"]
 
     def losses(self, policy: str, share: float, tick: Tick = no_tick) -> np.ndarray:
-        """Returns the losses under a policy: float ``[T]``, NaN at the beginning."""
+        """The losses under a policy: float ``[T]``, NaN at the beginning."""
         return self._run(policy, share, tick)["losses"].astype(np.float64)
 
     def _run(self, policy: str, share: float, tick: Tick) -> dict[str, np.ndarray]:
@@ -146,6 +141,14 @@ class Study:
         return self._known[name]
 
 
+def tabulate(axes: Mapping[str, Sequence[Any]], **columns: Any) -> list[Row]:
+    """A row for each combination of the axes' values; columns are arrays of the axes' lengths."""
+    shape = [len(values) for values in axes.values()]
+    cells = [np.broadcast_to(values, shape).ravel() for values in columns.values()]
+    rows = zip(product(*axes.values()), *cells, strict=True)
+    return [dict(zip((*axes, *columns), (*place, *own), strict=True)) for place, *own in rows]
+
+
 SETTINGS_FILE = "settings.json"
 KEPT_FOLDER = "working"
 
@@ -154,17 +157,12 @@ TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a report's folder that cannot be made or written; makes nothing that was not there.
-
-    Heard before a model is loaded.
-    """
+    """Refuses a report's folder that cannot be made or written, before a model is loaded."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    probe = there / f".h2okv-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
     try:
         # Whether a folder can be written is only told by writing: access() knows no read-only
         # file systems, and nothing can be made in /proc.
-        probe.mkdir()
-        probe.rmdir()
+        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=there).cleanup()
     except OSError as error:
         raise ValueError(
             f"--out '{folder}' cannot be written ({error.strerror}); choose another folder for the"

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from h2okv.analysis.attention_stats import LayerAttention, Tick, no_tick, of_layers
-from h2okv.analysis.study import DEFAULT_BUDGET, Study
+from h2okv.analysis.attention_stats import (
+    LayerAttention,
+    Tick,
+    full_attention_layers,
+    no_tick,
+    of_layers,
+)
+from h2okv.analysis.study import DEFAULT_BUDGET, Study, Tables, tabulate
 from h2okv.cache import H2OCache
 from h2okv.config import TokenBudget
 from h2okv.integration.attention import h2o_attention
@@ -38,13 +44,13 @@ def real_cases(
 
     starts = np.linspace(0, input_ids.shape[1] - size, excerpts).astype(int)
     found = [of_layers(model, input_ids[:, start : start + size], look) for start in starts]
-    layers = list(found[0])
+    layers = full_attention_layers(model.config)
     places = np.unique(np.linspace(0, len(layers) - 1, _MOST_LAYERS).round().astype(int))
     return [
         ({"case": "real", "layer": layers[place], "head": head, "excerpt": excerpt}, logits)
         for excerpt, by_layer in enumerate(found)
         for place in places
-        for head, logits in enumerate(by_layer[layers[place]])
+        for head, logits in enumerate(by_layer[place])
     ]
 
 
@@ -58,19 +64,15 @@ def adversarial_cases(size: int, kept: int) -> list[Case]:
       another one each time: keeping all of the few covers no row better than keeping one.
     - ``even``: every token sees all tokens alike.
     """
-    weights = {name: np.full((size, size), 1e-4) for name in ("late star", "bait", "twins")}
+    star, bait, twins = np.full((3, size, size), 1e-4)
     for query in range(size):
-        star, bait, twins = (weights[name][query] for name in ("late star", "bait", "twins"))
-        star[: min(query + 1, kept)] = 0.05
-        if query > kept:
-            star[kept] = 1.0
-        if query < size // 2:
-            bait[: min(query + 1, kept)] = 1.0
-        else:
-            bait[max(0, query - 2) : query] = 1.0
-        twins[: min(query + 1, kept)] = 0.5 / min(query + 1, kept)
-        twins[max(kept, query - 1)] = 0.5
-    weights["even"] = np.ones((size, size))
+        first = min(query + 1, kept)
+        star[query, :first] = 0.05
+        bait[query, slice(first) if query < size // 2 else slice(query - 2, query)] = 1.0
+        twins[query, :first] = 0.5 / first
+        twins[query, max(kept, query - 1)] = 0.5
+    star[kept + 1 :, kept] = 1.0
+    weights = {"late star": star, "bait": bait, "twins": twins, "even": np.ones((size, size))}
     nowhere = {"layer": -1, "head": -1, "excerpt": -1}
     return [({"case": name, **nowhere}, np.log(rows)[None]) for name, rows in weights.items()]
 
@@ -149,13 +151,11 @@ def informed_sets(rows: np.ndarray, kept: int, objective: str, h: str) -> np.nda
     over what it holds.
     """
 
-    def choose(held: np.ndarray, step: int) -> int:
-        candidates = np.flatnonzero(held)
-        without = np.repeat(held[None], len(candidates), axis=0)
-        without[np.arange(len(candidates)), candidates] = False
-        return int(candidates[set_values(rows, without, step, objective, h).argmax()])
+    def without(held: np.ndarray, step: int) -> np.ndarray:
+        sets = held & ~np.eye(len(held), dtype=bool)[held]
+        return set_values(rows, sets, step, objective, h)
 
-    return _evict(rows.shape[-1], kept, choose)
+    return _evict(rows.shape[-1], kept, without)
 
 
 def belady_sets(rows: np.ndarray, kept: int) -> np.ndarray:
@@ -165,22 +165,17 @@ def belady_sets(rows: np.ndarray, kept: int) -> np.ndarray:
     entry a little, so the attention that is still to come takes the place of the next use.
     """
     total = rows.sum(axis=0)
-
-    def choose(held: np.ndarray, step: int) -> int:
-        candidates = np.flatnonzero(held)
-        return int(candidates[total[step + 1 :, candidates].sum(axis=0).argmin()])
-
-    return _evict(rows.shape[-1], kept, choose)
+    return _evict(len(total), kept, lambda held, step: -total[step + 1 :, held].sum(axis=0))
 
 
-def _evict(size: int, kept: int, choose: Callable[[np.ndarray, int], int]) -> np.ndarray:
-    """Runs a rule that names the token to drop whenever there is one too many."""
+def _evict(size: int, kept: int, without: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
+    """Evicts by the worth of what is held, bool ``[n]``, without each of its tokens in turn."""
     held = np.zeros(size, dtype=bool)
     after = np.zeros((size, size), dtype=bool)
     for step in range(size):
         held[step] = True
         if held.sum() > kept:
-            held[choose(held, step)] = False
+            held[np.flatnonzero(held)[without(held, step).argmax()]] = False
         after[step] = held
     return after
 
@@ -219,20 +214,16 @@ def best_retained_mass(rows: np.ndarray, kept: int) -> float:
     sets it can come from by taking in the newest token and dropping one.
     """
     mean = rows.mean(axis=0)
-    size = len(mean)
-    states: dict[int, float] = {0: 0.0}
-    for step in range(size):
-        later: dict[int, float] = {}
+    states: dict[frozenset[int], float] = {frozenset(): 0.0}
+    for step in range(len(mean)):
+        later: dict[frozenset[int], float] = {}
         for held, mass in states.items():
-            seen = held | 1 << step
-            members = [token for token in range(step + 1) if seen >> token & 1]
-            gained = mass + mean[step, members].sum()
-            full = len(members) > kept
-            for result in [seen & ~(1 << token) for token in members] if full else [seen]:
-                if gained > later.get(result, -1.0):
-                    later[result] = gained
+            seen = held | {step}
+            gained = mass + mean[step, list(seen)].sum()
+            for result in [seen - {token} for token in seen] if len(seen) > kept else [seen]:
+                later[result] = max(gained, later.get(result, 0.0))
         states = later
-    return float(max(states.values()) / size)
+    return float(max(states.values()) / len(mean))
 
 
 SIZE, KEPT, EXCERPTS = 14, 4, 4
@@ -260,36 +251,28 @@ def check_bound(
     """
     steps = range(kept, rows.shape[-1])
     best = [best_value(rows, kept, step, objective, h) for step in steps]
-    tops, sets = np.array([top for top, _ in best]), [own for _, own in best]
-
-    def worth(members: np.ndarray, step: int) -> float:
-        return float(set_values(rows, members[None], step, objective, h)[0])
-
-    values = np.array([worth(held[step], step) for step in steps])
-    drifts = [
-        1 - worth(held[step], step + 1) / value
-        for step, value in zip(steps[:-1], values, strict=False)
-    ]
-    lost = [
-        (own[:step] & ~held[step - 1][:step]).sum() / kept
-        for step, own in zip(steps, sets, strict=True)
-    ]
-    moved = [int((b & ~a).sum()) for a, b in zip(sets, sets[1:], strict=False)]
+    tops, sets = np.array([top for top, _ in best]), np.stack([own for _, own in best])
+    # What each step holds and what the step before held, as the step sees them.
+    pairs = [set_values(rows, held[step - 1 : step + 1], step, objective, h) for step in steps]
+    before, values = np.array(pairs).T
     ratios = values / tops
+    known = np.tri(len(held), k=-1, dtype=bool)[kept:]  # tokens before the step's own
+    lost = (sets & known & ~held[kept - 1 : -1]).sum(axis=1) / kept
     return ratios, {
         "lowest_ratio": ratios.min(), "mean_ratio": ratios.mean(), "last_ratio": ratios[-1],
         "holds": int(ratios.min() >= FACTOR - _TOLERANCE),
         "alpha": max(0.0, float(1 - ratios.min() / FACTOR)),
         "beta": max(0.0, float((FACTOR * tops - values).max() / tops[-1])),
-        "drift": max([0.0, *drifts]), "moves": max(moved, default=0), "lost": float(max(lost)),
+        "drift": max([0.0, *(1 - before[1:] / values[:-1])]),
+        "moves": int((sets[1:] & ~sets[:-1]).sum(axis=1).max(initial=0)), "lost": lost.max(),
     }  # fmt: skip
 
 
-def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
+def measure_theory(study: Study, tick: Tick = no_tick) -> Tables:
     """Tests the theorem on real and on adversarial attention."""
     cases = real_cases(study.model, study.sample.input_ids, SIZE, EXCERPTS)
     cases += adversarial_cases(SIZE, KEPT)
-    tables: dict[str, list[Row]] = {"theory": [], "theory_steps": [], "theory_mass": []}
+    tables: Tables = {"theory": [], "theory_steps": [], "theory_mass": []}
     series: dict[tuple[str, ...], list[np.ndarray]] = {}
     for done, (names, logits) in enumerate(cases):
         rows = attention_rows(logits)
@@ -306,12 +289,10 @@ def measure_theory(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
                 tables["theory"].append({**names, **kind, **bound})
                 series.setdefault((names["case"], policy, objective, h), []).append(ratios)
         tick((done + 1) / len(cases))
-    for key, found in series.items():
-        told = dict(zip(("case", "policy", "objective", "h"), key, strict=True))
-        tables["theory_steps"] += [
-            {**told, "step": KEPT + 1 + place, "mean": own.mean(), "lowest": own.min()}
-            for place, own in enumerate(np.stack(found).T)
-        ]
+    for (case, policy, objective, h), found in series.items():
+        told = {"case": [case], "policy": [policy], "objective": [objective], "h": [h]}
+        axes = {**told, "step": range(KEPT + 1, SIZE + 1)}
+        tables["theory_steps"] += tabulate(axes, mean=np.mean(found, 0), lowest=np.min(found, 0))
     return tables
 
 
@@ -345,22 +326,19 @@ def worth_of_kept(
     return torch.stack(ratios).numpy()
 
 
-def measure_long(study: Study, tick: Tick = no_tick) -> dict[str, list[Row]]:
+def measure_long(study: Study, tick: Tick = no_tick) -> Tables:
     """Compares greedy eviction with the best sets on the whole text, at a 20 % budget."""
     kept = study.tokens(DEFAULT_BUDGET)
     steps = np.linspace(kept, study.length - 1, _STEPS).round().astype(int).tolist()
     rows: list[Row] = []
     for policy in POLICIES:
         gone = study.gone_at(policy, DEFAULT_BUDGET, tick if policy == "heavy" else no_tick)
+        by_layer = dict(zip(study.layers, gone, strict=True))
 
-        def look(layer: LayerAttention, gone: np.ndarray = gone) -> np.ndarray:
-            return worth_of_kept(layer, gone[study.layers.index(layer.layer_idx)], kept, steps)
+        def look(own: LayerAttention, held: dict[int, np.ndarray] = by_layer) -> np.ndarray:
+            return worth_of_kept(own, held[own.layer_idx], kept, steps)
 
-        found = of_layers(study.model, study.sample.input_ids, look)
-        rows += [
-            {"policy": policy, "layer": layer_idx, "head": head, "step": step, "ratio": ratio}
-            for layer_idx, ratios in found.items()
-            for step, heads in zip(steps, ratios, strict=True)
-            for head, ratio in enumerate(heads.tolist())
-        ]
+        axes = {"policy": [policy], "layer": study.layers, "head": range(gone.shape[1])}
+        ratios = study.of_layers(look).swapaxes(1, 2)
+        rows += tabulate({**axes, "step": steps}, ratio=ratios)
     return {"theory_long": rows}

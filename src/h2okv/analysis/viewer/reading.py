@@ -6,6 +6,7 @@ import base64
 import gzip
 import threading
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,20 +45,18 @@ def pack_trace(
     ``[C][H][step + 1]``, both as gzip in base64; ``bytes`` lists ``[step, bytes]`` where what the
     cache takes changes.
     """
-    layers = trace.gone_at.shape[0]
+    parts = asdict(budget)
+    held = trace.held_bytes
+    changed = np.flatnonzero((held > 0) & (np.diff(held, prepend=0) != 0))
+    levels = [quantise(part, highest).reshape(len(part), -1) for part in trace.scores]
     return {
         "policy": policy,
-        "sink": budget.sink,
-        "heavy": budget.heavy,
-        "recent": budget.recent,
+        **{name: parts[name] for name in ("sink", "heavy", "recent")},
         "first": trace.first,
         "steps": trace.recorded.tolist(),
         "gone": _blob(trace.gone_at.astype("<u2")),
-        "scores": [
-            _blob(np.concatenate([quantise(part[i], highest).ravel() for part in trace.scores]))
-            for i in range(layers)
-        ],
-        "bytes": _changes(trace.held_bytes),
+        "scores": [_blob(layer) for layer in np.concatenate(levels, axis=1)],
+        "bytes": [[step, held[step].item()] for step in changed.tolist()],
         "next": list(next_pieces),
         "losses": [None if np.isnan(x) else round(float(x), 3) for x in trace.losses],
     }
@@ -74,14 +73,6 @@ def quantise(scores: np.ndarray, highest: float) -> np.ndarray:
 def _blob(array: np.ndarray) -> str:
     # Without a time stamp, so that the same trace gives the same file.
     return base64.b64encode(gzip.compress(array.tobytes(), 6, mtime=0)).decode("ascii")
-
-
-def _changes(values: np.ndarray) -> list[list[int]]:
-    found: list[list[int]] = []
-    for step, value in enumerate(values.tolist()):
-        if value and (not found or found[-1][1] != value):
-            found.append([step, value])
-    return found
 
 
 LEAST_TOKENS = 8
@@ -101,26 +92,22 @@ def check_new_tokens(new_tokens: int, most: int) -> None:
         )
 
 
+@dataclass(frozen=True)
 class Reader:
     """Reads texts with a model."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        context: int | None,
-        max_tokens: int,
-        make_cache: Callable[[str, str], CacheConfig],
-    ) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.make_cache = make_cache  # of a policy and a budget, as the user says them
-        self.max_tokens = min(max_tokens, context or MOST_TOKENS, MOST_TOKENS)
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    context: int | None
+    max_tokens: int
+    make_cache: Callable[[str, str], CacheConfig]  # of a policy and a budget, as the user says them
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
         """Turns a text into tokens and lets the model go on from it, with the full cache."""
-        check_new_tokens(new_tokens, self.max_tokens)
-        sample = make_sample(self.tokenizer, text, self.max_tokens - new_tokens, LEAST_TOKENS)
+        most = min(self.max_tokens, self.context or MOST_TOKENS, MOST_TOKENS)
+        check_new_tokens(new_tokens, most)
+        sample = make_sample(self.tokenizer, text, most - new_tokens, LEAST_TOKENS)
         ids = sample.input_ids.to(self.model.device)
         if new_tokens:
             # transformers' types do not know that a causal model generates.
@@ -139,29 +126,25 @@ class Reading:
     """A text as tokens, int64 ``[1, T]``, of which the first ``given`` are the user's."""
 
     def __init__(self, reader: Reader, input_ids: torch.Tensor, given: int) -> None:
-        self.reader, self.input_ids, self.given = reader, input_ids, given
-        model, self.length = reader.model, input_ids.shape[1]
+        self.reader, self.input_ids, self.length = reader, input_ids, input_ids.shape[1]
+        config = reader.model.config
         self.pieces = token_pieces(reader.tokenizer, input_ids[0].tolist())
-        self.heads = num_kv_heads(model.config)
-        query_heads = model.config.get_text_config(decoder=True).num_attention_heads
+        heads = num_kv_heads(config)
         # The most that an entry can ever receive: all of every query of its group.
-        self.highest = float(self.length * query_heads // self.heads)
-        looked = of_layers(model, input_ids, lambda layer: strongest_queries(layer, _ARROWS))
-        queries = np.stack(list(looked.values()))
-        self.readers = _blob(np.where(queries < 0, _NOBODY, queries).astype("<u2"))
-
-    def describe(self) -> dict[str, Any]:
-        """Returns what the page must know besides the traces, as a JSON object."""
-        return {
-            "model": self.reader.name,
+        query_heads = config.get_text_config(decoder=True).num_attention_heads
+        self.highest = float(self.length * query_heads // heads)
+        queries = of_layers(reader.model, input_ids, lambda own: strongest_queries(own, _ARROWS))
+        # What the page must know besides the traces, as a JSON object.
+        self.content = {
+            "model": reader.name,
             "tokens": list(self.pieces),
-            "given": self.given,
-            "layers": list(full_attention_layers(self.reader.model.config)),
-            "heads": self.heads,
+            "given": given,
+            "layers": list(full_attention_layers(config)),
+            "heads": heads,
             "lowest": LOWEST_SCORE,
             "highest": self.highest,
             # uint16 [L, H, T, 3]: with full attention, the later tokens that look most at each.
-            "readers": self.readers,
+            "readers": _blob(np.where(queries < 0, _NOBODY, queries).astype("<u2")),
         }
 
     def trace(self, policy: str, budget: str, tick: Tick = no_tick) -> dict[str, Any]:
@@ -207,7 +190,7 @@ class Desk:
             reading = self.reader.read(text, new_tokens)
             self._count += 1
             _keep(self._readings, self._count, reading, _KEPT_READINGS)
-            return {"id": self._count, **reading.describe()}
+            return {"id": self._count, **reading.content}
 
     def trace(self, query: dict[str, str]) -> dict[str, Any]:
         """Follows a policy: ``text`` (a number from `read`), ``policy`` and ``budget``."""
@@ -216,20 +199,19 @@ class Desk:
         except (KeyError, ValueError) as error:
             raise ValueError("a trace needs text, policy and budget.") from error
         with self._lock:
-            reading = self._readings.get(number)
-            if reading is None:
+            if number not in self._readings:
                 raise ValueError("this text is not held any more; read it again.")
             # A cache that keeps everything has no budget.
             key = (number, policy, "full" if policy == "full" else budget)
             found = self._traces.pop(key, None)
             if found is None:
                 self._note(0.0)
-                found = reading.trace(policy, budget, self._note)
+                found = self._readings[number].trace(policy, budget, self._note)
             _keep(self._traces, key, found, _KEPT_TRACES)
             return found
 
-    def _note(self, share: float) -> None:
-        self.progress = share
+    def _note(self, fraction: float) -> None:
+        self.progress = fraction
 
 
 def _keep(held: dict[Any, Any], key: Any, value: Any, most: int) -> None:
@@ -264,4 +246,4 @@ def export_content(
 
         tick(0.0)
         traces.append(reading.trace(policy, budget, tick))
-    return {"choice": {**choice, "text": ""}, "reading": reading.describe(), "traces": traces}
+    return {"choice": {**choice, "text": ""}, "reading": reading.content, "traces": traces}

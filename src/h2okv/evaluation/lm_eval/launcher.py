@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import takewhile
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -38,7 +38,6 @@ TASKS = Path(__file__).parent / "task_files"
 MODEL = "h2okv"
 _PREFIX = f"{MODEL}_"
 """What the names of this package's own tasks begin with."""
-_SUBCOMMANDS = ("run", "ls", "validate")
 _FILES = {
     "copa": ("copa_balanced_dev.xml",),
     "rte": ("rte_val.jsonl",),
@@ -88,14 +87,21 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     _check_installed()
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
-    words = completed(list(args))
-    tasks = values_of(words, "--tasks", "-t")
-    with _data_folder(data), patch.object(sys, "argv", ["lm_eval", *words]):
-        _check_early(words, tasks)
-        # Where all tasks are this package's, the harness's need not be listed.
-        own_only = bool(tasks) and all(name.startswith(_PREFIX) for name in tasks)
-        with _tasks_known(own_only):
-            return _evaluate()
+    from lm_eval._cli import HarnessCLI
+
+    words = list(args)
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        words.insert(0, "run")
+    try:
+        with patch.object(sys, "argv", ["lm_eval", *words]):
+            asked = HarnessCLI().parse_args()
+        with _data_folder(data):
+            if asked.command == "run":
+                _check_early(asked)
+            _evaluate(asked)
+    except SystemExit as left:  # after its help, or with a sentence of its own
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    return 0
 
 
 def _check_installed() -> None:
@@ -103,58 +109,35 @@ def _check_installed() -> None:
         raise ValueError("lm-evaluation-harness is not installed; pip install 'h2okv[eval]'")
 
 
-def completed(args: list[str]) -> list[str]:
-    """Adds the subcommand and the model type where they are left out."""
-    if not args or args[0] in ("-h", "--help") or args[0] in _SUBCOMMANDS[1:]:
-        return args or ["--help"]
-    if args[0] != "run":
-        args = ["run", *args]
-    names = ("--model", "-M", "--config", "-C")
-    if not any(word.split("=")[0] in names for word in args):
-        args = [args[0], "--model", MODEL, *args[1:]]
-    return args
-
-
-def values_of(args: list[str], *names: str) -> list[str]:
-    """What follows an option, taken apart at spaces and commas."""
-    found: list[str] = []
-    for place, word in enumerate(args):
-        option, equals, value = word.partition("=")
-        if option in names:
-            following = takewhile(lambda word: not word.startswith("-"), args[place + 1 :])
-            rest = [value] if equals else following
-            found += [part for own in rest for part in own.split(",")]
-    return found
-
-
-def _check_early(words: list[str], tasks: list[str]) -> None:
+def _check_early(asked: Namespace) -> None:
     """Refuses what is plainly wrong before the harness, and the model, are loaded."""
-    if words[0] != "run":
-        return
-    if values_of(words, "--model", "-M") == [MODEL]:
-        given = [part.partition("=")[0] for part in values_of(words, "--model_args", "-a")]
-        elsewhere = ("--help", "-h", "--config", "-C")
-        if "pretrained" not in given and not any(w.split("=")[0] in elsewhere for w in words):
+    if not asked.config:
+        asked.model = asked.model or MODEL
+    if asked.model == MODEL:
+        given = asked.model_args or {}
+        if "pretrained" not in given and not asked.config:
             raise ValueError("--model_args names no model; add pretrained=bundled, or another one.")
         check_arguments(given)
     for task, files in _FILES.items():
-        if f"{_PREFIX}{task}" in tasks or f"{_PREFIX}tasks" in tasks:
+        if {f"{_PREFIX}{task}", f"{_PREFIX}tasks"} & set(asked.tasks or ()):
             for name in files:
                 data_file(name)
 
 
-def _evaluate() -> int:
-    from lm_eval.__main__ import cli_evaluate
+def _evaluate(asked: Namespace) -> None:
+    from lm_eval.utils import setup_logging
 
     import h2okv.evaluation.lm_eval.model  # noqa: F401  registers the model type
 
+    setup_logging()
+    tasks = getattr(asked, "tasks", None) or ()
+    # Where all tasks are this package's, the harness's need not be listed.
+    own_only = bool(tasks) and all(name.startswith(_PREFIX) for name in tasks)
     try:
-        cli_evaluate()
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
+        with _tasks_known(own_only):
+            asked.func(asked)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"lm_eval: {error.args[0] if error.args else error}") from error
-    return 0
 
 
 def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
@@ -166,10 +149,10 @@ def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
 
         def __init__(self, *args: Any, include_path: Any = None, **options: Any) -> None:
             others = include_path if isinstance(include_path, (list, tuple)) else [include_path]
-            paths = [TASKS, *(path for path in others if path)]
-            if own_only:
-                options["include_defaults"] = False
-            super().__init__(*args, include_path=paths, **options)
+            paths = [TASKS, *filter(None, others)]
+            super().__init__(
+                *args, include_path=paths, **{"include_defaults": not own_only, **options}
+            )
 
         def match_tasks(self, task_list: list[str]) -> list[str]:
             found = super().match_tasks(task_list)
@@ -261,24 +244,18 @@ class HarnessTask(Task):
             cache = replace(cache, prefill_chunk=self.prefill_chunk or cache.prefill_chunk)
             protocol = None if self.prefill_chunk in (None, 1) else "whole"
         stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
-        store = f"{self.name}-{self.shots}-{digest(json.dumps(stored))}"
-        attention = model.config._attn_implementation
+        options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
+        attention, name = model.config._attn_implementation, self._task_name
         with quietly(), _data_folder(self.data):
-            harness_model = H2OLM(
-                model.model,
-                tokenizer=model.tokenizer,
-                batch_size=self.batch_size,
-                protocol=protocol,
-                **cache.to_dict(),
-            )
+            harness_model = H2OLM(model.model, tokenizer=model.tokenizer, **options)
             harness_model.scorer = scorer or harness_model.scorer
             try:
                 found: Any = simple_evaluate(
                     harness_model,
-                    tasks=[self._task_name],
+                    tasks=[name],
                     num_fewshot=self.shots,
                     limit=self.limit,
-                    use_cache=str(self.work / store),
+                    use_cache=str(self.work / f"{self.name}-{self.shots}-{digest(dumps(stored))}"),
                     task_manager=self._manager(),
                     fewshot_random_seed=_FEWSHOT_SEED + seed,
                     log_samples=False,
@@ -286,11 +263,11 @@ class HarnessTask(Task):
             finally:
                 model.model.set_attn_implementation(attention)
         scores = {
-            name.removesuffix(",none"): value
-            for name, value in found["results"][self._task_name].items()
-            if name.endswith(",none") and isinstance(value, float)
+            metric.removesuffix(",none"): value
+            for metric, value in found["results"][name].items()
+            if metric.endswith(",none") and isinstance(value, float)
         }
-        return {**scores, "documents": found["n-samples"][self._task_name]["effective"]}
+        return {**scores, "documents": found["n-samples"][name]["effective"]}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         result = results[0]

@@ -18,13 +18,7 @@ from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.evaluation.stream_data import Conversation, Message, read_conversations
-from h2okv.evaluation.task import (
-    Configs,
-    Found,
-    Result,
-    Score,
-    Task,
-)
+from h2okv.evaluation.task import Configs, Found, Result, Score, Task
 from h2okv.integration.chat_template import chat_text
 from h2okv.integration.enable import enable
 from h2okv.provenance import digest

@@ -11,13 +11,7 @@ from typing import Any
 from h2okv.console import check_least, optional
 from h2okv.evaluation.model import Answer
 from h2okv.evaluation.stream_data import read_conversations
-from h2okv.evaluation.task import (
-    GenerationTask,
-    Result,
-    Score,
-    TextPrompt,
-    mean,
-)
+from h2okv.evaluation.task import GenerationTask, Result, Score, TextPrompt, mean
 from h2okv.provenance import digest
 from h2okv.records import Record, read_jsonl, read_text_file
 

@@ -15,13 +15,7 @@ from h2okv.console import check_least
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.stream_data import TextSource
 from h2okv.evaluation.streaming import Stream, StreamSettings
-from h2okv.evaluation.task import (
-    Configs,
-    Found,
-    Result,
-    Score,
-    Task,
-)
+from h2okv.evaluation.task import Configs, Found, Result, Score, Task
 from h2okv.provenance import digest
 
 _BLOCK = 64

@@ -12,14 +12,7 @@ from typing import Any, Literal, NamedTuple
 from h2okv.console import check_least, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import ModelUnderTest, Prompt, answer_question
-from h2okv.evaluation.task import (
-    Configs,
-    Found,
-    Result,
-    Task,
-    TooLong,
-    mean,
-)
+from h2okv.evaluation.task import Configs, Found, Result, Task, TooLong, mean
 from h2okv.evaluation.tasks.generation import load_rouge
 from h2okv.provenance import digest
 from h2okv.records import read_jsonl
