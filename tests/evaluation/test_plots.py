@@ -2,9 +2,9 @@ import sys
 
 import pytest
 
-from h2okv.evaluation.plots import draw_perplexity, plot_needles, plot_stream
+from h2okv.evaluation.plots import plot_needles, plot_stream
 from h2okv.evaluation.streaming import StreamRow
-from h2okv.plots import check_plot, new_figure
+from h2okv.plots import check_plot
 
 ROWS = [StreamRow(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
 
@@ -18,17 +18,27 @@ def test_a_picture_is_written(tmp_path, suffix):
     assert path.read_bytes().startswith(begins[suffix])
 
 
-def test_the_picture_shows_the_rows_and_the_window():
-    axes = new_figure(4, 3).subplots()
-    draw_perplexity(axes, {"full": ROWS, "h2o": ROWS[:3]}, 2048)
-    full, h2o, window = axes.get_lines()
-    assert list(full.get_xdata()) == [row.position for row in ROWS]
-    assert full.get_ydata()[0] == pytest.approx(24.53, abs=0.01)
-    assert len(h2o.get_xdata()) == 3
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would have been written."""
+    figures = []
+    monkeypatch.setattr(
+        "h2okv.evaluation.plots.save_figure", lambda figure, path: figures.append(figure)
+    )
+    return figures
+
+
+def test_the_picture_shows_the_rows_and_the_window(drawn, tmp_path):
+    plot_stream(tmp_path / "stream.png", ROWS, 2048, "a stream")
+    quality, speed, memory = drawn[0].axes
+    curve, window = quality.get_lines()
+    assert list(curve.get_xdata()) == [row.position for row in ROWS]
+    assert curve.get_ydata()[0] == pytest.approx(24.53, abs=0.01)
     assert window.get_xdata()[0] == 2048
-    assert axes.get_yscale() == "log"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["full", "h2o"]
-    assert len({line.get_color() for line in axes.get_lines()}) == 3
+    assert [text.get_text() for text in quality.texts] == [" context window, 2,048"]
+    assert quality.get_yscale() == memory.get_yscale() == "log"
+    assert list(speed.get_lines()[0].get_ydata()) == [10.0] * len(ROWS)
+    assert [text.get_text() for text in memory.get_legend().get_texts()] == ["process", "cache"]
 
 
 def test_few_or_odd_rows_can_be_drawn(tmp_path):
@@ -51,11 +61,7 @@ def test_a_picture_that_cannot_be_made(tmp_path, monkeypatch):
         check_plot(tmp_path / "stream.png")
 
 
-def test_needles_have_a_line_of_maps_for_each_way_to_compress(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "h2okv.evaluation.plots.save_figure", lambda figure, path: drawn.append(figure)
-    )
+def test_needles_have_a_line_of_maps_for_each_way_to_compress(drawn, tmp_path):
     rows = [
         {"compression": kind, "policy": policy, "budget": "20%", "length": 512, "depth": depth,
          "string_match": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,15 @@ from h2okv.records import Row
 
 _CHUNK = 256
 _RESAMPLES = 2000
-_BLOCK = 32
-"""Tokens resampled together: the losses of neighbours depend on each other."""
+_BLOCK = 32  # tokens resampled together: the losses of neighbours depend on each other
 
 
 def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> np.ndarray:
-    """The loss of every token in nats, float64 ``[T]``; NaN for the first, which nothing predicts.
-
-    ``logits`` is ``[1, T, V]``, ``input_ids`` int64 ``[1, T]``.
-    """
+    """The losses of tokens ``[1, T]`` by logits ``[1, T, V]``: float64 ``[T]``, the first NaN."""
     targets = input_ids[0, 1:].to(logits.device)
-    parts = [
-        F.cross_entropy(some_logits.float(), some_targets, reduction="none")
-        for some_logits, some_targets in zip(
-            logits[0, :-1].split(_CHUNK), targets.split(_CHUNK), strict=True
-        )
-    ]
-    return np.concatenate([[np.nan], torch.cat(parts).cpu().numpy().astype(np.float64)])
+    parts = zip(logits[0, :-1].split(_CHUNK), targets.split(_CHUNK), strict=True)
+    losses = [F.cross_entropy(some.float(), own, reduction="none") for some, own in parts]
+    return np.concatenate([[np.nan], torch.cat(losses).cpu().numpy().astype(np.float64)])
 
 
 @torch.inference_mode()
@@ -43,8 +36,7 @@ def dense_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
 def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0) -> Row:
     """Perplexity of losses ``[T]``, its ratio to the baseline's, and the ratio's 95 % interval.
 
-    The interval, a bootstrap over blocks of 32 tokens, says how sure the ratio is for texts like
-    this one read by this model, not for others.
+    A bootstrap over blocks of 32 tokens: how sure the ratio is for texts like this one.
     """
     gaps = (losses - baseline)[first:]
     blocks = [gaps[i : i + _BLOCK] for i in range(0, len(gaps), _BLOCK)]
@@ -73,20 +65,13 @@ def drawn(shape: tuple[int, ...], count: int, seed: int) -> np.ndarray:
 def losses_with_hidden(
     model: PreTrainedModel, input_ids: torch.Tensor, hidden: np.ndarray, layers: tuple[int, ...]
 ) -> np.ndarray:
-    """The losses, float64 ``[T]``, when some tokens are hidden from all queries but their own.
-
-    ``hidden`` is bool ``[L, H, T]`` for ``layers`` in order. A token still sees itself, so that no
-    row of attention is empty.
-    """
+    """The losses ``[T]`` when tokens, bool ``[L, H, T]``, are seen by no query but their own."""
     masks = dict(zip(layers, torch.from_numpy(hidden), strict=True))
 
     def handler(layer: LayerAttention) -> torch.Tensor:
-        mask = masks[layer.layer_idx].to(layer.key.device)
         value = layer.value.float().unsqueeze(1)
-        parts = [
-            probabilities @ value[:, :, : probabilities.shape[-1]]
-            for _, probabilities in layer.rows(mask)
-        ]
+        rows = layer.rows(masks[layer.layer_idx].to(value.device))
+        parts = [own @ value[:, :, : own.shape[-1]] for _, own in rows]
         return torch.cat(parts, dim=2).flatten(0, 1)
 
     return token_losses(read_observed(model, input_ids, handler).logits, input_ids)
@@ -101,8 +86,8 @@ def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
     found = [
         module
         for name, module in model.named_modules()
-        if (name.rsplit(".", 1)[-1] in _LAST_OF_MLP and ".mlp." in f".{name}")
-        or name.endswith(".fc2")
+        if name.endswith(".fc2")
+        or (".mlp." in f".{name}" and name.rpartition(".")[2] in _LAST_OF_MLP)
     ]
     config = model.config.get_text_config(decoder=True)
     if len(found) != config.num_hidden_layers:
@@ -115,29 +100,21 @@ def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.inference_mode()
 def activation_frequency(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
-    """Counts at which fraction of the tokens each neuron is active: float64 ``[L, M]``.
+    """At which fraction of the tokens each neuron is active, above 0 with ReLU: float64 ``[L, M]``.
 
-    With ReLU a neuron is active if it is above 0. Other activations are never exactly 0; there it
-    counts as active if its magnitude is at least 10 % of the largest one at that token.
+    Other activations are never exactly 0: there it is 10 % of the largest magnitude of a token.
     """
-    found = find_neurons(model)
     config = model.config.get_text_config(decoder=True)
     name = getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
-    is_relu = name == "relu"
-    counts: dict[int, np.ndarray] = {}
+    counts: list[np.ndarray] = []  # the layers run in order
 
-    def note(index: int, inputs: tuple[Any, ...]) -> None:
+    def note(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         size = inputs[0].float().flatten(0, -2).abs()
-        limit = 0.0 if is_relu else SHARE_OF_LARGEST * size.amax(dim=-1, keepdim=True)
-        counts[index] = (size > limit).double().mean(dim=0).cpu().numpy()
+        limit = 0.0 if name == "relu" else SHARE_OF_LARGEST * size.amax(dim=-1, keepdim=True)
+        counts.append((size > limit).double().mean(dim=0).cpu().numpy())
 
-    hooks = [
-        module.register_forward_pre_hook(lambda _, inputs, index=index: note(index, inputs))
-        for index, module in enumerate(found)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in find_neurons(model):
+            hooks.callback(module.register_forward_pre_hook(note).remove)
         model(input_ids=input_ids.to(model.device), use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return np.stack([counts[index] for index in range(len(found))])
+    return np.stack(counts)

@@ -183,10 +183,7 @@ def of_layers(
 
 
 def small_entries(layer: LayerAttention, threshold: float = 0.01) -> np.ndarray:
-    """Counts entries below 1 % of their row's maximum (arXiv 2306.14048, section 3.1).
-
-    Of the keys that a query may see; int64 ``[HQ, T]``.
-    """
+    """Counts visible entries below 1 % of their row's maximum (paper, 3.1): int64 ``[HQ, T]``."""
     parts = []
     for first, probabilities in layer.rows():
         top = probabilities.amax(dim=-1, keepdim=True)
@@ -207,10 +204,9 @@ def accumulated(layer: LayerAttention) -> np.ndarray:
 
 
 def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) -> np.ndarray:
-    """The later queries that look most at each key: int64 ``[H, T, count]``, -1 for none.
+    """The later queries that look most at each key, more than ``least``: int64 ``[H, T, count]``.
 
-    A query's attention is summed over the query heads of the group, as H2O's scores are, and must
-    be above ``least``.
+    A query's attention is summed over its group, as H2O's scores are; -1 stands for none.
     """
     heads, length = layer.key.shape[:2]
     found = torch.full((heads, length, count), -1, device=layer.key.device)
@@ -227,10 +223,7 @@ def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) ->
 
 
 def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.ndarray:
-    """The mean attention on the first positions, from queries ``away`` from them or farther.
-
-    Float ``[HQ, len(counts)]``.
-    """
+    """The mean attention on the first positions, from ``away`` on: float ``[HQ, counts]``."""
     mass = torch.zeros(layer.query.shape[0], len(counts), device=layer.key.device)
     for first, probabilities in layer.rows():
         late = probabilities[:, :, max(0, away - first) :].flatten(0, 1)
@@ -239,10 +232,9 @@ def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.nda
 
 
 def retained(layer: LayerAttention, gone_at: np.ndarray, first: int) -> np.ndarray:
-    """The fractions of full attention's mass that fall on what several policies still hold.
+    """The fractions of full attention's mass that fall on what policies hold: float ``[P]``.
 
-    ``gone_at`` is int ``[P, H, T]``: the first query that does not see a token; the result float
-    ``[P]``. Queries count from ``first`` on.
+    Of the queries from ``first`` on; ``gone_at``, int ``[P, H, T]``, is as in `Trace`.
     """
     gone = torch.from_numpy(gone_at)
     mass = torch.zeros(len(gone), dtype=torch.float64)

@@ -18,32 +18,20 @@ from h2okv.policy import Policy
 
 @dataclass(frozen=True)
 class Trace:
-    """What a policy held at every step. "Step t" is the state after token t was read.
+    """What a policy held at every step. "Step t" is the state after token t was read."""
 
-    Attributes:
-        layers: the layers with H2O entries.
-        gone_at: int32 ``[L, H, T]``: the first query that does not see the token. A token that
-            step t evicts is gone at t + 1; what is held after the last token is gone at T + 1.
-        losses: float32 ``[T]`` in nats; NaN before the first token that was foreseen with the
-            cache.
-        next_tokens: int32 ``[T]``: the likeliest token after each; -1 where it is not known.
-        first: the first token that was read on its own.
-        recorded: int32 ``[C]``, the steps at which scores were noted.
-        scores: for each recorded step t float32 ``[L, H, t + 1]``: each token's score, for an
-            evicted token the last one it had.
-        held_bytes: int64 ``[T]``, what the cache took after each step; 0 before the first one.
-        full_bytes: int64 ``[T]``, what a full cache would take.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # those with H2O entries
+    # int32 [L, H, T], the first query that does not see the token. A token that step t evicts is
+    # gone at t + 1; what is held after the last token is gone at T + 1.
     gone_at: np.ndarray
-    losses: np.ndarray
-    next_tokens: np.ndarray
-    first: int
-    recorded: np.ndarray
+    losses: np.ndarray  # float32 [T] in nats; NaN before the first token foreseen with the cache
+    next_tokens: np.ndarray  # int32 [T], the likeliest token after each; -1 where it is not known
+    first: int  # the first token that was read on its own
+    recorded: np.ndarray  # int32 [C], the steps at which scores were noted
+    # For each of these float32 [L, H, t + 1]: each token's score, for an evicted one its last.
     scores: tuple[np.ndarray, ...]
-    held_bytes: np.ndarray
-    full_bytes: np.ndarray
+    held_bytes: np.ndarray  # int64 [T], what the cache took after each step; 0 before the first one
+    full_bytes: np.ndarray  # int64 [T], what a full cache would take
 
 
 def split_budget(total: int) -> TokenBudget:
@@ -69,9 +57,8 @@ def follow(
         input_ids: int64 ``[1, T]``.
         policy: a name or a policy object.
         budget: in tokens.
-        first: how many tokens are read at once at the beginning. By default as many as the budget
-            holds: nothing is evicted before, so this is the paper's Algorithm 1 from the first
-            token, only faster.
+        first: tokens that are read at once at the beginning; by default what the budget holds:
+            nothing is evicted before, so this is the paper's Algorithm 1, only faster.
         recorded: at how many steps to note the scores, the first and the last among them.
         tick: told the fraction of the tokens read.
         block: tokens between two evictions after these; more than one is faster.
@@ -95,10 +82,8 @@ def follow(
         for end in ends:
             # Of the first tokens, read at once, only the last one's prediction is looked at.
             new = min(block, end - begin) if begin else 1
-            output = model(
-                input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True,
-                logits_to_keep=new,
-            )  # fmt: skip
+            read = ids[:, begin:end]
+            output = model(input_ids=read, past_key_values=cache, logits_to_keep=new)
             logits = output.logits[0].float().cpu()
             following[end - new : end] = logits.argmax(-1).int()
             true = ids[0, end - new + 1 : end + 1].cpu()
@@ -167,8 +152,8 @@ def chance_similarity(kept: int, candidates: int) -> float:
 def stays(gone_at: np.ndarray, recent: int, first: int) -> np.ndarray:
     """How long entries stayed after they left the recent window, in tokens: int ``[L, H, T']``.
 
-    Only tokens that left the window in time to be evicted count, with 0 for those that went at
-    once; entries still held at the end have the time until then.
+    Only of tokens that left it in time to be evicted; those held to the end have the time until
+    then.
     """
     length = gone_at.shape[-1]
     # At the step at which a token leaves the window it can go for the first time.
@@ -178,11 +163,9 @@ def stays(gone_at: np.ndarray, recent: int, first: int) -> np.ndarray:
 
 
 class GlobalPolicy(Policy):
-    """Ranks entries by the attention that they receive in the whole text, future included.
+    """Ranks entries by the attention of the whole text, future included (paper, section 3.3).
 
-    It is H2O with global in place of local statistics (arXiv 2306.14048, section 3.3), and can
-    only be used on a text that is known to its end. ``scores`` is float ``[L, H, T]`` for
-    ``layers`` in order, attention received from all queries.
+    ``scores`` is float ``[L, H, T]`` for ``layers`` in order, attention received from all queries.
     """
 
     name = "global"

@@ -38,11 +38,9 @@ _AWAY = 64
 
 
 def measure_sparsity(study: Study, tick: Tick = no_tick) -> Tables:
-    """Fraction of small attention entries by layer and head.
+    """Fraction of small attention entries by head; also of the second half of the text.
 
-    ``share`` counts the keys that a query may see; ``share_late`` the same for the second half of
-    the text, whose rows are long; ``share_square`` also counts the keys that causality hides, as a
-    count over the whole square matrix would.
+    ``share_square`` counts the keys that causality hides too.
     """
     small = study.of_layers(small_entries, tick)
     visible = np.arange(1, study.length + 1)
@@ -98,9 +96,8 @@ def _ranked(names: Row, column: str, values: np.ndarray) -> list[Row]:
 def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     """Rank correlation of words' scores with their counts and co-occurrence in the text.
 
-    Two scores are looked at: the sum over a word's tokens, as in the paper, which a frequent word
-    leads for being frequent; and the mean of a single token, divided by the number of queries that
-    could see it, which says whether a word draws attention each time.
+    Of the sum over a word's tokens, as in the paper, which a frequent word leads for being
+    frequent; and of a single token's mean, divided by the number of queries that could see it.
     """
     ids = study.sample.input_ids[0]
     scores, words = study.accumulated(tick).sum(axis=(1, 2)), count_words(ids.numpy())
@@ -292,11 +289,7 @@ def analyze(
     measurements: Sequence[Measurement],
     on_progress: OnProgress = lambda measurement, fraction: None,
 ) -> None:
-    """Runs every measurement whose tables are not in the folder yet, and writes them there.
-
-    After an interruption the same call goes on: finished tables stay, and so do the runs over the
-    text that several measurements share.
-    """
+    """Runs every measurement whose tables are not in the folder yet, and writes them there."""
     study = Study(model, sample, folder / KEPT_FOLDER)
     for measurement in measurements:
         if not is_finished(folder, measurement):

@@ -33,6 +33,9 @@ class Section:
     tables: list[str]
     size: list[float]
     panels: list[dict[str, Any]]
+    told: str
+    each: str = ""
+    joint: str = "; "
     paper: str = ""
     rule: str = ""
 
@@ -43,10 +46,14 @@ class Section:
         figures.put_legend(figure, panels)
         return figure
 
-    def tell(self, tables: Tables) -> findings.Told:
-        """Says what the tables hold, with the verdict on the paper's finding."""
-        told: findings.Told = getattr(findings, f"tell_{self.name}")(tables)
-        return told
+    def tell(self, tables: Tables) -> tuple[str, str]:
+        """Says what the tables hold, and gives the verdict on the paper's finding."""
+        found = getattr(findings, f"find_{self.name}")(tables)
+        parts = self.joint.join(self.each.format(**own) for own in found.get("each", ()))
+        verdict = (
+            "agrees" if found.get("agrees") else "in part" if found.get("partly") else "differs"
+        )
+        return self.told.format(**{**found, "each": parts}), verdict if self.paper else ""
 
 
 SECTIONS = tuple(

@@ -12,8 +12,7 @@ from h2okv.records import Row
 
 _CANDIDATES = 40
 _LEAST_TAIL = 30
-LEAST_VALUES = 2 * _LEAST_TAIL
-"""Fewer positive values than this are refused."""
+LEAST_VALUES = 2 * _LEAST_TAIL  # fewer positive ones are refused
 _DRAWS = 200
 
 
@@ -23,13 +22,11 @@ def load_scipy(module: str) -> Any:
 
 
 def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row:
-    """Fits a power law to the upper tail (Clauset, Shalizi, Newman, arXiv 0706.1062).
+    """Fits ``p(x) ~ x ** -exponent`` from ``start`` on (Clauset et al., arXiv 0706.1062).
 
-    It is ``p(x) ~ x ** -exponent`` for ``x >= start``; of ``values`` it holds ``tail``.
-    ``distance`` is Kolmogorov and Smirnov's, and ``p_value`` the fraction of samples of the fitted
-    law that are farther from their own fit: below 0.1 the law is not plausible. ``log_ratio`` is
-    the log-likelihood of the power law minus that of a log-normal cut off at the same place, and
-    ``log_ratio_p`` how likely a ratio as far from 0 is when both are as good (Vuong's test).
+    ``p_value`` is the fraction of samples of the fitted law that are farther from their own fit, by
+    Kolmogorov and Smirnov's ``distance``: below 0.1 it is not plausible. ``log_ratio`` compares it
+    with a log-normal tail (Vuong's test), whose chance is ``log_ratio_p``.
     """
     ordered = np.sort(values[values > 0].astype(np.float64))
     if len(ordered) < LEAST_VALUES:
@@ -101,8 +98,7 @@ def _against_lognormal(tail: np.ndarray, exponent: float) -> tuple[float, float]
 
 
 _RESAMPLES = 1000
-REACH = 5
-"""Two words stand together if at most this many tokens apart."""
+REACH = 5  # two words stand together if at most this many tokens apart
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> tu
     return tuple(pieces)
 
 
+# Shares of the text; all below one half, for the second half is what counts.
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
-"""Shares of the text; all below one half, for the second half is what counts."""
 POLICIES = ("h2o", "global", "recent", "sink_recent", "random")
 DEFAULT_BUDGET = 0.2
 

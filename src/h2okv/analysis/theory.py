@@ -26,12 +26,9 @@ from h2okv.records import Row
 
 _MOST_LAYERS = 8
 
-
+# A small matrix of attention, logits float64 [G, n, n], after the columns that name it: `case` is
+# `real`, or what is adversarial about it; then layer, KV head and excerpt are -1.
 Case = tuple[Row, np.ndarray]
-"""A small matrix of attention, logits float64 ``[G, n, n]``, after the columns that name it.
-
-``case`` is ``real``, or what is adversarial about it; then layer, KV head and excerpt are -1.
-"""
 
 
 def real_cases(
@@ -55,15 +52,10 @@ def real_cases(
 
 
 def adversarial_cases(size: int, kept: int) -> list[Case]:
-    """Makes attention on which eviction by what has been must fail, or is put to the test.
-
-    - ``late star``: a token that nobody looks at on arrival, and everybody afterwards.
-    - ``bait``: the first tokens draw all attention at first and none later, when every query looks
-      at the two tokens before it.
-    - ``twins``: the same few tokens share most of each row, the rest goes to one token that is
-      another one each time: keeping all of the few covers no row better than keeping one.
-    - ``even``: every token sees all tokens alike.
-    """
+    """Makes attention on which eviction by what has been must fail, or is put to the test."""
+    # A token that nobody looks at on arrival, and everybody afterwards; first tokens that draw all
+    # attention, and then none; the same few tokens with half of each row, the rest on one token
+    # that is another one each time, so that all of the few cover no row better than one.
     star, bait, twins = np.full((3, size, size), 1e-4)
     for query in range(size):
         first = min(query + 1, kept)
@@ -77,29 +69,21 @@ def adversarial_cases(size: int, kept: int) -> list[Case]:
     return [({"case": name, **nowhere}, np.log(rows)[None]) for name, rows in weights.items()]
 
 
+# Functions h: growing, concave, 0 at 0.
 CONCAVE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "identity": lambda z: z,
-    "sqrt": np.sqrt,
-    "log": np.log1p,
-}
-"""Functions h: growing, concave, 0 at 0."""
-
+    "identity": np.positive, "sqrt": np.sqrt, "log": np.log1p,
+}  # fmt: skip
+# What h is applied to: each token's accumulated attention, their sum, or each row's kept mass.
 OBJECTIVES = ("tokens", "total", "rows")
-"""What h is applied to: each token's accumulated attention, their sum, or each row's kept mass."""
 
 
 def set_values(
     rows: np.ndarray, members: np.ndarray, step: int, objective: str, h: str
 ) -> np.ndarray:
-    """Computes the worth of sets after a step: float64 ``[S]``.
+    """The worth of sets, bool ``[S, n]``, after a step by one of `OBJECTIVES`: float64 ``[S]``.
 
-    With o[s] the attention that token s has received from the queries up to the step:
-    ``tokens`` is the sum over s of h(o[s]) (additive); ``total`` is h(sum over s of o[s]);
-    ``rows`` is the sum over queries of h(the query's attention on the set). The last one knows
-    that a token is worth little where others have covered a query already.
-
-    ``rows`` is full attention ``[G, n, n]``, 0 after the diagonal; ``members`` bool ``[S, n]``, one
-    set in each row.
+    ``rows`` is full attention ``[G, n, n]``, 0 after the diagonal. ``tokens`` is additive; ``rows``
+    knows that a token is worth little where others have covered a query already.
     """
     concave = CONCAVE[h]
     seen = rows[:, : step + 1]
@@ -124,9 +108,8 @@ def attention_rows(logits: np.ndarray) -> np.ndarray:
 def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarray:
     """Lets the library's own cache evict on given logits ``[G, n, n]``, one token at a time.
 
-    Queries are the logits' rows and keys are unit vectors, so that the attention computes exactly
-    these logits, and its softmax runs over what is held. Row i of the result, bool ``[n, n]``,
-    marks what is held after token i.
+    Keys are unit vectors, so that attention computes exactly these logits. Row i of the result,
+    bool ``[n, n]``, marks what is held after token i.
     """
     group, size, _ = logits.shape
     queries = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float32))
@@ -145,11 +128,7 @@ def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarr
 
 
 def informed_sets(rows: np.ndarray, kept: int, objective: str, h: str) -> np.ndarray:
-    """Greedy that sees full attention: it drops what the objective misses least at that step.
-
-    It can be wrong only because what is gone stays gone; `cache_sets` also counts attention only
-    over what it holds.
-    """
+    """Greedy that sees full attention, not only over what it holds: drops what is missed least."""
 
     def without(held: np.ndarray, step: int) -> np.ndarray:
         sets = held & ~np.eye(len(held), dtype=bool)[held]
@@ -159,11 +138,7 @@ def informed_sets(rows: np.ndarray, kept: int, objective: str, h: str) -> np.nda
 
 
 def belady_sets(rows: np.ndarray, kept: int) -> np.ndarray:
-    """Belady's rule for attention: drops what later queries attend to least in all.
-
-    Belady's algorithm (1966) drops the page whose next use is farthest away. Attention uses every
-    entry a little, so the attention that is still to come takes the place of the next use.
-    """
+    """Belady's rule (1966) for attention: drops what later queries attend to least in all."""
     total = rows.sum(axis=0)
     return _evict(len(total), kept, lambda held, step: -total[step + 1 :, held].sum(axis=0))
 
@@ -183,10 +158,8 @@ def _evict(size: int, kept: int, without: Callable[[np.ndarray, int], np.ndarray
 @lru_cache(maxsize=64)
 def all_sets(size: int, kept: int, width: int) -> np.ndarray:
     """Lists every set of tokens, bool ``[C(size, kept), width]``; shared, so do not change it."""
-    chosen = np.array(list(combinations(range(size), kept)))
-    members = np.zeros((len(chosen), width), dtype=bool)
-    np.put_along_axis(members, chosen, True, axis=1)
-    return members
+    sets = combinations(np.eye(width, dtype=bool)[:size], kept)
+    return np.array([np.any(members, axis=0) for members in sets])
 
 
 def best_value(
@@ -195,8 +168,7 @@ def best_value(
     """Finds the best of all sets of a size after a step: its worth, and the set as bool ``[n]``."""
     members = all_sets(step + 1, kept, rows.shape[-1])
     values = set_values(rows, members, step, objective, h)
-    place = int(values.argmax())
-    return float(values[place]), members[place]
+    return float(values.max()), members[values.argmax()]
 
 
 def retained_mass(rows: np.ndarray, held: np.ndarray) -> float:
@@ -208,11 +180,7 @@ def retained_mass(rows: np.ndarray, held: np.ndarray) -> float:
 
 
 def best_retained_mass(rows: np.ndarray, kept: int) -> float:
-    """The most attention that any way of evicting can retain, over all of them.
-
-    Dynamic programming over the kept sets: the answer for a set after a step is the best over the
-    sets it can come from by taking in the newest token and dropping one.
-    """
+    """The most attention that any way to evict can retain; dynamic programming over sets."""
     mean = rows.mean(axis=0)
     states: dict[frozenset[int], float] = {frozenset(): 0.0}
     for step in range(len(mean)):
@@ -227,8 +195,8 @@ def best_retained_mass(rows: np.ndarray, kept: int) -> float:
 
 
 SIZE, KEPT, EXCERPTS = 14, 4, 4
+# What greedy reaches at least of the best for a submodular function of a set that grows.
 FACTOR = 1 - 1 / math.e
-"""What greedy reaches at least of the best for a submodular function of a set that grows."""
 
 _BUDGETS = {
     "heavy": TokenBudget(sink=0, heavy=KEPT, recent=0),
@@ -242,12 +210,10 @@ def check_bound(
 ) -> tuple[np.ndarray, Row]:
     """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts.
 
-    The ratios of its worth to the best's, float ``[n - k]``, and a table's columns: ``alpha``, the
-    least for which ``(1 - 1/e) (1 - alpha) best`` is reached with beta = 0; ``beta``, the least
-    with alpha = 0, as a share of the last step's best; ``drift``, the most that the worth of what
-    was held before falls from one step to the next; ``moves``, the most tokens by which the best
-    set changes from one step to the next (eviction changes one); ``lost``, the largest share of a
-    step's best set that had been evicted before it.
+    The ratios of its worth to the best's, float ``[n - k]``, and the columns of docs/theory.md:
+    ``alpha`` with beta = 0, ``beta`` with alpha = 0 as a share of the last best, ``drift``, the
+    most that the worth of what was held falls in a step, ``moves``, the most tokens by which the
+    best set changes in one, and ``lost``, the largest share of a best set that was evicted before.
     """
     steps = range(kept, rows.shape[-1])
     best = [best_value(rows, kept, step, objective, h) for step in steps]
@@ -303,12 +269,10 @@ _STEPS = 8
 def worth_of_kept(
     layer: LayerAttention, gone_at: np.ndarray, kept: int, steps: list[int]
 ) -> np.ndarray:
-    """Compares what a policy holds with the best set, by full attention's accumulated score.
+    """Compares what a policy holds with the best set by accumulated score, float ``[steps, H]``.
 
-    With h the identity a set's worth is the sum of its tokens' scores, so the best set is that of
-    the highest ones, however long the text is. ``gone_at`` is int ``[H, T]``, the first query that
-    does not see a token; the result is float ``[len(steps), H]``, for the newest tokens at which to
-    compare, ascending.
+    With h the identity that is the set of the highest scores, however long the text is; ``gone_at``
+    is int ``[H, T]``, and the steps, the newest tokens at which to compare, ascend.
     """
     gone = torch.from_numpy(gone_at)
     total = torch.zeros(gone.shape, dtype=torch.float64)

@@ -55,24 +55,20 @@ class H2OClient(HuggingFaceClient):
         check_arguments(options)
         # HELM has a `cache` of its own on every client.
         self.config, self.protocol = split_settings(options)
-        if pretrained_model_name_or_path is not None:
-            pretrained_model_name_or_path = resolve_model(pretrained_model_name_or_path)
         self._record = record
+        path = pretrained_model_name_or_path
         super().__init__(
             cache_config=cache_config,
             tokenizer=tokenizer,
-            pretrained_model_name_or_path=pretrained_model_name_or_path,
+            pretrained_model_name_or_path=None if path is None else resolve_model(path),
             **options,
         )
 
     def make_request(self, request: Request) -> RequestResult:
         """Answers a request under eviction; see HELM's `HuggingFaceClient.make_request`."""
         path = self._pretrained_model_name_or_path or request.model
-        asked = {
-            "path": path,
-            "cache": {"protocol": self.protocol} | self.config.to_dict(),
-            "options": self._kwargs,
-        }
+        cache = {"protocol": self.protocol} | self.config.to_dict()
+        asked = {"path": path, "cache": cache, "options": self._kwargs}
         # HELM keeps loaded models and answers by this name alone.
         known_as = f"{request.model}@{digest(json.dumps(asked, sort_keys=True, default=str))}"
         self._load(known_as, path)

@@ -31,9 +31,8 @@ def settled(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
         return CacheConfig(**config.identity())
     if config.prefill_chunk is not None or config.positions != "rolling":
         return config
-    window = context_window(model_config)
-    block = _ROLLING_BLOCK if window is None else max(1, min(_ROLLING_BLOCK, window // 4))
-    return replace(config, prefill_chunk=block)
+    window = context_window(model_config) or 4 * _ROLLING_BLOCK
+    return replace(config, prefill_chunk=max(1, min(_ROLLING_BLOCK, window // 4)))
 
 
 def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
@@ -70,8 +69,8 @@ class ModelUnderTest:
     @property
     def pad_token_id(self) -> int:
         """What fills the shorter sequences of a batch; masked, so that any token will do."""
-        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((int(token_id) for token_id in ids if token_id is not None), 0)
+        own = self.tokenizer.pad_token_id
+        return int((self.tokenizer.eos_token_id or 0) if own is None else own)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         vocab_size = self.config.get_text_config().vocab_size
@@ -166,25 +165,24 @@ def answer_question(
 ) -> list[Answer]:
     """Answers a question about a context with several caches, each compressing it for itself.
 
-    Query-aware: the question is read in one block with the context (but for its last token, so
-    that the whole answer comes from the compressed cache). Query-agnostic: the context is read and
-    evicted from first, as where one context serves many questions. With blocks of
-    ``prefill_chunk`` tokens only the last block knows the question. A budget in fractions is of
-    context and question, but of what is read first for a policy that evicts once, after the prompt.
+    Query-aware: the question is read in one block with the context (but for its last token, so that
+    the whole answer comes from the compressed cache). Query-agnostic: the context is read and
+    evicted from first. A budget in fractions is of context and question, but of what is read first
+    for a policy that evicts once, after the prompt.
     """
     ids = torch.tensor([[*context, *question.ids]])
-    length = ids.shape[1]
-    first = length - 1 if query_aware else len(context)
+    last = ids.shape[1] - 1
+    first = last if query_aware else len(context)
     caches = [make_cache(config, model.config, seed) for config in configs]
     for cache in caches:
         if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
-            cache.expect(length)
+            cache.expect(last + 1)
+    answers = []
     with h2okv.enable(model.model):
         read_together(model.model, ids[:, :first], caches)
-        answers = []
         for cache in caches:
-            if length - 1 > first:
-                h2okv.prefill(model.model, ids[:, first : length - 1], cache)
+            if last > first:
+                h2okv.prefill(model.model, ids[:, first:last], cache)
             answers += _generate(model, cache, ids, torch.ones_like(ids), [question])
     return answers
 
@@ -233,9 +231,6 @@ def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> 
         # After a stop string a sequence is padded until the last one has ended.
         while ids and ids[-1] == subject.pad_token_id:
             ids.pop()
-    return Answer(text_before(subject.decode(ids), params.stop), len(ids))
-
-
-def text_before(text: str, stops: Sequence[str]) -> str:
-    """Cuts a text where the first of some strings begins."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+    text = subject.decode(ids)
+    first = min((at for stop in params.stop if (at := text.find(stop)) >= 0), default=len(text))
+    return Answer(text[:first], len(ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,16 +39,15 @@ class Run:
 class SampleFile(ResultFile):
     """Results of samples, by run.
 
-    Lines have, in any order: ``run`` and ``identity`` (a run's name and all that its results
-    depend on), ``versions`` (the code that wrote what follows), or ``run``, ``sample`` and
-    ``result``.
+    A line has ``run`` and ``identity`` (all that its results depend on), ``versions`` (the code
+    that wrote what follows), or ``run``, ``sample`` and ``result``.
     """
 
     def __init__(self, path: Path, versions: Mapping[str, str] | None = None) -> None:
         versions = provenance.versions() if versions is None else versions
         self._identities: dict[str, dict[str, Any]] = {}
-        self._results: dict[str, dict[int, Result]] = {}
-        self._versions: dict[str, list[Mapping[str, str]]] = {}
+        self._results: dict[str, dict[int, Result]] = defaultdict(dict)
+        self._versions: dict[str, list[Mapping[str, str]]] = defaultdict(list)
         self._current: Mapping[str, str] = {}
         super().__init__(path, "h2okv evaluation", version=2)
         if dict(self._current) != dict(versions):
@@ -68,8 +68,8 @@ class SampleFile(ResultFile):
         elif fields["run"] not in self._identities:
             record.refuse("run", f"is {fields['run']!r}, a run that no line before describes")
         else:
-            self._results.setdefault(fields["run"], {})[fields["sample"]] = fields["result"]
-            seen = self._versions.setdefault(fields["run"], [])
+            self._results[fields["run"]][fields["sample"]] = fields["result"]
+            seen = self._versions[fields["run"]]
             if self._current not in seen:
                 seen.append(self._current)
 
@@ -81,11 +81,11 @@ class SampleFile(ResultFile):
             self.append([{"run": run, "identity": json.loads(json.dumps(identity))}])
 
     def results(self, run: str) -> dict[int, Result]:
-        return dict(self._results.get(run, {}))
+        return dict(self._results[run])
 
     def versions(self, run: str) -> dict[str, str]:
         """The code that computed a run's results."""
-        found = self._versions.get(run) or [self._current]
+        found = self._versions[run] or [self._current]
         names = dict.fromkeys(name for one in found for name in one)
         return {name: " ".join(dict.fromkeys(one.get(name, "") for one in found)) for name in names}
 
@@ -101,9 +101,8 @@ class Evaluation:
         self.model = model
         self.runs = runs
         self.file = file
-        labels = [run.label for run in runs]
-        for label in labels:
-            if labels.count(label) > 1:
+        for label, count in Counter(run.label for run in runs).items():
+            if count > 1:
                 raise ValueError(f"{label} is asked for twice; give each policy and budget once")
         for run in runs:
             make_cache(run.config, model.config, run.seed)  # a bad budget is refused first
@@ -130,26 +129,23 @@ class Evaluation:
 
     def run(self, on_results: Callable[[Run, int], None] = lambda run, count: None) -> None:
         """Evaluates what has no result yet; appends to the file."""
-        groups: dict[tuple[int, int], list[Run]] = {}
+        groups: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for run in self.runs:
-            groups.setdefault((id(run.task), run.seed), []).append(run)
+            groups[id(run.task), run.seed].append(run)
         for runs in groups.values():
-            for some, samples in self._lacking(runs):
-                found = some[0].task.run(
-                    self.model, [run.config for run in some], samples, some[0].seed
-                )
-                for number, results in found:
-                    self.file.add(some[number].label, results)
-                    on_results(some[number], len(results))
-
-    def _lacking(self, runs: Sequence[Run]) -> list[tuple[list[Run], list[int]]]:
-        """Which runs of a task lack which samples."""
-        missing = [set(self._missing(run)) for run in runs]
-        lacking: dict[tuple[int, ...], list[int]] = {}
-        for sample in runs[0].task.samples:
-            wanted = tuple(n for n, own in enumerate(missing) if sample in own)
-            lacking.setdefault(wanted, []).append(sample)
-        return [([runs[n] for n in wanted], own) for wanted, own in lacking.items() if wanted]
+            task, seed = runs[0].task, runs[0].seed
+            # Which runs lack which samples.
+            missing = [set(self._missing(run)) for run in runs]
+            lacking: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for sample in task.samples:
+                lacking[tuple(n for n, own in enumerate(missing) if sample in own)].append(sample)
+            for wanted, samples in lacking.items():
+                configs = [runs[n].config for n in wanted]
+                for place, results in (
+                    task.run(self.model, configs, samples, seed) if wanted else ()
+                ):
+                    self.file.add(runs[wanted[place]].label, results)
+                    on_results(runs[wanted[place]], len(results))
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """One row for each run whose samples are all done: what it is, and its scores."""

@@ -46,8 +46,9 @@ class _Attention:
         softcap: float | None,
         weights: Tensor | None,
     ) -> Attended:
+        how = (scale, softcap)
         if self._attended is None:
-            self._attended = attend(query, key, value, visibility, scale, softcap, None)
+            self._attended = attend(query, key, value, visibility, *how, None)
         output, sums = self._attended
         if weights is None:
             return output, sums
@@ -59,9 +60,9 @@ class _Attention:
             # Queries that count for nothing, all but a window at the end, need not be asked again.
             first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
         rest = replace(visibility, past=visibility.past + first)
-        late = (query[:, :, first:], key, value, rest, scale, softcap, weights[:, first:])
-        self._weighted.append((weights, attend(*late)[1]))
-        return output, self._weighted[-1][1]
+        _, own = attend(query[:, :, first:], key, value, rest, *how, weights[:, first:])
+        self._weighted.append((weights, own))
+        return output, own
 
     def once(self, ask: Callable[[], Tensor]) -> Tensor:
         """What it gives, which is the same for all."""
@@ -114,14 +115,13 @@ class SharedLayer(CacheLayer):
         self.awaits_attention = False
         self.cumulative_length += query.shape[2]
         self.position_ids = position_ids
-        output = self._attend(Block(query, key, value, real, None, None, scale, softcap))
+        block = Block(query, key, value, real, None, None, scale, softcap)
+        output = self._decode(block) if self.num_forwards else self._read_prompt(block)
         self.num_forwards += 1
         return output
 
-    def _attend(self, block: Block) -> Tensor:
-        """A prompt for all, or the sequences of each."""
-        if self.num_forwards == 0:
-            return self._read_prompt(block)
+    def _decode(self, block: Block) -> Tensor:
+        """Has every cache attend to its own sequences of the batch."""
         count, real = len(self.parts), block.real
         states = [part.chunk(count) for part in (block.query, block.key, block.value)]
         masks = [None] * count if real is None else real.chunk(count)
@@ -133,16 +133,15 @@ class SharedLayer(CacheLayer):
 
     def _read_prompt(self, block: Block) -> Tensor:
         """Has every cache take the prompt, each by its own budget and its own scores."""
-        query, key, value, real = block.query, block.key, block.value, block.real
+        query, real, how = block.query, block.real, (block.scale, block.softcap)
         shared, outputs = _Attention(), []
         for part in self.parts:
             if isinstance(part, SlotLayer):
                 part.shared = shared
             if real is None and part.expected_length is None:
                 part.expected_length = query.shape[2]  # what comes next is no more of the prompt
-            own = part.update(key, value)
-            output = part.attend(query, *own, real, block.scale, block.softcap, self.position_ids)
-            outputs.append(output)
+            own = part.update(block.key, block.value)
+            outputs.append(part.attend(query, *own, real, *how, self.position_ids))
             if isinstance(part, SlotLayer):
                 part.shared = None
         return outputs[0]
@@ -156,22 +155,15 @@ class SharedPrefill(H2OCache):
     """Empty caches that read one prompt together.
 
     The model reads the prompt in one forward, as onto any cache; every cache then holds what it
-    would hold had it read the prompt by itself, for under one reading the prompt's attention is the
-    same for all. Then `split`, and either go on with each cache alone, or give the model a batch of
-    as many times the prompt's sequences as there are caches: each is decoded on its own cache, so
-    that the model's weights are read once a step for all.
+    would hold had it read the prompt by itself. Then `split`, and go on with each cache alone, or
+    give the model a batch of as many times the prompt's sequences as there are caches: each is
+    decoded on its own cache, so that the model's weights are read once a step for all.
 
     Example::
 
         shared = SharedPrefill(caches)
         model(input_ids, past_key_values=shared)
         shared.split()
-
-    Args:
-        caches: What reads, of one model.
-
-    Raises:
-        ValueError: If a cache changes how the prompt itself is read.
     """
 
     def __init__(self, caches: Sequence[H2OCache]) -> None:

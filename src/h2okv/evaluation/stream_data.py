@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +27,7 @@ Conversation = tuple[Message, ...]
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Reads conversations.
-
-    A line is a JSON object with the field ``turns``, a list of what the user says (MT-Bench), or
-    ``messages``, a list of objects with ``role`` and ``content``. Other fields are passed over.
-    """
+    """Reads JSONL of ``turns`` (what the user says) or ``messages`` (role and content)."""
     return [_conversation(line) for line in read_jsonl(path, "an object with turns or messages")]
 
 
@@ -45,35 +40,30 @@ def _conversation(line: Record) -> Conversation:
     entries = line.fields[name]
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{line.place}: {name} is not a list with entries; give at least one")
-    places = [f"{line.place}: {name}[{number}]" for number in range(len(entries))]
-    if name == "turns":
-        return tuple(
-            Message("user", check_text(*pair)) for pair in zip(entries, places, strict=True)
-        )
-    messages = tuple(_message(*pair) for pair in zip(entries, places, strict=True))
-    _check_order(messages, places)
-    if all(message.role == "system" for message in messages):
+    found: list[Message] = []
+    for number, entry in enumerate(entries):
+        place = f"{line.place}: {name}[{number}]"
+        if name == "turns":
+            found.append(Message("user", check_text(entry, place)))
+        else:
+            found.append(_message(entry, place, found[-1].role if found else None))
+    if all(message.role == "system" for message in found):
         raise ValueError(f"{line.place}: messages has no message of the user; give at least one")
-    return messages
+    return tuple(found)
 
 
-def _message(entry: Any, place: str) -> Message:
+def _message(entry: Any, place: str, before: str | None) -> Message:
+    """Reads one of ``messages``, after one of the role ``before``."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place} is not an object; give one with role and content")
     role = entry.get("role")
     if role not in _ROLES:
         raise ValueError(f"{place}.role is {role!r}; give one of {', '.join(_ROLES)}")
+    if role == "system" and before is not None:
+        raise ValueError(f"{place}.role is 'system'; only the first message may be that")
+    if role == "assistant" and before != "user":
+        raise ValueError(f"{place}.role is 'assistant' with no question before it; give one")
     return Message(role, check_text(entry.get("content"), f"{place}.content"))
-
-
-def _check_order(messages: Conversation, places: Sequence[str]) -> None:
-    before = None
-    for (role, _), place in zip(messages, places, strict=True):
-        if role == "system" and before is not None:
-            raise ValueError(f"{place}.role is 'system'; only the first message may be that")
-        if role == "assistant" and before != "user":
-            raise ValueError(f"{place}.role is 'assistant' with no question before it; give one")
-        before = role
 
 
 # Stands for an answer that is not known when the text around it is made. It must come through a
@@ -86,26 +76,19 @@ def chat_segments(
 ) -> list[tuple[str, bool]]:
     """Cuts a conversation into texts that are read at once, and whether the model answers each.
 
-    A message of the user without an answer after it is answered by the model; an answer that is
-    given is read. The text goes by the tokenizer's chat template, without one as
-    ``User: ...`` and ``Assistant: ...``.
+    It answers a message of the user without an answer after it; an answer that is given is read.
     """
     messages: list[dict[str, str]] = []
     segments: list[tuple[str, bool]] = []
-
-    def add(to_answer: bool) -> None:
-        text = _rendered(tokenizer, messages, to_answer)
-        segments.append((text.rpartition(_ANSWER)[2], to_answer))
-
+    roles = [*(message.role for message in conversation), None]
     for number, message in enumerate(conversation):
         messages.append(message._asdict())
-        following = conversation[number + 1 : number + 2]
-        is_answered = bool(following) and following[0].role == "assistant"
-        if message.role == "user" and not is_answered:
-            add(to_answer=True)
+        is_last, asks = roles[number + 1] is None, message.role == "user"
+        to_answer = asks and roles[number + 1] != "assistant"
+        if to_answer or (is_last and not asks):
+            text = _rendered(tokenizer, messages, to_answer)
+            segments.append((text.rpartition(_ANSWER)[2], to_answer))
             messages.append({"role": "assistant", "content": _ANSWER})
-    if conversation[-1].role == "assistant":
-        add(to_answer=False)
     return segments
 
 
@@ -188,6 +171,6 @@ class ConversationSource:
         return segments
 
 
+# Samples, each a list of segments, which follow one another on one cache; its digest names them, so
+# that a stream is resumed on the same ones only.
 StreamSource = TextSource | ConversationSource
-"""Samples, each a list of segments, which follow one another on one cache; its digest names them,
-so that a stream is resumed on the same ones only."""

@@ -38,7 +38,6 @@ class StreamRow(NamedTuple):
 
 
 COLUMNS = StreamRow._fields
-"""The header of the CSV file."""
 
 
 class StreamFile(CsvFile):
@@ -59,8 +58,7 @@ class StreamFile(CsvFile):
 
 
 def _cells(row: StreamRow) -> dict[str, Any]:
-    # repr gives a float back exactly.
-    return {**row._asdict(), "nll": repr(row.nll)}
+    return {**row._asdict(), "nll": repr(row.nll)}  # which gives a float back exactly
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,6 @@ class StreamState:
     seconds: float = 0.0  # in forward passes
     rows: list[StreamRow] = field(default_factory=list)
 
-    def to_notes(self, settings: Mapping[str, Setting]) -> dict[str, str]:
-        """Writes the state down, floats to the last bit."""
-        state = {**vars(self), "rows": [row._asdict() for row in self.rows]}
-        return {_KEY: json.dumps({"version": _VERSION, "settings": settings, "state": state})}
-
     @classmethod
     def from_notes(
         cls, notes: Mapping[str, str], settings: Mapping[str, Setting], where: str
@@ -116,8 +109,8 @@ class StreamState:
         try:
             content: dict[str, Any] = json.loads(notes[_KEY])
             if (version := content["version"]) == _VERSION:
-                state = cls(**content["state"])
-                state.rows = [StreamRow(**row) for row in content["state"]["rows"]]
+                rows = [StreamRow(**row) for row in content["state"].pop("rows")]
+                state = cls(**content["state"], rows=rows)
                 saved = {k: v for k, v in content["settings"].items() if k in settings}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"'{where}' is damaged; begin again without --resume") from error
@@ -181,18 +174,15 @@ class Stream:
 
     def save(self, path: Path) -> None:
         """Writes cache and state into one file, which is complete or not there; between blocks."""
-        self.cache.save(path, notes=self.state.to_notes(self._fixed()))
+        state = {**vars(self.state), "rows": [row._asdict() for row in self.state.rows]}
+        content = {"version": _VERSION, "settings": self._fixed(), "state": state}
+        self.cache.save(path, notes={_KEY: json.dumps(content)})
 
     def _fixed(self) -> dict[str, Setting]:
         """What a checkpoint is bound to."""
-        settings = self.settings
-        return {
-            **self.identity,
-            "text": self.source.digest,
-            "prefill-chunk": settings.prefill_chunk,
-            "every": settings.every,
-            "max-new-tokens": settings.max_new_tokens,
-        }
+        read = {name.replace("_", "-"): value for name, value in vars(self.settings).items()}
+        del read["tokens"]  # a stream may be made longer
+        return {**self.identity, "text": self.source.digest, **read}
 
     def blocks(self) -> Generator[Step]:
         """Reads block after block; mutates cache and state."""
@@ -264,56 +254,44 @@ class Stream:
             chosen = [int(logits[0, -1].argmax())] if read == len(ids) else []
             if not own:
                 self.state.read = read
-            yield self._step(logits[0], following + chosen, chosen, began)
+            rows = self._score(logits[0], following + chosen, began)
+            self.state.answer += chosen
+            # At the stream's limit an answer may be complete only in part.
+            is_done = chosen and (self._is_answered or self._room == 0)
+            yield Step(rows, tuple(self.state.answer) if is_done else None)
             began = time.perf_counter()
 
-    def _step(
-        self, logits: torch.Tensor, following: list[int], chosen: list[int], began: float
-    ) -> Step:
-        """Scores a block: `logits [c, V]` against the tokens after it; mutates the state."""
+    def _score(self, logits: torch.Tensor, following: list[int], began: float) -> list[StreamRow]:
+        """Scores a block, `logits [c, V]`, by the tokens after it; the rows that it completes."""
+        state = self.state
         targets = torch.tensor(following, device=logits.device)
-        nlls = F.cross_entropy(logits.float(), targets, reduction="none")
-        values = nlls.tolist()  # waits for the device, so that the time is the block's
-        seconds = time.perf_counter() - began
+        # Numbers wait for the device, so that the time is the block's.
+        values = F.cross_entropy(logits.float(), targets, reduction="none").tolist()
+        state.last_step = time.perf_counter() - began
         if any(map(math.isnan, values)):
             raise ValueError(
-                f"the model's output is not a number after {self.state.position} tokens; its data"
+                f"the model's output is not a number after {state.position} tokens; its data"
                 " type may be too narrow, try --dtype float32"
             )
-        rows = self._note(values, seconds)
-        self.state.answer += chosen
-        # At the stream's limit an answer may be complete only in part.
-        done = chosen and (self._is_answered or self._room == 0)
-        return Step(rows, tuple(self.state.answer) if done else None)
-
-    def _note(self, values: list[float], seconds: float) -> list[StreamRow]:
-        """Adds a block's numbers to the state, and makes the rows that they complete."""
-        state = self.state
-        state.seconds += seconds
-        state.last_step = seconds
-        state.steps.append(seconds)
-        rows = []
+        state.seconds += state.last_step
+        state.steps.append(state.last_step)
+        before = len(state.rows)
         for value in values:
             state.position += 1
             state.count += 1
             state.nll += value
             state.total_nll += value
             if state.position % self.settings.every == 0:
-                rows.append(self._row())
+                state.rows.append(self._row())
                 state.nll, state.count, state.steps = 0.0, 0, []
-        state.rows += rows
-        return rows
+        return state.rows[before:]
 
     def _row(self) -> StreamRow:
         state = self.state
-        return StreamRow(
-            position=state.position,
-            nll=state.nll / state.count,
-            # A block that fills several rows is the step of each of them.
-            step_seconds=statistics.median(state.steps or [state.last_step]),
-            rss_bytes=resident_bytes(),
-            cache_bytes=self.cache.nbytes,
-        )
+        # A block that fills several rows is the step of each of them.
+        median = statistics.median(state.steps or [state.last_step])
+        nll, cached = state.nll / state.count, self.cache.nbytes
+        return StreamRow(state.position, nll, median, resident_bytes(), cached)
 
     @property
     def _is_answered(self) -> bool:
@@ -330,34 +308,31 @@ def run_stream(
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[Step], None] = lambda _: None,
 ) -> bool:
-    """Reads a stream until it ends or is stopped; mutates it.
+    """Reads a stream until it ends or is stopped; at the end, an incomplete row is written too.
 
-    At the end, a row that is not complete is written too: a stream of 2,500 tokens has a third row
-    of 500. The last checkpoint is older than that row, and than a block that the stream's limit
-    cut short, so that a stream can be made longer as if it had been so from the start.
+    The last checkpoint is older than that row, and than a block that the stream's limit cut short,
+    so that a stream can be made longer as if it had been so from the start.
     """
-    saved = stream.state.position
-    ended, cut = True, False
+    state = stream.state
+    saved, ended, cut = state.position, True, False
     blocks = stream.blocks()
     try:
         for step in blocks:
-            if rows is not None and step.rows:
+            if rows is not None:
                 rows.extend(step.rows)
             on_step(step)
-            position = stream.state.position
-            is_due = position - saved >= (1 if step.precedes_cut else save_every)
+            is_due = state.position - saved >= (1 if step.precedes_cut else save_every)
             if checkpoint is not None and is_due and not cut:
                 stream.save(checkpoint)
-                saved = position
+                saved = state.position
             cut = cut or step.precedes_cut
             if should_stop():
                 ended = False
                 break
     finally:
         blocks.close()  # gives the model its own attention back
-    if checkpoint is not None and stream.state.position > saved and not cut:
+    if checkpoint is not None and state.position > saved and not cut:
         stream.save(checkpoint)
-    last = stream.all_rows()[len(stream.state.rows) :]
     if ended and rows is not None:
-        rows.extend(last)
+        rows.extend(stream.all_rows()[len(state.rows) :])
     return ended

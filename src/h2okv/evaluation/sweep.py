@@ -34,10 +34,8 @@ from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
 from h2okv.policy import get_policy
 from h2okv.records import markdown_table, read_text_file, unknown_name
 
-EXPERIMENTS = Path(__file__).parent / "experiments"
-"""The folder of the files that come with the package."""
-
-
+EXPERIMENTS = Path(__file__).parent / "experiments"  # those that come with the package
+# The kinds of tasks; an entry has one of these names, with its file or its harness's task.
 KINDS: dict[str, type[Task]] = {
     "harness": HarnessTask,
     "summarize": Summarization,
@@ -46,13 +44,11 @@ KINDS: dict[str, type[Task]] = {
     "recall": Recall,
     "diversity": Diversity,
 }
-"""The kinds of tasks; an entry has one of these names, with its file or its harness's task."""
+# Fields of tasks that an entry does not say.
 _OURS = ("samples", "prompts", "input", "text", "data", "work", "limit", "seed")
-"""Fields of tasks that an entry does not say."""
-_BOUNDED = ("windows", "tries", "limit")
-"""The field that --limit bounds: the first of these that a task has."""
+_BOUNDED = ("windows", "tries", "limit")  # --limit bounds the first of these that a task has
+# Fields that may have several values, a task for each; with what they are if an entry has none.
 _SEVERAL: dict[str, list[Any]] = {"shots": [0], "compression": list(COMPRESSIONS)}
-"""Fields that may have several values, a task for each; with what they are if an entry has none."""
 
 
 @dataclass(frozen=True)
@@ -67,44 +63,41 @@ class Surroundings:
     def make(self, kind: str, entry: Mapping[str, Any], where: str) -> Iterator[Task]:
         task = KINDS[kind]
         names = [one.name for one in fields(task)]
-        known = [name for name in names if name not in _OURS]
+        known = [kind, *(name for name in names if name not in _OURS)]
         for name in entry:
-            if name not in (kind, *known):
-                raise ValueError(f"{where}: {unknown_name('name', name, [kind, *known])}")
-        options = {name: value for name, value in entry.items() if name != kind}
+            if name not in known:
+                raise ValueError(f"{where}: {unknown_name('name', name, known)}")
+        options = dict(entry)
+        options |= self._source(kind, options.pop(kind), entry, where)
         if self.batch_size is not None and "batch_size" in known:
             options["batch_size"] = self.batch_size
         limit = next(name for name in _BOUNDED if name in names)
         own = options.get(limit, getattr(task, limit))
         if self.limit is not None and (own is None or isinstance(own, int)):
             options[limit] = self.limit if own is None else min(self.limit, own)
-        options |= self._source(kind, entry[kind], options, where)
-        each = next((name for name in _SEVERAL if name in names), None)
-        asked = options.get(each, _SEVERAL[each]) if each else [None]
+        each = next((name for name in _SEVERAL if name in names), "name")
+        asked = options.get(each, _SEVERAL.get(each))
         for value in asked if isinstance(asked, list) else [asked]:
-            yield _checked(task, {**options, each: value} if each else options, where)
+            yield _checked(task, {**options, each: value}, where)
 
-    def _source(
-        self, kind: str, file: Any, options: Mapping[str, Any], where: str
-    ) -> dict[str, Any]:
+    def _source(self, kind: str, file: Any, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
         """What a task is made from: its name, and the data or where they are."""
         reads_text = kind in ("perplexity", "needle")
         if file is None and reads_text:
-            return {"name": options.get("name") or kind, "text": sample_prompt()}
+            return {"name": entry.get("name") or kind, "text": sample_prompt()}
         if not isinstance(file, str):
             raise ValueError(f"{where}: {kind} is {file!r}; give a name")
         if kind == "harness":
-            if options.get("own", True) and self.data is None:
+            if entry.get("own", True) and self.data is None:
                 raise ValueError(f"the task {file!r} needs files; name their folder by --data DIR")
             return {"name": file, "data": self.data, "work": self.work}
-        if not reads_text:
-            name: str = options.get("name") or file
-            found = {"name": name, "input": self._file(file, name)}
-            if isinstance(options.get("references"), str):
-                found["references"] = self._file(options["references"], name)
-            return found
-        name = options.get("name") or f"{kind}, {Path(file).stem}"
-        return {"name": name, "text": read_text_file(self._file(file, name))}
+        if reads_text:
+            name = entry.get("name") or f"{kind}, {Path(file).stem}"
+            return {"name": name, "text": read_text_file(self._file(file, name))}
+        name = entry.get("name") or file
+        asked = {"input": file, "references": entry.get("references")}
+        files = {key: self._file(own, name) for key, own in asked.items() if isinstance(own, str)}
+        return {"name": name, **files}
 
     def _file(self, name: str, task: str) -> Path:
         if self.data is None:
@@ -166,10 +159,6 @@ class Published(Strict):
     policy: str
     budget: str
     value: float
-
-    @property
-    def label(self) -> str:
-        return self.task if self.shots is None else f"{self.task}, shots {self.shots}"
 
 
 class Experiment(Strict):
@@ -259,55 +248,54 @@ def load_experiment(name: str) -> Experiment:
 
 @dataclass
 class Line:
-    """One policy on one task: by budget, the mean over seeds, and a seed's standard error."""
+    """One policy on one task: by budget, each seed's value, and a seed's standard error."""
 
     task: str
     metric: str
     policy: str
-    values: dict[str, float] = field(default_factory=dict)
+    found: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     stderrs: dict[str, float] = field(default_factory=dict)
     samples: int = 0
 
+    @property
+    def values(self) -> dict[str, float]:
+        """By budget, the mean over seeds."""
+        return {budget: statistics.fmean(values) for budget, values in self.found.items()}
+
 
 def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Puts results in lines."""
+    """Puts the results that there are in lines."""
     lines: dict[tuple[str, str], Line] = {}
-    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for run in runs:
-        row = rows.get(run.label)
-        if row is None:
-            continue
-        task, policy = run.task.label, run.config.policy_label
-        line = lines.setdefault((task, policy), Line(task, row["metric"], policy))
-        budget = run.config.budget_label
-        values = found[task, policy, budget]
-        values.append(row["value"])
-        line.values[budget] = statistics.fmean(values)
+    for run, row in ((run, rows[run.label]) for run in runs if run.label in rows):
+        key = run.task.label, run.config.policy_label
+        line = lines.setdefault(key, Line(key[0], row["metric"], key[1]))
+        line.found[run.config.budget_label].append(row["value"])
         line.samples = row["samples"]
         if row["stderr"] is not None:
-            line.stderrs[budget] = row["stderr"]
+            line.stderrs[run.config.budget_label] = row["stderr"]
     tasks = [line.task for line in lines.values()]
     return sorted(lines.values(), key=lambda line: (tasks.index(line.task), line.policy != FULL))
 
 
 def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]) -> str:
     """Writes the page: where the results come from, the results, and what was published."""
-    head = [f"# {experiment.title}", experiment.source, " ".join(experiment.remark.split())]
-    versions = f"h2okv {row['h2okv']} ({row['commit'] or 'no checkout'}), torch {row['torch']}"
-    head.append(
-        f"Model {row['model']} ({row['revision']}, {row['dtype']}); {versions}, transformers"
+    made = (
+        f"Model {row['model']} ({row['revision']}, {row['dtype']}); h2okv {row['h2okv']}"
+        f" ({row['commit'] or 'no checkout'}), torch {row['torch']}, transformers"
         f" {row['transformers']}; seeds {', '.join(map(str, experiment.seeds))}."
     )
-    parts = [f"{part}\n" for part in head if part]
-    parts.append(results_table(lines))
+    remark = " ".join(experiment.remark.split())
+    head = (f"# {experiment.title}", experiment.source, remark, made)
+    parts = [*(f"{part}\n" for part in head if part), results_table(lines)]
     models: dict[str, dict[tuple[str, str], Line]] = {}
     for one in experiment.published:
-        found = models.setdefault(one.model, {})
-        line = found.setdefault((one.label, one.policy), Line(one.label, "", one.policy))
-        line.values[one.budget] = one.value
+        label = one.task if one.shots is None else f"{one.task}, shots {one.shots}"
+        known = models.setdefault(one.model, {})
+        line = known.setdefault((label, one.policy), Line(label, "", one.policy))
+        line.found[one.budget].append(one.value)
     for model, published in models.items():
-        parts.append(f"As published, {model}:\n")
-        parts.append(_table(list(published.values()), ["task", "policy"]))
+        table = _table(list(published.values()), ["task", "policy"])
+        parts.append(f"As published, {model}:\n\n{table}")
     return "\n".join(parts)
 
 

@@ -16,10 +16,8 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch
 
 Configs = Sequence[CacheConfig]
-Result = Mapping[str, Any]
-"""What came of one sample: JSON values by name."""
-Found = Iterator[tuple[int, dict[int, Result]]]
-"""Numbers of caches, each with results by sample."""
+Result = Mapping[str, Any]  # what came of one sample: JSON values by name
+Found = Iterator[tuple[int, dict[int, Result]]]  # numbers of caches, each with results by sample
 TooLong = Literal["refuse", "skip"]
 
 
@@ -97,7 +95,7 @@ class Task(ABC):
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         """The scores, by metric; means over the samples unless a task says otherwise."""
-        return {name: mean(results.values(), name) for name in self.metrics}
+        return {name: mean(own[name] for own in results.values()) for name in self.metrics}
 
     def size(self, results: Mapping[int, Result]) -> int:
         """What the scores are made of: the samples, unless said otherwise."""
@@ -108,12 +106,12 @@ class Task(ABC):
         return [{name: score.value for name, score in self.scores(results).items()}]
 
 
-def mean(results: Iterable[Result], name: str) -> Score:
+def mean(values: Iterable[float]) -> Score:
     """Averages a figure over samples."""
-    values = [float(result[name]) for result in results]
-    if len(values) < 2:
-        return Score(values[0])
-    return Score(statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5)
+    found = [float(value) for value in values]
+    if len(found) < 2:
+        return Score(found[0])
+    return Score(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,8 @@ class TextPrompt:
     references: tuple[str, ...] = ()  # answers that people wrote
 
 
+# What of `SamplingParams` a task of prompts may be given.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-"""What of `SamplingParams` a task of prompts may be given."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -188,16 +186,12 @@ class GenerationTask(Task):
         stops = {n: self._encoded[n].params.stop for n in samples}
         order = sorted(samples, key=lambda n: (stops[n], -len(self._encoded[n].ids)))
         alike = [list(own) for _, own in groupby(order, stops.__getitem__)]
-        batches = [
-            own[start : start + self.batch_size]
-            for own in alike
-            for start in range(0, len(own), self.batch_size)
-        ]
+        size = self.batch_size
+        batches = [own[at : at + size] for own in alike for at in range(0, len(own), size)]
         for (number, config), batch in product(enumerate(configs), batches):
             prompts = []
             for n in batch:
                 ids, params = self._encoded[n]
                 prompts.append(Prompt(ids, replace(params, seed=sample_seed(seed, n))))
-            answers = answer_batch(model, config, prompts, seed)
-            found = zip(batch, answers, strict=True)
+            found = zip(batch, answer_batch(model, config, prompts, seed), strict=True)
             yield number, {n: self.result(n, answer) for n, answer in found}

@@ -26,13 +26,10 @@ from h2okv.analysis.study import make_sample, token_pieces
 from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import get_policy
 
-RECORDED = 48
-"""Steps whose scores are sent; the page draws a line between two of them."""
-_ARROWS = 3
-"""Arrows from a token to those that looked at it."""
+RECORDED = 48  # steps whose scores are sent; the page draws a line between two of them
+_ARROWS = 3  # from a token to those that looked at it
 _NOBODY = 65_535
-LOWEST_SCORE = 0.01
-"""A score at or below this is sent as 0 (no attention worth a colour)."""
+LOWEST_SCORE = 0.01  # one at or below this is sent as 0 (no attention worth a colour)
 _LEVELS = 254
 
 
@@ -41,9 +38,8 @@ def pack_trace(
 ) -> dict[str, Any]:
     """Packs a trace for the page, as a JSON object.
 
-    ``gone`` is uint16 ``[L, H, T]`` and each of ``scores`` (one for a layer) uint8
-    ``[C][H][step + 1]``, both as gzip in base64; ``bytes`` lists ``[step, bytes]`` where what the
-    cache takes changes.
+    ``gone`` is uint16 ``[L, H, T]`` and each layer's ``scores`` uint8 ``[C][H][step + 1]``, as gzip
+    in base64; ``bytes`` lists ``[step, bytes]`` where what the cache takes changes.
     """
     parts = asdict(budget)
     held = trace.held_bytes
@@ -76,11 +72,9 @@ def _blob(array: np.ndarray) -> str:
 
 
 LEAST_TOKENS = 8
-MOST_TOKENS = 65_000
-"""Positions travel as 16 bits."""
+MOST_TOKENS = 65_000  # positions travel as 16 bits
 _READ_AT_ONCE = 64
-_MOST_STEPS = 256
-"""Longer texts are read in blocks, and so evicted from after every few tokens."""
+_MOST_STEPS = 256  # longer texts are read in blocks, and so evicted from after every few tokens
 _KEPT_READINGS, _KEPT_TRACES = 4, 24
 
 
@@ -226,10 +220,7 @@ def export_content(
     choice: dict[str, Any],
     report: Callable[[str, float], None] = lambda label, done: None,
 ) -> dict[str, Any]:
-    """What a page without a server holds: a trace for each policy and budget of the choice.
-
-    ``report`` is told what runs and how much is done, from 0 to 1.
-    """
+    """What a page without a server holds: a trace for each policy and budget of the choice."""
     runs = [
         (policy, budget)
         for policy in choice["policies"]

@@ -33,18 +33,13 @@ _HEADERS = {
 
 def build_page(content: dict[str, Any]) -> str:
     """Makes the page, with its style, its scripts and what it shows inside."""
-    page = (_FOLDER / "index.html").read_text(encoding="utf-8")
-    scripts = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    page, style, *scripts = (
+        (_FOLDER / name).read_text("utf-8") for name in ("index.html", "style.css", *_SCRIPTS)
+    )
     # "</script" in a text would end the script that holds it.
     data = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    for mark, part in (
-        ("/*STYLE*/", (_FOLDER / "style.css").read_text(encoding="utf-8")),
-        ("/*SCRIPT*/", scripts),
-        ("/*CONTENT*/", data),
-    ):
-        before, after = page.split(mark)
-        page = before + part + after
-    return page
+    page = page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", "\n".join(scripts))
+    return page.replace("/*CONTENT*/", data)
 
 
 class _Server(ThreadingHTTPServer):

@@ -30,14 +30,11 @@ from h2okv.records import unknown_name
 if TYPE_CHECKING:
     from h2okv.evaluation.lm_eval.model import Scorer
 
-DATA_VARIABLE = "H2OKV_EVAL_DATA"
-"""The environment variable that names the folder; ``h2okv lm-eval --data`` sets it."""
-TASKS = Path(__file__).parent / "task_files"
-"""The folder of the task files, for ``lm_eval --include_path``."""
-
+DATA_VARIABLE = "H2OKV_EVAL_DATA"  # names the data folder; ``h2okv lm-eval --data`` sets it
+TASKS = Path(__file__).parent / "task_files"  # for ``lm_eval --include_path``
 MODEL = "h2okv"
-_PREFIX = f"{MODEL}_"
-"""What the names of this package's own tasks begin with."""
+_PREFIX = f"{MODEL}_"  # of the names of this package's own tasks
+# What each of this package's tasks reads from the data folder.
 _FILES = {
     "copa": ("copa_balanced_dev.xml",),
     "rte": ("rte_val.jsonl",),
@@ -46,11 +43,10 @@ _FILES = {
     "winogrande": ("llm_adapters/winogrande_test.json",),
     "mathqa": ("llm_adapters/mathqa_test.json",),
 }
-"""What each of this package's tasks reads from the data folder."""
+# The arguments of a harness's model that are not the harness's own.
 SETTINGS = ("protocol", *(field.name for field in fields(CacheConfig)))
-"""The arguments of a harness's model that are not the harness's own."""
+# The harness's own seed for the examples of a prompt; a run's seed is added to it.
 _FEWSHOT_SEED = 1234
-"""The harness's own seed for the examples of a prompt; a run's seed is added to it."""
 
 
 def data_file(name: str) -> Path:
@@ -149,10 +145,8 @@ def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
 
         def __init__(self, *args: Any, include_path: Any = None, **options: Any) -> None:
             others = include_path if isinstance(include_path, (list, tuple)) else [include_path]
-            paths = [TASKS, *filter(None, others)]
-            super().__init__(
-                *args, include_path=paths, **{"include_defaults": not own_only, **options}
-            )
+            options.setdefault("include_defaults", not own_only)
+            super().__init__(*args, include_path=[TASKS, *filter(None, others)], **options)
 
         def match_tasks(self, task_list: list[str]) -> list[str]:
             found = super().match_tasks(task_list)
@@ -175,11 +169,10 @@ def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class HarnessTask(Task):
-    """A task of lm-evaluation-harness with so many examples in the prompt, as one sample.
+    """A task of lm-evaluation-harness with so many examples in the prompt.
 
-    The harness makes the prompts and the scores. It is one sample, because the examples that a
-    prompt gets depend on the prompts before it; answers that the model has given are kept in the
-    harness's own store, so that a stopped task does not ask for them again.
+    It is one sample, because the examples that a prompt gets depend on the prompts before it; a
+    stopped task finds the answers that there are in the harness's own store.
     """
 
     data: Path | None  # the folder with the data files of this package's tasks
@@ -295,10 +288,9 @@ def quietly() -> Iterator[None]:
     """Keeps the harness's bars and remarks back, and what it would find out about the machine."""
     from lm_eval import evaluator
 
-    logger = logging.getLogger("lm_eval")
+    logger, init = logging.getLogger("lm_eval"), tqdm.__init__
     level = logger.level
     logger.setLevel(logging.ERROR)
-    init = tqdm.__init__
 
     def silent(bar: tqdm, *args: Any, **options: Any) -> None:
         init(bar, *args, **{**options, "disable": True})

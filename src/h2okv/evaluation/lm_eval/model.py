@@ -37,8 +37,8 @@ from h2okv.policy.scoring import get_scoring
 from h2okv.provenance import fingerprint
 
 Protocol = Literal["prompt", "whole"]
-"""What continuations are scored on: the prompt, evicted before them, or the whole text, evicted
-block by block."""
+# Continuations are scored on the prompt, evicted before them, or on the whole text, evicted block
+# by block.
 
 
 def provenance(
@@ -62,7 +62,7 @@ def provenance(
 
 
 def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
-    """Takes cache and protocol out of a model's arguments, which lose those of `SETTINGS`.
+    """Takes cache and protocol, those of `SETTINGS`, out of a model's arguments.
 
     Blocks of one token are the paper's protocol, ``whole``, unless said otherwise.
     """
@@ -72,8 +72,7 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     # What the cache would refuse is refused before a model's weights are loaded.
     get_policy(config.policy, config.seed)
     get_scoring(config.scoring, config.decay)
-    rule: Any = PositionRule
-    rule(config.positions, config.prefill_chunk)
+    PositionRule(config.positions, config.prefill_chunk)
     if protocol is None:
         protocol = "whole" if config.prefill_chunk == 1 else "prompt"
     if protocol not in ("prompt", "whole"):
@@ -98,10 +97,8 @@ class TokenScores(NamedTuple):
         return sum(self.log_probs)
 
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""The tokens of a context and of its continuation."""
-Scored = Iterator[tuple[int, TokenScores]]
-"""Numbers of pairs, with the scores of their continuations."""
+Pair = tuple[Sequence[int], Sequence[int]]  # the tokens of a context and of its continuation
+Scored = Iterator[tuple[int, TokenScores]]  # numbers of pairs, with their continuations' scores
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -122,64 +119,64 @@ class Scorer:
     def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
         """Scores continuations on what eviction left of their contexts, each of which is read once.
 
-        A context is read up to its last token, then evicted; the last token is read again with
-        the continuation, so that the first token of a continuation is predicted from the evicted
-        cache too. A continuation is one block (of at most ``prefill_chunk`` tokens).
+        A context's last token is read again with the continuation, which is one block (of at most
+        ``prefill_chunk`` tokens), so that its first token too is predicted from the evicted cache.
         """
-        size = size if self.takes_padding else 1
         numbers: dict[_Key, list[int]] = {}
+        users: dict[tuple[int, ...], dict[_Key, None]] = {}
         for number, (context, continuation) in enumerate(pairs):
-            numbers.setdefault((tuple(context), tuple(continuation)), []).append(number)
-        users: dict[tuple[int, ...], list[_Key]] = {}
-        for key, own in numbers.items():
+            key = tuple(context), tuple(continuation)
+            numbers.setdefault(key, []).append(number)
             if key in self._known:
-                yield from ((number, self._known[key]) for number in own)
+                yield number, self._known[key]
             else:
-                users.setdefault(key[0], []).append(key)
+                users.setdefault(key[0], {})[key] = None
+        size = size if self.takes_padding else 1
         # A context of one token leaves nothing to evict before its continuation.
-        for alike in ([c for c in users if len(c) > 1], [c for c in users if len(c) == 1]):
+        for has_more in (True, False):
+            alike = [context for context in users if (len(context) > 1) == has_more]
             for members in batches([len(context) for context in alike], size):
                 contexts = [alike[index] for index in members]
-                caches, seen = self._read([context[:-1] for context in contexts])
                 jobs = [(slot, key) for slot, own in enumerate(contexts) for key in users[own]]
-                for scorer, cache in zip(self.group, caches, strict=True):
-                    scorer._continue(cache, seen, jobs, size)
+                self._read([context[:-1] for context in contexts], jobs, size)
                 for _, key in jobs:
                     yield from ((number, self._known[key]) for number in numbers[key])
                 if len(self.group) == 1:
                     self._known.clear()
 
-    def _read(self, contexts: Sequence[Sequence[int]]) -> tuple[list[H2OCache], torch.Tensor]:
-        """Reads contexts onto empty caches of the group; with them, the mask ``[B, tokens]``."""
+    def _read(
+        self, contexts: Sequence[Sequence[int]], jobs: Sequence[tuple[int, _Key]], size: int
+    ) -> None:
+        """Reads contexts onto empty caches of the group; each scores the continuations after it."""
         caches = [scorer._cache() for scorer in self.group]
-        together = caches[0] if len(caches) == 1 else SharedPrefill(caches)
         ids, mask = left_padded(contexts, device=self.model.device)
-        if ids.shape[1]:
+        if ids.shape[1] and len(caches) == 1:
+            self._forward(ids, mask, caches[0], keep=1)
+        elif ids.shape[1]:
+            together = SharedPrefill(caches)
             self._forward(ids, mask, together, keep=1)
-            if isinstance(together, SharedPrefill):
-                together.split()
-        return caches, mask
+            together.split()
+        for scorer, cache in zip(self.group, caches, strict=True):
+            scorer._continue(cache, mask, jobs, size)
 
     def _continue(
         self, cache: H2OCache, seen: torch.Tensor, jobs: Sequence[tuple[int, _Key]], size: int
     ) -> None:
         """Scores continuations of the contexts that a cache has read, so many at a time."""
         for start in range(0, len(jobs), size):
-            part = jobs[start : start + size]
-            slots = [slot for slot, _ in part]
+            slots, keys = zip(*jobs[start : start + size], strict=True)
             branch = cache if start + size >= len(jobs) else cache.fork(1)
-            if seen.shape[1] and slots != list(range(len(seen))):
+            if seen.shape[1] and slots != tuple(range(len(seen))):
                 branch.batch_select_indices(torch.tensor(slots, device=seen.device))
-            after = [(context[-1:], continuation) for _, (context, continuation) in part]
-            scores = self._score(after, branch, seen[slots])
-            self._known.update(zip([key for _, key in part], scores, strict=True))
+            after = [(context[-1:], continuation) for context, continuation in keys]
+            scores = self._score(after, branch, seen[list(slots)])
+            self._known.update(zip(keys, scores, strict=True))
 
     def whole(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
         """Scores continuations in texts that are evicted from their first block on.
 
-        One forward each: the layers cut the text into blocks of ``prefill_chunk`` tokens
-        themselves, attending and evicting as they go. The budget is of the tokens read, all but
-        the text's last one, which nothing follows.
+        The layers cut a text into blocks of ``prefill_chunk`` tokens. The budget is of the tokens
+        read, all but the text's last one, which nothing follows.
         """
         lengths = [len(context) + len(continuation) for context, continuation in pairs]
         for members in batches(lengths, size if self.takes_padding else 1):
@@ -198,15 +195,10 @@ class Scorer:
         self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
     ) -> torch.Tensor:
         """Reads ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
+        how = {"attention_mask": mask, "past_key_values": cache, "logits_to_keep": keep}
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with enable(self.model), torch.no_grad():
-            logits: torch.Tensor = self.model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                logits_to_keep=keep,
-            ).logits
+            logits: torch.Tensor = self.model(ids, position_ids=positions, **how).logits
         return logits
 
     def _score(
@@ -215,8 +207,7 @@ class Scorer:
         """One forward over texts without their last tokens, and what it says of continuations."""
         texts = [[*context, *continuation] for context, continuation in pairs]
         counts = [len(continuation) for _, continuation in pairs]
-        read = [text[:-1] for text in texts]
-        input_ids, mask = left_padded(read, device=self.model.device)
+        input_ids, mask = left_padded([text[:-1] for text in texts], device=self.model.device)
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
         with warnings.catch_warnings():
@@ -272,17 +263,16 @@ def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
 
 
 _SETTINGS_KEY = "h2okv settings"
+# The window of a cache whose positions roll; a number, because the harness calculates with it.
 _ENDLESS = 1 << 30
-"""The window of a cache whose positions roll; a number, because the harness calculates with it."""
 
 
 @register_model("h2okv")
 class H2OLM(HFLM):
     """The harness's ``hf`` model with an `H2OCache`; its other arguments work as they do there.
 
-    ``loglikelihood`` is scored under eviction (see `split_settings`), ``generate_until``
-    writes on the cache, with the budget of the prompt. ``loglikelihood_rolling`` has no prompt and
-    so needs ``protocol="whole"``.
+    Log-likelihoods are scored under eviction (see `split_settings`); rolling ones have no prompt
+    and so need ``protocol="whole"``. Texts are written on the cache, with the budget of the prompt.
     """
 
     def __init__(self, pretrained: str | PreTrainedModel, **options: Any) -> None:
@@ -293,12 +283,9 @@ class H2OLM(HFLM):
         if rolls and str(options.get("batch_size")).startswith("auto"):
             raise ValueError("batch_size=auto cannot go with positions=rolling; give a number")
         self.cache_config, self.protocol = split_settings(options)
-        if isinstance(pretrained, str):
-            self.name = pretrained
-            if "gguf_file" not in options:
-                pretrained = resolve_model(pretrained)
-        else:
-            self.name = str(pretrained.name_or_path)
+        self.name = pretrained if isinstance(pretrained, str) else str(pretrained.name_or_path)
+        if isinstance(pretrained, str) and "gguf_file" not in options:
+            pretrained = resolve_model(pretrained)
         # The harness's own default fails where there is no GPU.
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         options.setdefault("dtype", default_dtype(self.name, options["device"]) or "auto")
@@ -315,18 +302,14 @@ class H2OLM(HFLM):
         return super().max_length
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuses answers that ``--use_cache`` stored under other settings.
-
-        The harness looks answers up by the request alone, whatever the budget.
-        """
+        """Refuses answers stored under other settings: the harness looks at the request alone."""
         super().set_cache_hook(cache_hook)
         store = getattr(cache_hook, "dbdict", None)
         if store is None:
             return
         settings = {"protocol": self.protocol} | self.cache_config.to_dict()
-        mine = json.dumps(
-            {"model": self.name, "revision": self.revision} | settings, sort_keys=True
-        )
+        model = {"model": self.name, "revision": self.revision}
+        mine = json.dumps(model | settings, sort_keys=True)
         stored = store.get(_SETTINGS_KEY)
         if stored is None and len(store):
             raise ValueError("--use_cache: not made by this model type; give another path")
@@ -349,14 +332,13 @@ class H2OLM(HFLM):
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        if not self.truncation:
-            for number, request in enumerate(requests):
-                context, options = request.args[:2]
-                options = normalize_gen_kwargs(options, self.max_gen_toks)
-                room = self.max_length - options["max_gen_toks"]
-                length = len(self.tok_encode(context))
-                if length > room:
-                    self._refuse(number, request.args, length, room)
+        for number, request in enumerate(() if self.truncation else requests):
+            context, options = request.args[:2]
+            options = normalize_gen_kwargs(options, self.max_gen_toks)
+            room = self.max_length - options["max_gen_toks"]
+            length = len(self.tok_encode(context))
+            if length > room:
+                self._refuse(number, request.args, length, room)
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def _model_call(

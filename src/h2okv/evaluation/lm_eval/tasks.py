@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,46 +15,11 @@ from datasets import Dataset
 from h2okv.evaluation.lm_eval.launcher import data_file
 from h2okv.records import Record, read_jsonl, read_text_file
 
-
-def _read_json_list(path: Path) -> Iterator[Record]:
-    """Reads a file that is one JSON list of objects."""
-    try:
-        entries = json.loads(read_text_file(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"line {error.lineno} of '{path}': {error.msg}; get the file again"
-        ) from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"'{path}' is not a JSON list of objects; get the file again")
-    for number, entry in enumerate(entries, start=1):
-        yield Record(entry, f"entry {number} of '{path}'")
-
-
-def _read_tsv(path: Path) -> Iterator[Record]:
-    """Reads a table with tabs between the columns and their names in the first line."""
-    rows = csv.DictReader(read_text_file(path).split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
-    for row in rows:
-        yield Record(dict(row), f"line {rows.line_num} of '{path}'")
-
-
-def _read_items(path: Path) -> Iterator[Record]:
-    """Reads an XML file's ``item`` elements: attributes and the texts of its children."""
-    try:
-        root = ElementTree.parse(path).getroot()
-    except (ElementTree.ParseError, OSError) as error:
-        raise ValueError(
-            f"'{path}' is not a readable XML file ({error}); get the file again"
-        ) from error
-    for number, item in enumerate(root.iter("item"), start=1):
-        fields = dict(item.attrib) | {child.tag: child.text for child in item}
-        yield Record(fields, f"item {item.get('id', number)} of '{path}'")
-
-
 Splits = dict[str, Dataset]
+Document = dict[str, Any]
 
+# Balanced COPA numbers the mirrored items, which are not COPA's own, from 1001.
 _LAST_ORIGINAL_COPA = 500
-"""Balanced COPA numbers the mirrored items, which are not COPA's own, from 1001."""
-
 _LETTERED = re.compile(r"\(([A-D])\) (.*?)(?= \([A-D]\) |$)")
 _MATH_OPTION = re.compile(r"([A-E]) \) (.*?)(?= , [A-E] \) |$)")
 _BLANK = re.compile(
@@ -66,79 +31,122 @@ _BLANK = re.compile(
 
 def copa(**_: Any) -> Splits:
     """COPA's development set (Roemmele et al. 2011) out of ``copa_balanced_dev.xml``."""
-    documents = []
-    for record in _read_items(data_file("copa_balanced_dev.xml")):
-        if not record.text("id").isdigit():
-            record.refuse("id", "is not a number")
-        if int(record.text("id")) > _LAST_ORIGINAL_COPA:
-            continue
-        word = ("because", "therefore")[record.choice("asks-for", ("cause", "effect"))]
-        documents.append(
-            {
-                "text": f"{record.text('p').strip().rstrip('.')} {word}",
-                "choices": [_lowered(record.text("a1")), _lowered(record.text("a2"))],
-                "label": record.choice("most-plausible-alternative", ("1", "2")),
-            }
-        )
-    return {"test": _dataset(documents, "copa_balanced_dev.xml")}
+    return _splits(_copa, test="copa_balanced_dev.xml")
 
 
 def rte(**_: Any) -> Splits:
     """RTE's validation set (SuperGLUE) from ``rte_val.jsonl``."""
-    documents = [
-        {
-            "premise": record.text("premise"),
-            "hypothesis": record.text("hypothesis"),
-            "label": record.choice("label", ("entailment", "not_entailment")),
-        }
-        for record in read_jsonl(data_file("rte_val.jsonl"))
-    ]
-    return {"test": _dataset(documents, "rte_val.jsonl")}
+    return _splits(_rte, test="rte_val.jsonl")
 
 
 def piqa(**_: Any) -> Splits:
     """PIQA's validation set (Bisk et al. 2020) from ``piqa/valid.jsonl`` and its labels."""
     path = data_file("piqa/valid-labels.lst")
     labels = path.read_text(encoding="utf-8").split()
-    records = list(read_jsonl(data_file("piqa/valid.jsonl")))
+    records = read_jsonl(data_file("piqa/valid.jsonl"))
     if len(labels) != len(records):
         raise ValueError(
             f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."
         )
-    documents = []
-    for record, label in zip(records, labels, strict=True):
-        labelled = Record({"label": label}, f"{path}, of {record.place}")
-        documents.append(
-            {
-                "goal": record.text("goal"),
-                "choices": [record.text("sol1"), record.text("sol2")],
-                "label": labelled.choice("label", ("0", "1")),
-            }
-        )
-    return {"test": _dataset(documents, "piqa/valid.jsonl")}
+    known = iter(labels)
+    return _splits(lambda record: _piqa(record, next(known), path), test="piqa/valid.jsonl")
 
 
 def openbookqa(**_: Any) -> Splits:
     """OpenBookQA's test and development sets from ``openbookqa_test.tsv`` and ``_dev.tsv``."""
-    return {
-        split: _dataset(map(_open_book, _read_tsv(data_file(name))), name)
-        for split, name in (("test", "openbookqa_test.tsv"), ("validation", "openbookqa_dev.tsv"))
-    }
+    return _splits(_open_book, test="openbookqa_test.tsv", validation="openbookqa_dev.tsv")
 
 
 def winogrande(**_: Any) -> Splits:
     """WinoGrande's validation set from ``llm_adapters/winogrande_test.json``."""
-    name = "llm_adapters/winogrande_test.json"
-    return {"test": _dataset(map(_winogrande, _read_json_list(data_file(name))), name)}
+    return _splits(_winogrande, test="llm_adapters/winogrande_test.json")
 
 
 def mathqa(**_: Any) -> Splits:
     """MathQA's test set from ``llm_adapters/mathqa_test.json``."""
-    name = "llm_adapters/mathqa_test.json"
-    return {"test": _dataset(map(_math, _read_json_list(data_file(name))), name)}
+    return _splits(_math, test="llm_adapters/mathqa_test.json")
 
 
-def _open_book(record: Record) -> dict[str, Any]:
+def _splits(convert: Callable[[Record], Document | None], **files: str) -> Splits:
+    """Reads each split's file; a record that is none of the task's is converted to None."""
+    found = {}
+    for split, name in files.items():
+        path = data_file(name)
+        try:
+            converted = [convert(record) for record in _READERS[path.suffix](path)]
+        except (json.JSONDecodeError, ElementTree.ParseError, OSError) as error:
+            kind = path.suffix[1:].upper()
+            raise ValueError(
+                f"'{path}' is not a readable {kind} file ({error}); get the file again"
+            ) from error
+        documents = [document for document in converted if document is not None]
+        if not documents:
+            raise ValueError(f"{path} holds no documents; get the file again.")
+        found[split] = Dataset.from_list(documents)
+    return found
+
+
+def _read_json_list(path: Path) -> list[Record]:
+    """Reads a file that is one JSON list of objects."""
+    entries = json.loads(read_text_file(path))
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"'{path}' is not a JSON list of objects; get the file again")
+    return [Record(entry, f"entry {n} of '{path}'") for n, entry in enumerate(entries, start=1)]
+
+
+def _read_tsv(path: Path) -> list[Record]:
+    """Reads a table with tabs between the columns and their names in the first line."""
+    rows = csv.DictReader(read_text_file(path).split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
+    return [Record(dict(row), f"line {rows.line_num} of '{path}'") for row in rows]
+
+
+def _read_items(path: Path) -> list[Record]:
+    """Reads an XML file's ``item`` elements: attributes and the texts of its children."""
+    found = []
+    for number, item in enumerate(ElementTree.parse(path).getroot().iter("item"), start=1):
+        fields = dict(item.attrib) | {child.tag: child.text for child in item}
+        found.append(Record(fields, f"item {item.get('id', number)} of '{path}'"))
+    return found
+
+
+_READERS: dict[str, Callable[[Path], Iterable[Record]]] = {
+    ".json": _read_json_list, ".jsonl": read_jsonl, ".tsv": _read_tsv, ".xml": _read_items,
+}  # fmt: skip
+
+
+def _copa(record: Record) -> Document | None:
+    if not record.text("id").isdigit():
+        record.refuse("id", "is not a number")
+    if int(record.text("id")) > _LAST_ORIGINAL_COPA:
+        return None
+    word = ("because", "therefore")[record.choice("asks-for", ("cause", "effect"))]
+    choices = [record.text(name).strip() for name in ("a1", "a2")]
+    return {
+        "text": f"{record.text('p').strip().rstrip('.')} {word}",
+        # As the second half of the sentence.
+        "choices": [choice[:1].lower() + choice[1:] for choice in choices],
+        "label": record.choice("most-plausible-alternative", ("1", "2")),
+    }
+
+
+def _rte(record: Record) -> Document:
+    return {
+        "premise": record.text("premise"),
+        "hypothesis": record.text("hypothesis"),
+        "label": record.choice("label", ("entailment", "not_entailment")),
+    }
+
+
+def _piqa(record: Record, label: str, path: Path) -> Document:
+    labelled = Record({"label": label}, f"{path}, of {record.place}")
+    return {
+        "goal": record.text("goal"),
+        "choices": [record.text("sol1"), record.text("sol2")],
+        "label": labelled.choice("label", ("0", "1")),
+    }
+
+
+def _open_book(record: Record) -> Document:
     found = _LETTERED.findall(record.text("Choices"))
     if [letter for letter, _ in found] != list("ABCD"):
         record.refuse("Choices", "does not list (A) to (D)")
@@ -149,12 +157,11 @@ def _open_book(record: Record) -> dict[str, Any]:
     }
 
 
-def _winogrande(record: Record) -> dict[str, Any]:
+def _winogrande(record: Record) -> Document:
     found = _BLANK.search(record.text("instruction"))
     before, blank, after = found["sentence"].partition("_") if found else ("", "", "")
     if found is None or not blank or not after.strip():
         record.refuse("instruction", "holds no sentence with a blank, Option1 and Option2")
-    assert found is not None
     return {
         "choices": [before + found["first"], before + found["second"]],
         "after": after.strip(),
@@ -162,7 +169,7 @@ def _winogrande(record: Record) -> dict[str, Any]:
     }
 
 
-def _math(record: Record) -> dict[str, Any]:
+def _math(record: Record) -> Document:
     problem, mark, options = record.text("instruction").rpartition(" The options: ")
     if options.startswith("["):  # some entries have the options as a printed Python list
         options = " , ".join(re.findall(r"['\"]([A-E] \) .*?)['\"](?=, ['\"]|\]$)", options))
@@ -175,16 +182,3 @@ def _math(record: Record) -> dict[str, Any]:
         "choices": [choice.strip().lower() for _, choice in found],
         "label": record.choice("answer", tuple("ABCDE")),
     }
-
-
-def _lowered(choice: str) -> str:
-    """A choice as the second half of a sentence."""
-    choice = choice.strip()
-    return choice[:1].lower() + choice[1:]
-
-
-def _dataset(documents: Iterable[dict[str, Any]], name: str) -> Dataset:
-    found = list(documents)
-    if not found:
-        raise ValueError(f"{data_file(name)} holds no documents; get the file again.")
-    return Dataset.from_list(found)

@@ -39,7 +39,7 @@ class Source:
 
     name: str
     text: str = ""
-    prompts: tuple[str | Conversation, ...] = ()
+    prompts: tuple[Any, ...] = ()  # strings, or conversations
 
     @classmethod
     def read(cls, path: Path) -> Source:
@@ -128,11 +128,8 @@ class Fidelity(Task):
                 " longer text, smaller numbers, or fewer --texts"
             )
         random.Random(0).shuffle(places)
-        found = []
-        for place in places[:wanted]:
-            own = [*start, *ids[place : place + length - len(start)]]
-            found.append(_Sample(source.name, own[:prompt], own[prompt:]))
-        return found
+        windows = ([*start, *ids[at : at + length - len(start)]] for at in places[:wanted])
+        return [_Sample(source.name, own[:prompt], own[prompt:]) for own in windows]
 
     def _prompts(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
         """The first prompts, in the form that the model knows."""
@@ -145,12 +142,13 @@ class Fidelity(Task):
         has_template = bool(model.tokenizer.chat_template)
         found = []
         for number, prompt in enumerate(source.prompts[:wanted], start=1):
-            if self.raw and not isinstance(prompt, str):
+            is_text = isinstance(prompt, str)
+            if self.raw and not is_text:
                 raise ValueError("--raw takes prompts, not messages; leave it out")
-            if isinstance(prompt, str) and (self.raw or not has_template):
+            if is_text and (self.raw or not has_template):
                 ids = model.encode(prompt)
             else:
-                said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+                said = [Message("user", prompt)] if is_text else prompt
                 text = chat_text(model.tokenizer, [message._asdict() for message in said])
                 ids = model.encode(text, special=not has_template)
             if len(ids) < 2:
@@ -184,18 +182,15 @@ class Fidelity(Task):
 
     def _row(self, name: str, results: Sequence[Result]) -> dict[str, Any]:
         """Means over texts, each with the interval that holds 95 % of bootstrap means."""
-
-        def of(field: str) -> list[float]:
-            return [result[field] for result in results]
-
-        row: dict[str, Any] = {"data": name, "texts": len(results), "tokens": sum(of("tokens"))}
-        loss = [own - full for own, full in zip(of("nll"), of("full_nll"), strict=True)]
-        found = {"agreement": bootstrap(of("agreement")), "kl": bootstrap(of("kl"))}
+        of = {field: [result[field] for result in results] for field in results[0]}
+        row: dict[str, Any] = {"data": name, "texts": len(results), "tokens": sum(of["tokens"])}
+        loss = [own - full for own, full in zip(of["nll"], of["full_nll"], strict=True)]
         ratio = [None if value is None else math.exp(value) for value in bootstrap(loss)]
+        found = {name: bootstrap(of[name]) for name in ("agreement", "kl")}
         for measure, values in (*found.items(), ("perplexity_ratio", ratio)):
             row |= zip((measure, f"{measure}_low", f"{measure}_high"), values, strict=True)
-        row["bytes"] = sum(of("bytes")) / len(results)
-        row["bytes_fraction"] = sum(of("bytes")) / sum(of("full_bytes"))
+        row["bytes"] = sum(of["bytes"]) / len(results)
+        row["bytes_fraction"] = sum(of["bytes"]) / sum(of["full_bytes"])
         return row
 
 
@@ -217,15 +212,15 @@ class _Comparison:
         """Reads what follows, or the full cache's own answer, on every cache."""
         how = self._decode if protocol == "decode" else self._in_one_block
         measured = how(following, most)
-        full_bytes = self.caches[0].full_nbytes
+        full, *others = self.caches
         return [
             {
-                "tokens": measured.shape[0],
+                "tokens": len(measured),
                 **dict(zip(_MEASURES, own, strict=True)),
                 "bytes": cache.nbytes,
-                "full_bytes": full_bytes,
+                "full_bytes": full.full_nbytes,
             }
-            for own, cache in zip(measured.mean(0).tolist()[1:], self.caches[1:], strict=True)
+            for own, cache in zip(measured.mean(0).tolist()[1:], others, strict=True)
         ]
 
     def _decode(self, following: Sequence[int], most: int) -> torch.Tensor:
@@ -243,15 +238,12 @@ class _Comparison:
     def _in_one_block(self, following: Sequence[int], most: int) -> torch.Tensor:
         """All tokens at once, one cache after another; the same."""
         tokens = list(following) or self._answer(most)
-        block, targets = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:])
-        start, columns = self.read, []
-        full = None
+        block, targets, start = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:]), self.read
+        found: list[torch.Tensor] = []
         for cache in self.caches:
             self.read = start
-            log_probs = self._forward(block, cache)[0]
-            full = log_probs if full is None else full
-            columns.append(_measure(full, log_probs, targets))
-        return torch.stack(columns, dim=1)
+            found.append(self._forward(block, cache)[0])
+        return torch.stack([_measure(found[0], own, targets) for own in found], dim=1)
 
     def _answer(self, most: int) -> list[int]:
         """The full cache's own answer, on a copy; at least two tokens."""

@@ -18,32 +18,26 @@ from h2okv.records import Record, read_jsonl, read_text_file
 _TOKENS = 64
 _TOKENS_OF_SEVERAL = 128
 _TOKENS_OF_DOCUMENTS = 512
+# The recipe's form of a prompt, for articles that come bare.
 ONE_ARTICLE = "###\nArticle: {article}\n\nSummarize the above article in 3 sentences.\n"
-"""The recipe's form of a prompt, for articles that come bare."""
 SEVERAL_DOCUMENTS = "{article}\n\nA summary of the passages above in one page:\n"
 _PLACE = "{article}"
+_WANTED = "an object with article and summary_gt, or with context and answers"
 
 
 def read_articles(
     path: Path, references: Path | None = None, template: str | None = None
 ) -> list[TextPrompt]:
-    """Reads articles in one of these forms.
-
-    - the recipe's: JSONL with ``article`` (the whole prompt), ``summary_gt``, and if they like
-      ``stop`` and ``max_tokens``;
-    - LongBench's: JSONL with ``context`` and ``answers``;
-    - two files: a text with one article on each line, and JSONL with ``refs``.
-    """
+    """Reads articles in the recipe's form, in LongBench's, or one a line with their references."""
     if template is not None and _PLACE not in template:
         raise ValueError(f"--template {template!r} has no {_PLACE} to put the article in; add it")
     if references is not None:
         return _pairs(path, references, template or ONE_ARTICLE)
-    wanted = "an object with article and summary_gt, or with context and answers"
-    return [_article(line, template, wanted) for line in read_jsonl(path, wanted)]
+    return [_article(line, template) for line in read_jsonl(path, _WANTED)]
 
 
-def _article(line: Record, template: str | None, wanted: str) -> TextPrompt:
-    if "article" in line.fields:
+def _article(line: Record, template: str | None) -> TextPrompt:
+    if "article" in line.fields:  # the whole prompt
         if template is not None:
             raise ValueError(
                 f"{line.place}: field article is a whole prompt already; leave out --template"
@@ -54,7 +48,7 @@ def _article(line: Record, template: str | None, wanted: str) -> TextPrompt:
     if "context" in line.fields:
         text = (template or SEVERAL_DOCUMENTS).replace(_PLACE, line.text("context").strip())
         return TextPrompt(text, _TOKENS_OF_DOCUMENTS, (), line.place, line.texts("answers"))
-    raise ValueError(f"{line.place} has neither field article nor field context; give {wanted}")
+    raise ValueError(f"{line.place} has neither field article nor field context; give {_WANTED}")
 
 
 def _pairs(path: Path, references: Path, template: str) -> list[TextPrompt]:
@@ -148,13 +142,9 @@ class Diversity(GenerationTask):
         answers: dict[int, list[str]] = {}
         for result in results.values():
             answers.setdefault(result["prompt"], []).append(result["text"])
-        of_prompts = [
-            {
-                "self_bleu": statistics.fmean(
-                    self._bleu.sentence_score(text, [*texts[:n], *texts[n + 1 :]]).score
-                    for n, text in enumerate(texts)
-                )
-            }
-            for texts in answers.values()
-        ]
-        return {"self_bleu": mean(of_prompts, "self_bleu")}
+        return {"self_bleu": mean(map(self._self_bleu, answers.values()))}
+
+    def _self_bleu(self, texts: list[str]) -> float:
+        others = ([*texts[:n], *texts[n + 1 :]] for n in range(len(texts)))
+        pairs = zip(texts, others, strict=True)
+        return statistics.fmean(self._bleu.sentence_score(*pair).score for pair in pairs)

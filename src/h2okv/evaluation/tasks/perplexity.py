@@ -18,10 +18,10 @@ from h2okv.evaluation.streaming import Stream, StreamSettings
 from h2okv.evaluation.task import Configs, Found, Result, Score, Task
 from h2okv.provenance import digest
 
+# Tokens that are read at once, with eviction after them, unless the cache says otherwise.
 _BLOCK = 64
-"""Tokens that are read at once, with eviction after them, unless the cache says otherwise."""
+# Above that a mean negative log-likelihood has no perplexity that a float can hold.
 _LARGEST = 600.0
-"""Above that a mean negative log-likelihood has no perplexity that a float can hold."""
 
 
 @dataclass(eq=False)
@@ -84,20 +84,18 @@ class Perplexity(Task):
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         total, tokens = 0.0, 0
         for result in results.values():
-            start = 0
-            for nll, end in zip(result["nlls"], result["positions"], strict=True):
+            ends = result["positions"]
+            for nll, start, end in zip(result["nlls"], [0, *ends], ends, strict=False):
                 total += nll * (end - start)
-                start = end
-            tokens += start
+            tokens += ends[-1]
         return {"perplexity": Score(_perplexity(total / tokens))}
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
         """Makes a row for each range of positions, over all windows."""
-        positions = next(iter(results.values()))["positions"]
         rows = []
-        for position, nlls in zip(
-            positions, zip(*(r["nlls"] for r in results.values()), strict=True), strict=True
-        ):
+        places = next(iter(results.values()))["positions"]
+        ranges = zip(*(result["nlls"] for result in results.values()), strict=True)
+        for position, nlls in zip(places, ranges, strict=True):
             nll = math.fsum(nlls) / len(nlls)
             rows.append({"position": position, "nll": nll, "perplexity": _perplexity(nll)})
         return rows

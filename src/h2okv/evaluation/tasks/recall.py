@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 from h2okv.console import check_least, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import ModelUnderTest, Prompt, answer_question
-from h2okv.evaluation.task import Configs, Found, Result, Task, TooLong, mean
+from h2okv.evaluation.task import Configs, Found, Result, Task, TooLong
 from h2okv.evaluation.tasks.generation import load_rouge
 from h2okv.provenance import digest
 from h2okv.records import read_jsonl
 
 Compression = Literal["query-aware", "query-agnostic"]
+# Whether the cache is compressed with the question at hand, or before it is known.
 COMPRESSIONS: tuple[Compression, ...] = ("query-aware", "query-agnostic")
-"""Whether the cache is compressed with the question at hand, or before it is known."""
 
 _SENTENCE_ENDS = (".", "!", "?", '."', '!"', '?"', "\n")
 _NAMES = (
@@ -104,7 +104,7 @@ class Recall(QuestionTask):
         self.questions = read_ruler(self.input)
 
     def identity(self) -> Mapping[str, Any]:
-        content = repr([(q.context, q.question, q.answers) for q in self.questions])
+        content = repr([question[:3] for question in self.questions])
         return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
@@ -158,8 +158,7 @@ class NeedleTask(QuestionTask):
         return {"data": digest(self.text), **{name: getattr(self, name) for name in names}}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        ids = model.encode(self.text, special=False)
-        opening = model.encode("")
+        ids, opening = model.encode(self.text, special=False), model.encode("")
         ends = [
             n
             for n, token in enumerate(ids, start=1)
@@ -174,16 +173,7 @@ class NeedleTask(QuestionTask):
                 for words in (f" {self.statement}", self.question)
             )
             room = length - len(opening) - len(statement) - len(question)
-            if room < 1:
-                raise ValueError(
-                    f"--lengths {length} has no room for the needle and the question; give"
-                    f" {length - room + 1} or more"
-                )
-            if room > len(ids):
-                raise ValueError(
-                    f"the text has {len(ids)} tokens for this model, too few to hide a needle at"
-                    f" --lengths {length}; give a longer text"
-                )
+            self._check_room(length, room, len(ids))
             start = number * room % (len(ids) - room + 1)
             stop, wanted = start + room, start + round(depth * room)
             # The end of a sentence nearest to it, or an end of the text if that is nearer.
@@ -198,6 +188,19 @@ class NeedleTask(QuestionTask):
         self.within_window(model, configs, lengths)
         self.samples = range(len(self._asked))
 
+    def _check_room(self, length: int, room: int, tokens: int) -> None:
+        """Refuses a length with too little room for the text, or too much."""
+        if room < 1:
+            raise ValueError(
+                f"--lengths {length} has no room for the needle and the question; give"
+                f" {length - room + 1} or more"
+            )
+        if room > tokens:
+            raise ValueError(
+                f"the text has {tokens} tokens for this model, too few to hide a needle at"
+                f" --lengths {length}; give a longer text"
+            )
+
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
         """Scores a text, also by the words of the answer that it holds."""
         return {
@@ -206,11 +209,10 @@ class NeedleTask(QuestionTask):
         }
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
-        cells: dict[tuple[int, float], list[Result]] = {}
-        for result in results.values():
-            cells.setdefault((result["length"], result["depth"]), []).append(result)
+        cells: dict[tuple[int, float], dict[int, Result]] = {}
+        for sample, result in results.items():
+            cells.setdefault((result["length"], result["depth"]), {})[sample] = result
         return [
-            {"length": length, "depth": depth}
-            | {name: mean(here, name).value for name in self.metrics}
+            {"length": length, "depth": depth, **super(NeedleTask, self).details(here)[0]}
             for (length, depth), here in cells.items()
         ]
