@@ -139,11 +139,10 @@ class Evaluation:
             lacking: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for sample in task.samples:
                 lacking[tuple(n for n, own in enumerate(missing) if sample in own)].append(sample)
+            lacking.pop((), None)
             for wanted, samples in lacking.items():
                 configs = [runs[n].config for n in wanted]
-                for place, results in (
-                    task.run(self.model, configs, samples, seed) if wanted else ()
-                ):
+                for place, results in task.run(self.model, configs, samples, seed):
                     self.file.add(runs[wanted[place]].label, results)
                     on_results(runs[wanted[place]], len(results))
 

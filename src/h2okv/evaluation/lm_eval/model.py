@@ -369,17 +369,14 @@ class H2OLM(HFLM):
         """Scores continuations of contexts under eviction, as `Scorer` does."""
         pairs = [self._fitting(number, request) for number, request in enumerate(requests)]
         size = override_bs or self._batch_size(pairs)
-        answers: dict[int, tuple[float, bool]] = {}
-        hidden = disable_tqdm or self.rank != 0
-        bar = tqdm(total=len(requests), disable=hidden, desc="Scoring under eviction")
         score = self.scorer.whole if self.protocol == "whole" else self.scorer.after_prompts
-        for number, scores in score(pairs, size):
+        answers: dict[int, tuple[float, bool]] = {}
+        hidden, what = disable_tqdm or self.rank != 0, "Scoring under eviction"
+        for number, scores in tqdm(score(pairs, size), what, len(requests), disable=hidden):
             answers[number] = (scores.total, all(scores.greedy))
             texts = requests[number][0]
             if texts is not None:  # rolling windows are stored by their text, not here
                 self.cache_hook.add_partial("loglikelihood", texts, answers[number])
-            bar.update()
-        bar.close()
         return [answers[number] for number in range(len(requests))]
 
     def _fitting(self, number: int, request: tuple[Any, list[int], list[int]]) -> Pair:
