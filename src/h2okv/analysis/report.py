@@ -40,7 +40,6 @@ class Section:
     rule: str = ""
 
     def draw(self, tables: Tables) -> Any:
-        """Makes the figure."""
         figure, panels = figures.new_figure(self.size, self.panels)
         getattr(figures, f"draw_{self.name}")(figure, panels, tables)
         figures.put_legend(figure, panels)

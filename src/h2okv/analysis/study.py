@@ -37,7 +37,6 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """The number of tokens, T."""
         return self.input_ids.shape[1]
 
 
@@ -89,7 +88,6 @@ class Study:
         return max(2, int(share * self.length))
 
     def recent(self, share: float) -> int:
-        """The recent window of a budget."""
         return split_budget(self.tokens(share)).recent
 
     def of_layers(self, look: Callable[..., Any], tick: Tick = no_tick) -> np.ndarray:
@@ -102,7 +100,6 @@ class Study:
         return self._once("accumulated", lambda: {"scores": self.of_layers(look, tick)})["scores"]
 
     def dense_losses(self) -> np.ndarray:
-        """The losses with full attention: float64 ``[T]``."""
         ids = self.sample.input_ids
         return self._once("dense", lambda: {"losses": dense_losses(self.model, ids)})["losses"]
 

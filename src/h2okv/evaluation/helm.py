@@ -65,7 +65,6 @@ class H2OClient(HuggingFaceClient):
         )
 
     def make_request(self, request: Request) -> RequestResult:
-        """Answers a request under eviction; see HELM's `HuggingFaceClient.make_request`."""
         path = self._pretrained_model_name_or_path or request.model
         cache = {"protocol": self.protocol} | self.config.to_dict()
         asked = {"path": path, "cache": cache, "options": self._kwargs}

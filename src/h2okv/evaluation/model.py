@@ -77,11 +77,9 @@ class ModelUnderTest:
         return tokenize(self.tokenizer, text, vocab_size, special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Detokenizes, special tokens left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def identity(self) -> dict[str, str]:
-        """Which model it is, for results."""
         revision = getattr(self.model.config, "_commit_hash", None)
         if revision is None:
             weights = fingerprint(self.model)

@@ -151,7 +151,6 @@ def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> N
 
 
 def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
-    """Draws one heat map, with the number in each of its cells."""
     lengths, depths = (sorted(set(places)) for places in zip(*cells, strict=True))
     values = [[cells[length, depth] for length in lengths] for depth in depths]
     image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")

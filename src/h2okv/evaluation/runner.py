@@ -26,7 +26,6 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Its name in files and progress bars."""
         seed = f", seed {self.seed}" if self.seed else ""
         return f"{self.task.label}: {self.config.label}{seed}"
 
@@ -54,7 +53,6 @@ class SampleFile(ResultFile):
             self.append([{"versions": dict(versions)}])
 
     def take(self, record: Record) -> None:
-        """Remembers who ran what, and what came of it."""
         fields = record.fields
         if tuple(fields) not in (("versions",), ("run", "identity"), ("run", "sample", "result")):
             raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
@@ -74,7 +72,6 @@ class SampleFile(ResultFile):
                 seen.append(self._current)
 
     def open_run(self, run: str, identity: Mapping[str, Any]) -> None:
-        """Begins a run, or resumes it if it is the same one."""
         if run in self._identities:
             check_settings(self._identities[run], identity, f"'{self.path}': {run}")
         else:
@@ -84,7 +81,6 @@ class SampleFile(ResultFile):
         return dict(self._results[run])
 
     def versions(self, run: str) -> dict[str, str]:
-        """The code that computed a run's results."""
         found = self._versions[run] or [self._current]
         names = dict.fromkeys(name for one in found for name in one)
         return {name: " ".join(dict.fromkeys(one.get(name, "") for one in found)) for name in names}
@@ -120,7 +116,6 @@ class Evaluation:
 
     @property
     def done(self) -> int:
-        """How many of them have a result."""
         return self.total - sum(len(self._missing(run)) for run in self.runs)
 
     def _missing(self, run: Run) -> list[int]:
@@ -128,7 +123,6 @@ class Evaluation:
         return [sample for sample in run.task.samples if sample not in have]
 
     def run(self, on_results: Callable[[Run, int], None] = lambda run, count: None) -> None:
-        """Evaluates what has no result yet; appends to the file."""
         groups: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for run in self.runs:
             groups[id(run.task), run.seed].append(run)
@@ -166,7 +160,6 @@ class Evaluation:
         ]
 
     def _finished(self) -> Iterator[tuple[Run, dict[int, Result]]]:
-        """The runs that are done, with their results in the samples' order."""
         for run in self.runs:
             if not self._missing(run):
                 results = self.file.results(run.label)

@@ -165,7 +165,6 @@ class Stream:
         settings: StreamSettings,
         identity: Mapping[str, Setting] | None = None,
     ) -> Stream:
-        """Goes on where a checkpoint stands."""
         if not path.is_file():
             raise ValueError(f"'{path}' does not exist: nothing to go on with; omit --resume")
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
@@ -185,7 +184,6 @@ class Stream:
         return {**self.identity, "text": self.source.digest, **read}
 
     def blocks(self) -> Generator[Step]:
-        """Reads block after block; mutates cache and state."""
         with enable(self.model):
             for sample in range(self.state.sample, len(self.source)):
                 segments = self.source[sample]

@@ -191,7 +191,6 @@ class Experiment(Strict):
         return tuple({config.label: config for config in found}.values())
 
     def placed(self, positions: str | None, prefill_chunk: int | None) -> tuple[CacheConfig, ...]:
-        """The caches, with other positions or blocks where something is given."""
         changes: dict[str, Any] = {"positions": positions, "prefill_chunk": prefill_chunk}
         given = {name: value for name, value in changes.items() if value is not None}
         return tuple(replace(config, **given) for config in self.configs)
@@ -259,7 +258,6 @@ class Line:
 
     @property
     def values(self) -> dict[str, float]:
-        """By budget, the mean over seeds."""
         return {budget: statistics.fmean(values) for budget, values in self.found.items()}
 
 

@@ -157,7 +157,6 @@ class GenerationTask(Task):
         """Scores an answer."""
 
     def identity(self) -> Mapping[str, Any]:
-        """How prompts are answered; tasks add what they are."""
         asked: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         for name in SAMPLING:
             value = getattr(self._params, name)
@@ -167,7 +166,6 @@ class GenerationTask(Task):
         return asked
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Tokenizes the prompts, and chooses those that are run."""
         self._encoded = []
         lengths: list[tuple[int, str]] = []
         for prompt in self.prompts[: self.limit]:

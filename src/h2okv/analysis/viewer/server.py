@@ -66,7 +66,6 @@ def make_server(desk: Desk, port: int) -> ThreadingHTTPServer:
         """Answers the page's requests."""
 
         def do_GET(self) -> None:
-            """The page, a trace, or how far the current one is."""
             url = urlsplit(self.path)
             # A page elsewhere that points its own name at this machine must not get in.
             if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):

@@ -204,7 +204,6 @@ class HarnessTask(Task):
         }
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Looks whether all that the harness needs is there."""
         with quietly(), _data_folder(self.data):
             self._manager().load([self._task_name])
 

@@ -237,7 +237,6 @@ class EvictingModel:
         self._whole = replace(config, prefill_chunk=config.prefill_chunk or 1)
 
     def generate(self, **inputs: Any) -> Any:
-        """Generates on a new cache; see `transformers.GenerationMixin.generate`."""
         cache = make_cache(self.config, self.model.config, self.config.seed)
         with enable(self.model):
             return self.model.generate(past_key_values=cache, **inputs)
@@ -318,7 +317,6 @@ class H2OLM(HFLM):
         store[_SETTINGS_KEY] = mine
 
     def get_model_info(self) -> dict[str, Any]:
-        """Adds model, budget, policy, seed, versions and commit to the harness's own record."""
         record = provenance(self.model, self.name, self.cache_config, self.protocol)
         return super().get_model_info() | {"h2okv": record}
 
@@ -347,7 +345,6 @@ class H2OLM(HFLM):
         attn_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[B, T, V]`` of texts without padding, read on an empty cache."""
         return self.scorer.logits(inps)
 
     def _model_generate(
@@ -366,7 +363,6 @@ class H2OLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Scores continuations of contexts under eviction, as `Scorer` does."""
         pairs = [self._fitting(number, request) for number, request in enumerate(requests)]
         size = override_bs or self._batch_size(pairs)
         score = self.scorer.whole if self.protocol == "whole" else self.scorer.after_prompts
@@ -395,7 +391,6 @@ class H2OLM(HFLM):
         return context, continuation
 
     def _refuse(self, number: int, texts: Sequence[Any] | None, length: int, room: int) -> None:
-        """Raises for a text that is too long, before anything is computed."""
         raise ValueError(
             f"request {number} ({_opening(texts)} ...) has {length} tokens and the model's "
             f"window leaves room for {room}; lower --num_fewshot, give positions=rolling and "

@@ -87,7 +87,6 @@ def _splits(convert: Callable[[Record], Document | None], **files: str) -> Split
 
 
 def _read_json_list(path: Path) -> list[Record]:
-    """Reads a file that is one JSON list of objects."""
     entries = json.loads(read_text_file(path))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"'{path}' is not a JSON list of objects; get the file again")

@@ -43,7 +43,6 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """Reads a text file, or a JSONL file of prompts, messages or turns."""
         if path.suffix != ".jsonl":
             return cls(path.stem, read_text_file(path))
         records = read_jsonl(path, "an object with prompt, messages or turns")
@@ -95,7 +94,6 @@ class Fidelity(Task):
         self._samples: dict[int, _Sample] = {}
 
     def identity(self) -> Mapping[str, Any]:
-        """Names the data and the protocol; more texts may be added later."""
         names = ("prompt_tokens", "new_tokens", "protocol", "raw")
         data = digest(repr(list(self.sources)))
         return {"data": data, **{name: getattr(self, name) for name in names}}
@@ -173,7 +171,6 @@ class Fidelity(Task):
         return {name: Score(row[name]) for name in self.metrics}
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
-        """Rows for all texts and for each file's, with intervals."""
         rows = [self._row(ALL, list(results.values()))]
         for source in self.sources if len(self.sources) > 1 else ():
             own = [r for n, r in results.items() if self._samples[n].source == source.name]
@@ -209,7 +206,6 @@ class _Comparison:
         self.shared.split()
 
     def run(self, following: Sequence[int], most: int, protocol: Protocol) -> list[Result]:
-        """Reads what follows, or the full cache's own answer, on every cache."""
         how = self._decode if protocol == "decode" else self._in_one_block
         measured = how(following, most)
         full, *others = self.caches

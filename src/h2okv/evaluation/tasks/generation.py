@@ -134,7 +134,6 @@ class Diversity(GenerationTask):
         return {"data": data, "copies": self.copies, **super().identity()}
 
     def result(self, sample: int, answer: Answer) -> Result:
-        """Keeps an answer; it is scored with the others to its prompt."""
         return {"prompt": sample // self.copies, "tokens": answer.tokens, "text": answer.text}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:

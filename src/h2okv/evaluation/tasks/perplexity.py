@@ -91,7 +91,6 @@ class Perplexity(Task):
         return {"perplexity": Score(_perplexity(total / tokens))}
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
-        """Makes a row for each range of positions, over all windows."""
         rows = []
         places = next(iter(results.values()))["positions"]
         ranges = zip(*(result["nlls"] for result in results.values()), strict=True)

@@ -64,7 +64,6 @@ class QuestionTask(Task):
                 yield number, {sample: {**beside, **self.judge(text, expected), "text": text}}
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
-        """Scores a text by the fraction of the answers that it holds."""
         return {"string_match": self._match([text], [list(answers)])}
 
 
@@ -202,7 +201,6 @@ class NeedleTask(QuestionTask):
             )
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
-        """Scores a text, also by the words of the answer that it holds."""
         return {
             **super().judge(text, answers),
             "rouge1_recall": float(self._rouge.score(answers[0], text)["rouge1"].recall),
