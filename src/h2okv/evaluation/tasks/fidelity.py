@@ -235,11 +235,13 @@ class _Comparison:
         """All tokens at once, one cache after another; the same."""
         tokens = list(following) or self._answer(most)
         block, targets, start = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:]), self.read
-        found: list[torch.Tensor] = []
+        full, columns = None, []
         for cache in self.caches:
             self.read = start
-            found.append(self._forward(block, cache)[0])
-        return torch.stack([_measure(found[0], own, targets) for own in found], dim=1)
+            log_probs = self._forward(block, cache)[0]
+            full = log_probs if full is None else full
+            columns.append(_measure(full, log_probs, targets))
+        return torch.stack(columns, dim=1)
 
     def _answer(self, most: int) -> list[int]:
         """The full cache's own answer, on a copy; at least two tokens."""
