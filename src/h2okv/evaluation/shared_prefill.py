@@ -115,13 +115,14 @@ class SharedLayer(CacheLayer):
         self.awaits_attention = False
         self.cumulative_length += query.shape[2]
         self.position_ids = position_ids
-        block = Block(query, key, value, real, None, None, scale, softcap)
-        output = self._decode(block) if self.num_forwards else self._read_prompt(block)
+        output = self._attend(Block(query, key, value, real, None, None, scale, softcap))
         self.num_forwards += 1
         return output
 
-    def _decode(self, block: Block) -> Tensor:
-        """Has every cache attend to its own sequences of the batch."""
+    def _attend(self, block: Block) -> Tensor:
+        """A prompt for all, or the sequences of each."""
+        if self.num_forwards == 0:
+            return self._read_prompt(block)
         count, real = len(self.parts), block.real
         states = [part.chunk(count) for part in (block.query, block.key, block.value)]
         masks = [None] * count if real is None else real.chunk(count)

@@ -304,7 +304,7 @@ def test_an_export_works_alone(browser, page, reading, expected, tmp_path):
     traces = [reading.trace(policy, "20%") for policy in ("recent", "h2o")]
     choice = {**CHOICE, "policies": ["recent", "h2o"], "budgets": ["20%"], "text": ""}
     path = tmp_path / "kept.html"
-    content = {"choice": choice, "reading": reading.describe(), "traces": traces}
+    content = {"choice": choice, "reading": reading.content, "traces": traces}
     path.write_text(build_page(content), encoding="utf-8")
     browser.open(path.as_uri())
     browser.run(HELPERS)
