@@ -165,14 +165,9 @@ def draw_ablation(figure: Any, panels: list[Any], tables: Tables) -> None:
     """Perplexity ratios with some tokens hidden; bars are 95 % intervals."""
     axes, rows = panels[0], tables["ablation"]
     shares = distinct(rows, "share")
-    for place, (condition, colour, marker) in enumerate(
-        (
-            ("heavy hidden", RED, "o"),
-            ("random hidden", GREY, "x"),
-            ("only heavy kept", BLUE, "s"),
-            ("only random kept", ORANGE, "^"),
-        )
-    ):
+    conditions = ("heavy hidden", "random hidden", "only heavy kept", "only random kept")
+    looks = zip(conditions, (RED, GREY, BLUE, ORANGE), "oxs^", strict=True)
+    for place, (condition, colour, marker) in enumerate(looks):
         part = where(rows, condition=condition)
         x = np.array([shares.index(row["share"]) for row in part]) + 0.14 * (place - 1.5)
         ratio, low, high = (column(part, key) for key in ("ratio", "low", "high"))
@@ -236,24 +231,29 @@ def draw_agreement(figure: Any, panels: list[Any], tables: Tables) -> None:
     axes.set_title(f"Heavy hitters that two heads share\n(chance: {chance:.2f}, white line)")
 
 
+def draw_worth(axes: Any, rows: Rows, worth: str, lowest: str) -> None:
+    """The worth of what is held, with a band down to the lowest, and what the theorem asks for."""
+    draw_lines(axes, rows, "step", worth)
+    for policy in distinct(rows, "policy"):
+        part = where(rows, policy=policy)
+        steps = distinct(part, "step")
+        low = [column(where(part, step=step), lowest).min() for step in steps]
+        high = [column(where(part, step=step), worth).max() for step in steps]
+        axes.fill_between(steps, low, high, color=STYLES[policy]["color"], alpha=0.13)
+    axes.axhline(FACTOR, color="black", ls="--", lw=1, label="1 - 1/e")
+
+
 def draw_theory(figure: Any, panels: list[Any], tables: Tables) -> None:
-    """Greedy against the best of all sets, by step; bands reach down to the lowest."""
+    """Greedy against the best of all sets, by step."""
     cases = (("real", "identity"), ("real", "sqrt"), ("late star", "identity"))
     for axes, (case, h) in zip(panels, cases, strict=True):
         rows = where(tables["theory_steps"], case=case, h=h, objective="rows")
-        rows = [row for row in rows if row["policy"] != "informed"]
-        draw_lines(axes, rows, "step", "mean")
-        for policy in distinct(rows, "policy"):
-            steps, lowest, mean = (
-                column(where(rows, policy=policy), key) for key in ("step", "lowest", "mean")
-            )
-            axes.fill_between(steps, lowest, mean, color=STYLES[policy]["color"], alpha=0.13)
-        draw_bound(axes)
+        draw_worth(axes, [row for row in rows if row["policy"] != "informed"], "mean", "lowest")
 
 
-def draw_bound(axes: Any) -> None:
-    """Draws what the theorem asks for."""
-    axes.axhline(FACTOR, color="black", ls="--", lw=1, label="1 - 1/e")
+def draw_theory_long(figure: Any, panels: list[Any], tables: Tables) -> None:
+    """Greedy against the best set on the whole text; bands span the heads."""
+    draw_worth(panels[0], tables["theory_long"], "ratio", "ratio")
 
 
 def draw_theory_mass(figure: Any, panels: list[Any], tables: Tables) -> None:
@@ -265,18 +265,6 @@ def draw_theory_mass(figure: Any, panels: list[Any], tables: Tables) -> None:
         axes.bar(x, 100 * means, 0.18, color=colour, label=label)
     axes.set_xticks(range(len(cases)), cases)
     axes.grid(axis="x", visible=False)
-
-
-def draw_theory_long(figure: Any, panels: list[Any], tables: Tables) -> None:
-    """Greedy against the best set on the whole text; bands span the heads."""
-    axes, rows = panels[0], tables["theory_long"]
-    draw_lines(axes, rows, "step", "ratio")
-    for policy in distinct(rows, "policy"):
-        part = where(rows, policy=policy)
-        by_step = {step: column(where(part, step=step), "ratio") for step in distinct(part, "step")}
-        ends = [[own.min() for own in by_step.values()], [own.max() for own in by_step.values()]]
-        axes.fill_between(list(by_step), *ends, color=STYLES[policy]["color"], alpha=0.13)
-    draw_bound(axes)
 
 
 def draw_neurons(figure: Any, panels: list[Any], tables: Tables) -> None:

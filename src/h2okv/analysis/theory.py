@@ -99,10 +99,8 @@ def set_values(
 
 def attention_rows(logits: np.ndarray) -> np.ndarray:
     """Turns logits ``[G, n, n]`` into rows of causal attention, float64 ``[G, n, n]``."""
-    size = logits.shape[-1]
-    masked = np.where(np.tri(size, dtype=bool), logits, -np.inf)
-    weights = np.exp(masked - masked.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    masked = np.where(np.tri(logits.shape[-1], dtype=bool), logits, -np.inf)
+    return torch.from_numpy(masked).softmax(dim=-1).numpy()
 
 
 def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarray:

@@ -28,17 +28,15 @@ class H2OClient(HuggingFaceClient):
     """A client for models of `transformers` with an `H2OCache`.
 
     Generation has the budget of the prompt. Log-probabilities of a prompt (``echo_prompt`` without
-    new tokens, as HELM's language modelling and separate multiple choice ask for) come from a
-    scan of the whole text under eviction. The settings are part of the key of HELM's request
-    cache and of its loaded models, so that two budgets never share an answer.
+    new tokens) come from a scan of the whole text under eviction. The settings are part of the key
+    of HELM's request cache and of its loaded models: two budgets never share an answer.
 
     Args:
         cache_config: HELM's.
         tokenizer: HELM's.
         pretrained_model_name_or_path: what `resolve_model` takes.
         record: a file that gets model, budget, policy, seed, versions and commit as JSON.
-        **options: arguments of `H2OCache` (``heavy``, ``recent``, ``policy`` ...), and what HELM's
-            `HuggingFaceClient` takes.
+        **options: arguments of `H2OCache`, and what HELM's `HuggingFaceClient` takes.
 
     Raises:
         ValueError: if the settings make no sense.

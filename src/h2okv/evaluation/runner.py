@@ -146,9 +146,9 @@ class Evaluation:
         for run, results in self._finished():
             scores = run.task.scores(results)
             metric = run.task.headline or run.task.metrics[0]
-            headline = dict(zip(("value", "stderr"), scores[metric], strict=True))
+            head = {"metric": metric, **scores[metric]._asdict()}
             values = {name: score.value for name, score in scores.items()}
-            found[run.label] = self._row(run, results, {"metric": metric, **headline, **values})
+            found[run.label] = self._row(run, results, {**head, **values})
         return found
 
     def details(self) -> list[dict[str, Any]]:

@@ -29,44 +29,6 @@ _BLANK = re.compile(
 )
 
 
-def copa(**_: Any) -> Splits:
-    """COPA's development set (Roemmele et al. 2011) out of ``copa_balanced_dev.xml``."""
-    return _splits(_copa, test="copa_balanced_dev.xml")
-
-
-def rte(**_: Any) -> Splits:
-    """RTE's validation set (SuperGLUE) from ``rte_val.jsonl``."""
-    return _splits(_rte, test="rte_val.jsonl")
-
-
-def piqa(**_: Any) -> Splits:
-    """PIQA's validation set (Bisk et al. 2020) from ``piqa/valid.jsonl`` and its labels."""
-    path = data_file("piqa/valid-labels.lst")
-    labels = path.read_text(encoding="utf-8").split()
-    records = read_jsonl(data_file("piqa/valid.jsonl"))
-    if len(labels) != len(records):
-        raise ValueError(
-            f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."
-        )
-    known = iter(labels)
-    return _splits(lambda record: _piqa(record, next(known), path), test="piqa/valid.jsonl")
-
-
-def openbookqa(**_: Any) -> Splits:
-    """OpenBookQA's test and development sets from ``openbookqa_test.tsv`` and ``_dev.tsv``."""
-    return _splits(_open_book, test="openbookqa_test.tsv", validation="openbookqa_dev.tsv")
-
-
-def winogrande(**_: Any) -> Splits:
-    """WinoGrande's validation set from ``llm_adapters/winogrande_test.json``."""
-    return _splits(_winogrande, test="llm_adapters/winogrande_test.json")
-
-
-def mathqa(**_: Any) -> Splits:
-    """MathQA's test set from ``llm_adapters/mathqa_test.json``."""
-    return _splits(_math, test="llm_adapters/mathqa_test.json")
-
-
 def _splits(convert: Callable[[Record], Document | None], **files: str) -> Splits:
     """Reads each split's file; a record that is none of the task's is converted to None."""
     found = {}
@@ -181,3 +143,28 @@ def _math(record: Record) -> Document:
         "choices": [choice.strip().lower() for _, choice in found],
         "label": record.choice("answer", tuple("ABCDE")),
     }
+
+
+def _task(convert: Callable[[Record], Document | None], **files: str) -> Callable[..., Splits]:
+    """What a task file's ``custom_dataset`` calls, with options that are none of these files'."""
+    return lambda **_: _splits(convert, **files)
+
+
+copa = _task(_copa, test="copa_balanced_dev.xml")  # Roemmele et al. 2011, development set
+rte = _task(_rte, test="rte_val.jsonl")  # SuperGLUE, validation set
+openbookqa = _task(_open_book, test="openbookqa_test.tsv", validation="openbookqa_dev.tsv")
+winogrande = _task(_winogrande, test="llm_adapters/winogrande_test.json")  # validation set
+mathqa = _task(_math, test="llm_adapters/mathqa_test.json")
+
+
+def piqa(**_: Any) -> Splits:
+    """PIQA's validation set (Bisk et al. 2020) and its labels."""
+    path = data_file("piqa/valid-labels.lst")
+    labels = path.read_text(encoding="utf-8").split()
+    records = read_jsonl(data_file("piqa/valid.jsonl"))
+    if len(labels) != len(records):
+        raise ValueError(
+            f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."
+        )
+    known = iter(labels)
+    return _splits(lambda record: _piqa(record, next(known), path), test="piqa/valid.jsonl")
