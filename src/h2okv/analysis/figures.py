@@ -40,7 +40,7 @@ def new_figure(
 ) -> tuple[Any, list[Any]]:
     """Makes an empty figure with panels side by side, each with its properties."""
     with optional("matplotlib", "a picture", "analysis").rc_context(fname=_STYLE_SHEET):
-        figure = plots.new_figure(*size)
+        figure = plots.new_figure(size[0], size[1])
         axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     for own, properties in zip(axes, panels, strict=True):
         own.set(**properties)

@@ -108,7 +108,8 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     names = {"word": [pieces[token] for token in words.token_ids.tolist()]}
     rows: list[Row] = []
     for measure, values in (("sum", sums), ("each", means)):
-        parts = {"all": values.mean(axis=0), **dict(zip(study.layers, values, strict=True))}
+        parts: dict[Any, np.ndarray] = {"all": values.mean(axis=0)}
+        parts |= zip(study.layers, values, strict=True)
         rows += [
             {"measure": measure, "layer": layer, "against": against, **spearman(part, others)}
             for layer, part in parts.items()
