@@ -163,10 +163,9 @@ def answer_question(
 ) -> list[Answer]:
     """Answers a question about a context with several caches, each compressing it for itself.
 
-    Query-aware: the question is read in one block with the context (but for its last token, so that
-    the whole answer comes from the compressed cache). Query-agnostic: the context is read and
-    evicted from first. A budget in fractions is of context and question, but of what is read first
-    for a policy that evicts once, after the prompt.
+    Query-aware: the question is read in one block with the context, but for its last token, so that
+    the whole answer comes from the compressed cache. A budget in fractions is of both, but of what
+    is read first for a policy that evicts once, after the prompt.
     """
     ids = torch.tensor([[*context, *question.ids]])
     last = ids.shape[1] - 1

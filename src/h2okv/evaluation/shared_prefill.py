@@ -153,18 +153,11 @@ class SharedLayer(CacheLayer):
 
 
 class SharedPrefill(H2OCache):
-    """Empty caches that read one prompt together.
+    """Empty caches of one model that read one prompt together, in one forward.
 
-    The model reads the prompt in one forward, as onto any cache; every cache then holds what it
-    would hold had it read the prompt by itself. Then `split`, and go on with each cache alone, or
-    give the model a batch of as many times the prompt's sequences as there are caches: each is
-    decoded on its own cache, so that the model's weights are read once a step for all.
-
-    Example::
-
-        shared = SharedPrefill(caches)
-        model(input_ids, past_key_values=shared)
-        shared.split()
+    After `split` each holds what it would hold had it read the prompt by itself. Then go on with
+    each cache alone, or give the model a batch of as many times the prompt's sequences as there are
+    caches: each is decoded on its own cache, and the weights are read once a step for all.
     """
 
     def __init__(self, caches: Sequence[H2OCache]) -> None:

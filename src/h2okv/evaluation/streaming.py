@@ -100,28 +100,6 @@ class StreamState:
     seconds: float = 0.0  # in forward passes
     rows: list[StreamRow] = field(default_factory=list)
 
-    @classmethod
-    def from_notes(
-        cls, notes: Mapping[str, str], settings: Mapping[str, Setting], where: str
-    ) -> StreamState:
-        if _KEY not in notes:
-            raise ValueError(f"'{where}' holds no stream; give a file that h2okv stream saved")
-        try:
-            content: dict[str, Any] = json.loads(notes[_KEY])
-            if (version := content["version"]) == _VERSION:
-                rows = [StreamRow(**row) for row in content["state"].pop("rows")]
-                state = cls(**content["state"], rows=rows)
-                saved = {k: v for k, v in content["settings"].items() if k in settings}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"'{where}' is damaged; begin again without --resume") from error
-        if version != _VERSION:
-            raise ValueError(
-                f"'{where}' is of version {version}, this h2okv reads {_VERSION}; begin again"
-                " without --resume"
-            )
-        check_settings(saved, settings, f"'{where}'")
-        return state
-
 
 class Step(NamedTuple):
     """What one block brought."""
@@ -133,13 +111,32 @@ class Step(NamedTuple):
     precedes_cut: bool = False
 
 
+def _read_state(
+    notes: Mapping[str, str], settings: Mapping[str, Setting], where: str
+) -> StreamState:
+    """Reads a checkpoint's state; refuses one that was begun with other settings."""
+    if _KEY not in notes:
+        raise ValueError(f"{where} holds no stream; give a file that h2okv stream saved")
+    again = "begin again without --resume"
+    try:
+        content: dict[str, Any] = json.loads(notes[_KEY])
+        if (version := content["version"]) != _VERSION:
+            raise ValueError(f"{where} is of version {version}, not of {_VERSION}; {again}")
+        rows = [StreamRow(**row) for row in content["state"].pop("rows")]
+        state = StreamState(**content["state"], rows=rows)
+        saved = {name: content["settings"].get(name) for name in settings}
+    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{where} is damaged; {again}") from error
+    check_settings(saved, settings, where)
+    return state
+
+
 @dataclass(eq=False)
 class Stream:
     """Reads a source on one cache; between two blocks it can be saved, stopped and gone on with.
 
-    A token's position counts the tokens that went through the cache, and its negative
-    log-likelihood is that of the token after it: the next one of a given text, or the one that
-    the model itself chose for its answer, always the likeliest.
+    A token's negative log-likelihood is that of the token after it: the next one of a given text,
+    or the likeliest, which the model itself chose for its answer.
     """
 
     model: PreTrainedModel
@@ -168,7 +165,7 @@ class Stream:
         if not path.is_file():
             raise ValueError(f"'{path}' does not exist: nothing to go on with; omit --resume")
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
-        stream.state = StreamState.from_notes(read_notes(path), stream._fixed(), str(path))
+        stream.state = _read_state(read_notes(path), stream._fixed(), f"'{path}'")
         return stream
 
     def save(self, path: Path) -> None:

@@ -75,11 +75,7 @@ def check_arguments(names: Iterable[str]) -> None:
 
 
 def run_harness(args: Sequence[str], data: Path | None = None) -> int:
-    """Registers model and tasks and hands over to the harness's own command line.
-
-    Releases up to 0.4.13 look for no models outside themselves, and read ``--include_path`` when
-    the model has been looked up already.
-    """
+    """Registers model and tasks, which releases up to 0.4.13 do not look for, and hands over."""
     _check_installed()
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
@@ -169,10 +165,9 @@ def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class HarnessTask(Task):
-    """A task of lm-evaluation-harness with so many examples in the prompt.
+    """A task of lm-evaluation-harness, as one sample: a prompt's examples depend on those before.
 
-    It is one sample, because the examples that a prompt gets depend on the prompts before it; a
-    stopped task finds the answers that there are in the harness's own store.
+    A stopped task finds the answers that there are in the harness's own store.
     """
 
     data: Path | None  # the folder with the data files of this package's tasks

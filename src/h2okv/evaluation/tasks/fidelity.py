@@ -71,9 +71,8 @@ class _Sample(NamedTuple):
 class Fidelity(Task):
     """Compares a setting's predictions with the full cache's, token by token, on the same text.
 
-    The prompt is read once for all settings. The first token after it is predicted by that reading
-    and so the same for all; what is compared are the predictions of those that follow. After a
-    prompt of a JSONL file the text is the full cache's own greedy answer.
+    The prompt is read once for all, and so predicts the first token alike; those that follow are
+    compared. After a prompt of a JSONL file they are the full cache's own greedy answer.
     """
 
     name: str = "fidelity"

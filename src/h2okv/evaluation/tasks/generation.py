@@ -107,8 +107,7 @@ class Summarization(GenerationTask):
 class Diversity(GenerationTask):
     """The first questions of conversations are answered several times, and the answers compared.
 
-    Self-BLEU (Zhu et al., arXiv 1802.01886, section 3.3): each answer's BLEU with the other answers
-    to the same prompt as references, averaged; the lower, the more the answers differ.
+    Self-BLEU (Zhu et al., arXiv 1802.01886): each answer's BLEU with the others as references.
     """
 
     input: Path  # see `read_conversations`
