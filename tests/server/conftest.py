@@ -154,14 +154,12 @@ def start():
     """Starts a server in a thread; it must be stopped."""
 
     def begin(engine, port=0, drain=5.0, **options) -> Served:
-        settings = ServerSettings(**{"model_name": MODEL, **options})
-        started = threading.Event()
-        listener = Listener(make_app(engine, settings), engine, drain, started.set)
+        settings = ServerSettings(**{"model_name": MODEL, "drain": drain, **options})
+        listener = Listener(make_app(engine, settings), engine, settings)
         opened = open_port("127.0.0.1", port)
         address = f"http://127.0.0.1:{opened.getsockname()[1]}"
         thread = threading.Thread(target=listener.run, args=([opened],))
         thread.start()
-        assert started.wait(10)
 
         def stop():
             listener.should_exit = True

@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from h2okv.integration.chat_template import chat_text
-from h2okv.server.tokenization import system_prefix, text_prefix
+from h2okv.server.tokenization import shared_prefix
 
 CHATML = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
@@ -131,7 +131,7 @@ def test_a_developer_message_is_a_system_message(served, fake):
 def test_a_prefix_is_what_all_chats_begin_with(bundled_tokenizer, template):
     tokenizer = copy.deepcopy(bundled_tokenizer)
     tokenizer.chat_template = template
-    shared = system_prefix(tokenizer, "You answer in one word.")
+    shared = shared_prefix(tokenizer, "You answer in one word.", is_system=True)
     for question in ("Why?", "9", "two\nlines"):
         chat = [{"role": "system", "content": "You answer in one word."}]
         text = chat_text(tokenizer, [*chat, {"role": "user", "content": question}])
@@ -141,7 +141,7 @@ def test_a_prefix_is_what_all_chats_begin_with(bundled_tokenizer, template):
 
 
 def test_a_prefix_of_texts_stops_where_a_word_could_go_on(bundled_tokenizer):
-    shared = text_prefix(bundled_tokenizer, "The story of a king")
+    shared = shared_prefix(bundled_tokenizer, "The story of a king")
     for end in ("", "dom", " went", "."):
         tokens = bundled_tokenizer("The story of a king" + end)["input_ids"]
         assert tuple(tokens[: len(shared)]) == shared

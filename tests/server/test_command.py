@@ -233,7 +233,6 @@ def test_what_is_not_installed_is_named():
 
 def test_a_warning_where_everybody_may_ask(command, monkeypatch):
     def announce_only(listener, sockets):
-        listener._on_started()
         sockets[0].close()
         asyncio.run(listener._engine.aclose(0))
 

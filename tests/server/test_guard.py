@@ -54,6 +54,7 @@ def test_what_is_open_and_what_needs_the_key(locked):
     for path in ("/metrics", "/stats", "/v1/models"):
         assert get(locked, path, Authorization="Bearer a-long-secret")[0] == 200
     assert get(locked, "/v1/models", Authorization="Basic a-long-secret")[0] == 401
+    assert get(locked, "/v1/models", Host="a/health?")[0] == 401  # no path of the client's making
 
 
 def test_other_names_are_refused_where_only_this_machine_may_ask(serve, fake):

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.server.errors import ApiError, as_api_error, timed_out
 from h2okv.server.handlers import while_connected
+from h2okv.server.protocol import read_limited
 
 Ask = Callable[[dict[str, Any], bytes], AsyncGenerator[list[Message], None]]
 """Hands a request to a replica: its scope and its body; gives the messages of the answer."""
@@ -37,19 +38,16 @@ class Router:
     Whatever was not begun is asked of another one, and the client sees nothing of it.
     """
 
-    def __init__(self, ask: Ask, timeout: float) -> None:
-        self._ask, self._timeout = ask, timeout
+    def __init__(self, ask: Ask, timeout: float, max_body: int = 8 << 20) -> None:
+        self._ask, self._timeout, self._max_body = ask, timeout, max_body
         self.retried = 0  # requests that were given to another replica
         self.broken = 0  # streams that ended with an error, because they had begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await HttpRequest(scope, receive).body()
-        except ClientDisconnect:
-            return
         answer = _Answer(send)
         try:
             async with asyncio.timeout(self._timeout + _GRACE):
+                body = await read_limited(HttpRequest(scope, receive), self._max_body)
                 await while_connected(receive, self._try_all(plain_scope(scope), body, answer))
             return
         except ClientDisconnect:
@@ -171,8 +169,6 @@ def _lost(when: str) -> ApiError:
     return ApiError(
         _STOPPED,
         f"the process that answered was lost {when}; send the request again.",
-        kind="server_error",
         code="replica_lost",
-        outcome="lost",
         retry_after=5,
     )

@@ -134,7 +134,7 @@ class Replica:
         self._board = board
         self._engine = AsyncLLM(request.model, config=engine, **request.loading)
         # The front has checked who asks.
-        self._app = make_app(self._engine, request.server, is_guarded=False)
+        self._app = make_app(self._engine, request.server)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
         async for messages in messages_of(self._app, scope, body):
@@ -171,7 +171,7 @@ class Front:
         self._max_num_seqs = deployed.replicas * deployed.max_num_seqs
         self._mean_seconds = 1.0
         settings = deployed.request.server
-        self._router = Router(self._ask, settings.timeout)
+        self._router = Router(self._ask, settings.timeout, settings.max_body)
         self._app = guarded(self._route, settings)
 
     async def __call__(self, request: Request) -> Response:

@@ -40,10 +40,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "max_body", "max_new_tokens", "max_choices"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is too little; give more than 0.")
-        if not math.isfinite(self.timeout):
-            raise ValueError(f"timeout={self.timeout!r} is not a time; give a number of seconds.")
+            if not 0 < getattr(self, name) < math.inf:
+                problem = "too little" if getattr(self, name) <= 0 else "not a number"
+                raise ValueError(f"{name}={getattr(self, name)!r} is {problem}; give more than 0.")
         if not 0 <= self.drain < math.inf:
             raise ValueError(f"--drain {self.drain:g} is out of range; give seconds, 0 or more.")
         for origin in self.cors_origins:
@@ -60,12 +59,6 @@ class ServerSettings:
         """Whether only this machine can reach the server."""
         return self.host in LOOPBACK
 
-    @property
-    def allowed_hosts(self) -> tuple[str, ...] | None:
-        """Names that the ``Host`` header may have; ``None`` for any."""
-        # A page elsewhere that points its own name at this machine must not get in.
-        return LOOPBACK if self.is_local and self.api_key is None else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
@@ -81,14 +74,14 @@ class ServeRequest:
     def engine_config(self) -> EngineConfig:
         """The engine's config with the tokens of all beginnings that are read once and kept."""
         from h2okv.server.errors import ApiError
-        from h2okv.server.tokenization import system_prefix, text_prefix
+        from h2okv.server.tokenization import shared_prefix
 
         if not self.prefixes and not self.systems:
             return self.engine
         tokenizer = describe(self.model).tokenizer
         try:
-            found = [text_prefix(tokenizer, text) for text in self.prefixes]
-            found += [system_prefix(tokenizer, text) for text in self.systems]
+            found = [shared_prefix(tokenizer, text) for text in self.prefixes]
+            found += [shared_prefix(tokenizer, text, is_system=True) for text in self.systems]
         except ApiError as error:
             raise ValueError(f"--system: {error}") from error
         return dataclasses.replace(self.engine, prefixes=found)

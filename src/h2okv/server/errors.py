@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from h2okv.engine.outputs import (
     EngineStoppedError,
@@ -17,7 +20,17 @@ from h2okv.engine.outputs import (
 )
 
 LOG = logging.getLogger("h2okv.server")
-_SERVER = "server_error"
+
+_KINDS = {
+    429: ("rate_limit_error", "queue_full"),
+    500: ("server_error", "failed"),
+    503: ("server_error", "stopped"),
+    504: ("timeout_error", "timeout"),
+}
+"""OpenAI's type, and what the metrics count it as, by status; all others are refusals."""
+_BEFORE_BODY = (401, 403, 413)
+_LINGER = 2.0
+"""Seconds in which the rest of a body that nobody reads is thrown away."""
 
 
 @dataclass(eq=False)
@@ -26,14 +39,15 @@ class ApiError(Exception):
 
     status: int
     message: str
-    kind: str = "invalid_request_error"  # OpenAI's type, as are the next two
-    param: str | None = None
+    param: str | None = None  # OpenAI's names, as is the next one
     code: str | None = None
-    outcome: str = "refused"  # what the metrics count it as
     retry_after: float | None = None  # seconds after which a new try makes sense
 
     def __str__(self) -> str:
         return self.message
+
+    def __post_init__(self) -> None:
+        self.kind, self.outcome = _KINDS.get(self.status, ("invalid_request_error", "refused"))
 
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
@@ -44,24 +58,36 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), self.status, headers)
+        if self.status not in _BEFORE_BODY:
+            return JSONResponse(self.body(), self.status, headers)
+        return _LingeringResponse(self.body(), self.status, headers | {"Connection": "close"})
+
+
+class _LingeringResponse(JSONResponse):
+    """Lets the client finish sending for a while, or it would not see the answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        # The answer stays open while the rest of the body comes.
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """The error of a field whose value cannot be used."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param, code)
 
 
 def timed_out(seconds: float) -> ApiError:
     """The error of a request that took too long."""
-    return ApiError(
-        504,
-        f"the request took longer than {seconds:g} s and was stopped; ask for fewer tokens, try"
-        " again when fewer requests wait, or start the server with a larger --timeout.",
-        kind="timeout_error",
-        code="timeout",
-        outcome="timeout",
-    )
+    remedy = "ask for fewer tokens, try again when fewer requests wait, or start the server with a"
+    told = f"the request took longer than {seconds:g} s and was stopped; {remedy} larger --timeout."
+    return ApiError(504, told, code="timeout")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -71,22 +97,15 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case QueueFullError():
-            code, wait = "queue_full", error.retry_after
-            kind = "rate_limit_error"
-            return ApiError(429, told, kind=kind, code=code, outcome=code, retry_after=wait)
+            return ApiError(429, told, code="queue_full", retry_after=error.retry_after)
         case EngineStoppedError():
-            code = "engine_stopped"
-            return ApiError(503, told, kind=_SERVER, code=code, outcome="stopped", retry_after=5)
+            return ApiError(503, told, code="engine_stopped", retry_after=5)
         case RequestFailedError():
-            return ApiError(500, told, kind=_SERVER, code="request_failed", outcome="failed")
+            return ApiError(500, told, code="request_failed")
         case PromptTooLongError():
             return invalid(told, code="context_length_exceeded")
         case ValueError():
             return invalid(told)
     LOG.error("a request failed", exc_info=error)
     told = "the server failed with this request, by an error of its own; its log has the details."
-    return ApiError(500, told, kind=_SERVER, code="internal_error", outcome="failed")
-
-
-class BodyTooLargeError(Exception):
-    """A body came without its length, and went on and on."""
+    return ApiError(500, told, code="internal_error")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Iterable
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,330 +14,245 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from h2okv.engine.outputs import OutputDelta
+from h2okv.config import Budget
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
-from h2okv.server.errors import ApiError, BodyTooLargeError, as_api_error, invalid, timed_out
+from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
-from h2okv.server.protocol import (
-    DetokenizeRequest,
-    SampledRequest,
-    TokenizeRequest,
-    read_body,
-)
-from h2okv.server.responses import ResponseBuilder, TokenText
-from h2okv.server.tokenization import ANY_LENGTH, Prompt, PromptReader, off_the_loop
+from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
+from h2okv.server.responses import ResponseBuilder
+from h2okv.server.tokenization import ANY_LENGTH, Prompt, PromptReader, TokenText, off_the_loop
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
 
 Result = TypeVar("Result")
-Deltas = AsyncGenerator[OutputDelta, None]
+_Asked = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
+"""An answer to be made, and for each of its prompts the parameters; the budget of all of them."""
 
 _LAST_WORD = 5.0
 """Seconds in which a client must take the event that tells it of an error."""
 
 
 class Handlers:
-    """Handles requests for chats and completions."""
+    """What all routes share; handles requests that generate nothing."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(engine)
-        self._reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
+        self.reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
+        self.tokens = TokenText(engine.tokenizer)
         self._any_length = PromptReader(engine.tokenizer, ANY_LENGTH)
-        self._tokens = TokenText(engine.tokenizer)
 
     def stats(self) -> dict[str, Any]:
-        engine = self.engine
+        limits = ("max_budget", "max_context", "max_prompt_tokens")
         return {
             "model": self.settings.model_name,
             "tokens_per_second": self.metrics.tokens_per_second(),
-            "max_budget": engine.max_budget,
-            "max_context": engine.max_context,
-            "max_prompt_tokens": engine.max_prompt_tokens,
+            **{name: getattr(self.engine, name) for name in limits},
             "max_new_tokens": self.settings.max_new_tokens,
-            "sampling": engine.model_sampling,
-            **dataclasses.asdict(engine.stats()),
+            "sampling": self.engine.model_sampling,
+            **dataclasses.asdict(self.engine.stats()),
         }
 
     def check_model(self, name: str | None) -> None:
         """Refuses a model that is not here."""
-        if name is not None and name != self.settings.model_name:
-            raise ApiError(
-                404,
-                f"model={name!r} is not served here; give {self.settings.model_name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        own = self.settings.model_name
+        if name not in (None, own):
+            told = f"model={name!r} is not served here; give {own!r}."
+            raise ApiError(404, told, "model", "model_not_found")
+
+    async def read(self, request: Request, kind: type[Any]) -> tuple[Any, int]:
+        """Reads a body for the model that is here; tells its size too."""
+        body, size = await read_body(request, kind, self.settings.max_body)
+        self.check_model(body.model)
+        return body, size
 
     async def tokenize(self, request: Request) -> Response:
         """Tells the tokens of a text or a chat, of any length."""
-        body = await read_body(request, TokenizeRequest)
-        self.check_model(body.model)
-        reader, special = self._any_length, body.add_special_tokens
-        size = len(await request.body())
-        if body.messages:
-            turns = [one.turn for one in body.messages]
-            found = await off_the_loop(size, lambda: reader.read_chat(turns).token_ids)
-        else:
-            text = body.prompt or ""
-            found = await off_the_loop(size, lambda: reader.encode(text, special=special))
-        strings = [self._tokens.text(token) for token in found] if body.return_token_strs else None
+        body, size = await self.read(request, TokenizeRequest)
+        prompt = [one.turn for one in body.messages] if body.messages else body.prompt or ""
+        read, special = self._any_length.read, body.add_special_tokens
+        found = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
+        strings = [self.tokens.text(token) for token in found] if body.return_token_strs else None
         told = {"count": len(found), "max_model_len": self.engine.max_context, "tokens": found}
         return JSONResponse({**told, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """Tells the text of tokens."""
-        body = await read_body(request, DetokenizeRequest)
-        self.check_model(body.model)
-        tokens, reader = body.tokens, self._any_length
-        found = await off_the_loop(len(tokens), lambda: reader.read(tokens).text if tokens else "")
-        return JSONResponse({"prompt": found})
+        body, size = await self.read(request, DetokenizeRequest)
+        found = await off_the_loop(size, lambda: self._any_length.read(body.tokens))
+        return JSONResponse({"prompt": found.text})
 
-    async def answer(
-        self, request: Request, kind: type[SampledRequest], make: type[ResponseBuilder]
-    ) -> Response:
-        """Answers a request; whatever is wrong with it becomes an answer too."""
-        metrics, timeout = RequestMetrics(self.metrics, request.url.path), self.settings.timeout
+
+class TextRoute:
+    """A route that generates, as an ASGI application; whatever is wrong becomes an answer too."""
+
+    def __init__(self, handlers: Handlers, kind: type[SampledRequest]) -> None:
+        self.handlers, self.kind = handlers, kind
+        self.engine, self.settings = handlers.engine, handlers.settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, and counts it."""
+        request, timeout = Request(scope, receive), self.settings.timeout
+        metrics = RequestMetrics(self.handlers.metrics, scope["path"])
         request.state.metrics = metrics  # for the log
-        deadline = asyncio.get_running_loop().time() + timeout
+        stream, last = _EventStream(send), b""
+        response = None
         try:
-            async with asyncio.timeout_at(deadline):
-                builder, deltas = await self._prepare(request, kind, make, metrics)
-                if builder.body.stream:
-                    events = _events(builder, deltas)
-                    first = await while_connected(request.receive, anext(events))
-                    last = b"data: [DONE]\n\n" if make.says_done else b""
-                    return EventStream(first, events, last, metrics, deadline, timeout)
-                whole = await while_connected(request.receive, _whole(builder, deltas))
+            async with asyncio.timeout(timeout):
+                asked = await self._prepare(request)
+                response = await while_connected(receive, self._generate(asked, stream, metrics))
+            outcome = "ok"
         except ClientDisconnect:
-            metrics.close("gone")
-            return Response(status_code=499)
-        except BodyTooLargeError:
-            metrics.close("refused")
+            outcome, response = "gone", Response(status_code=499)
+        except asyncio.CancelledError:
+            metrics.close("stopped")
             raise
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
             told = timed_out(timeout) if is_late else as_api_error(error)
-            metrics.close(told.outcome)
-            return told.response()
-        metrics.close("ok")
-        return Response(_json(whole), media_type="application/json")
+            outcome, response, last = told.outcome, told.response(), _events([told.body()])
+        metrics.close(outcome)
+        if response is not None and not stream.has_begun:
+            await response(scope, receive, send)
+            return
+        # Its slots are free by now; a client that takes nothing more holds up nobody.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD):
+                await stream.write(last, more_body=False)
 
-    async def _prepare(
-        self,
-        request: Request,
-        kind: type[SampledRequest],
-        make: type[ResponseBuilder],
-        metrics: RequestMetrics,
-    ) -> tuple[ResponseBuilder, Deltas]:
+    async def _prepare(self, request: Request) -> _Asked:
         """Checks a request and reads its prompts; nothing is generated yet."""
-        body: Any = await read_body(request, kind)
-        self.check_model(body.model)
-        read: Callable[[Any], Prompt] = self._reader.read
-        texts, stops = body.prompts, tuple[str, ...]()
-        if body.is_chat:
-            read, stops = self._reader.read_chat, self._reader.chat_stops
-        num_outputs, most = len(texts) * max(body.n or 1, 1), self.settings.max_choices
-        if num_outputs > most:
+        body, size = await self.handlers.read(request, self.kind)
+        texts, params = body.asked(self.engine.model_sampling)
+        n, most = params.n, self.settings.max_choices
+        if len(texts) * n > most:
             raise invalid(
-                f"prompts times n = {len(texts)} x {body.n or 1} = {num_outputs} outputs, but one"
+                f"prompts times n = {len(texts)} x {n} = {len(texts) * n} outputs, but one"
                 f" request may have {most}; send several requests.",
                 "n" if len(texts) == 1 else "prompt",
             )
-        params = body.params(self.settings.max_new_tokens, self.engine.model_sampling)
-        params = dataclasses.replace(params, stop=(*params.stop, *stops))
-        size = len(await request.body())
+        read, tokens = self.handlers.reader.read, self.handlers.tokens
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])
-        if body.kept_every is not None:  # the answer will tell their texts
-            tokens = {token for prompt in prompts for token in prompt.token_ids}
-            await off_the_loop(size, lambda: [self._tokens.data(token) for token in tokens])
-        # The plain form has a space between "Assistant:" and the answer, which is not its own.
-        builder = make(body, prompts, self._tokens, strips_start=bool(stops))
-        return builder, self._generate(body, prompts, params, metrics)
-
-    def _generate(
-        self,
-        body: SampledRequest,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        metrics: RequestMetrics,
-    ) -> Deltas:
-        """Runs all prompts side by side; outputs are counted through all of them."""
-        budget = None if body.h2o is None else body.h2o.budget(self.settings.budget)
+        if body.h2o.kept_every is not None:  # the answer will tell their texts
+            every = {token for prompt in prompts for token in prompt.token_ids}
+            await off_the_loop(size, lambda: [tokens.data(token) for token in every])
+        budget = body.h2o.budget(self.settings.budget)
         if budget is not None:
             needed = max(budget.resolve(len(prompt.token_ids)).total for prompt in prompts)
-            if needed > self.engine.max_budget:
-                raise invalid(
-                    f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but this server"
-                    f" keeps {self.engine.max_budget} at most; give less.",
-                    "h2o",
-                )
+            if needed > (kept := self.engine.max_budget):
+                told = f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but this"
+                raise invalid(f"{told} server keeps {kept} at most; give less.", "h2o")
         fitted = [self._fitted(body, prompt, params) for prompt in prompts]
-
-        async def one(number: int) -> Deltas:
-            tokens, own = prompts[number].token_ids, fitted[number]
-            generate = self.engine.generate(tokens, own, budget=budget, kept_every=body.kept_every)
-            async with aclosing(generate) as stream:
-                async for delta in stream:
-                    delta = dataclasses.replace(delta, index=number * own.n + delta.index)
-                    metrics.take(delta, number)
-                    yield delta
-
-        streams = [one(number) for number in range(len(prompts))]
-        return streams[0] if len(streams) == 1 else _merged(streams)
+        return body.builder(body, prompts, tokens), fitted, budget
 
     def _fitted(
         self, body: SampledRequest, prompt: Prompt, params: SamplingParams
     ) -> SamplingParams:
-        """The parameters with a number of new tokens that the context has room for."""
+        """The parameters with the prompt's stops, and as many new tokens as there is room for."""
         context, length = self.engine.max_context, len(prompt.token_ids)
         most, wanted = self.settings.max_new_tokens, params.max_tokens
+        if wanted is not None and wanted > most:
+            told = f"max_tokens={wanted} is more than this server writes; give {most} at most."
+            raise invalid(told, "max_tokens")
         room = most if context is None else context - length
         if room < (1 if wanted is None else wanted):
+            asked = "at least 1" if wanted is None else wanted
             raise invalid(
-                f"a prompt of {length} tokens and max_tokens="
-                f"{'at least 1' if wanted is None else wanted} are more than the model's context"
-                f" of {context} tokens; shorten the prompt or ask for less.",
-                "max_tokens" if length < (context or 0) else None,
+                f"a prompt of {length} tokens and max_tokens={asked} are more than the model's"
+                f" context of {context} tokens; shorten the prompt or ask for less.",
+                "max_tokens" if room > 0 else None,
                 code="context_length_exceeded",
             )
-        if wanted is not None:
-            return params
-        standard = body.default_max_tokens or most
-        return dataclasses.replace(params, max_tokens=min(standard, room, most))
+        if wanted is None:
+            wanted = min(body.default_max_tokens or most, room, most)
+        return dataclasses.replace(params, max_tokens=wanted, stop=(*params.stop, *prompt.stops))
+
+    async def _generate(
+        self, asked: _Asked, stream: _EventStream, metrics: RequestMetrics
+    ) -> Response | None:
+        """Writes the events of a stream as they come; makes the response of a whole answer."""
+        builder, params, budget = asked
+        body = builder.body
+        pending = [*builder.opening()] if body.stream else []
+
+        async def one(number: int, own: SamplingParams) -> None:
+            prompt, every = builder.prompts[number].token_ids, body.h2o.kept_every
+            generate = self.engine.generate(prompt, own, budget=budget, kept_every=every)
+            async with aclosing(generate) as deltas:
+                async for delta in deltas:
+                    # Outputs are counted through all prompts.
+                    delta = dataclasses.replace(delta, index=number * own.n + delta.index)
+                    metrics.take(delta)
+                    builder.take(delta)
+                    if body.stream:  # the events of one delta together
+                        events = _events([*pending, *builder.chunks(delta)])
+                        pending.clear()
+                        await stream.write(events)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, own in enumerate(params):
+                    group.create_task(one(number, own))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if not body.stream:
+            return Response(_json(builder.whole()), media_type="application/json")
+        done = b"data: [DONE]\n\n" if builder.says_done else b""
+        await stream.write(_events([*pending, *builder.closing()]) + done)
+        return None
+
+
+class _EventStream:
+    """Server-sent events; the answer begins with the first of them."""
+
+    _HEADERS = (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    )
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.has_begun, self._lock = send, False, asyncio.Lock()
+
+    async def write(self, data: bytes, more_body: bool = True) -> None:
+        async with self._lock:  # several prompts have a task each
+            if not self.has_begun:
+                self.has_begun = True
+                start = {"type": "http.response.start", "status": 200}
+                await self._send({**start, "headers": [*self._HEADERS]})
+            if data or not more_body:
+                body = {"type": "http.response.body", "body": data, "more_body": more_body}
+                await self._send(body)
+
+
+def _events(values: Iterable[dict[str, Any]]) -> bytes:
+    events = b""
+    for value in values:
+        name = f"event: {value['type']}\n".encode() if "type" in value else b""
+        events += name + b"data: " + _json(value) + b"\n\n"
+    return events
+
+
+def _json(value: Any) -> bytes:
+    return to_json(value, inf_nan_mode="null")
 
 
 async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
     """Does some work, and drops it at once with `ClientDisconnect` if the client goes away."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(receive))
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnect
     finally:
-        for task in (working, leaving):
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _merged(streams: Sequence[Deltas]) -> Deltas:
-    """Hands on what any of several streams yields, until all have ended."""
-    # None says that a stream has ended.
-    arrived: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
-
-    async def pump(stream: Deltas) -> None:
-        ending: Exception | None = None
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    arrived.put_nowait(delta)
-        except Exception as error:
-            ending = error
-        arrived.put_nowait(ending)
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    try:
-        running = len(tasks)
-        while running:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class EventStream(Response):
-    """Server-sent events, which end at once when the client goes away."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        first: bytes,
-        events: AsyncGenerator[bytes, None],
-        last: bytes,
-        metrics: RequestMetrics,
-        deadline: float,
-        timeout: float,
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length of a stream is not known in advance.
-        del self.headers["content-length"]
-        self._first, self._events, self._last, self._metrics = first, events, last, metrics
-        self._deadline, self._timeout = deadline, timeout
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        told: ApiError | None = None
-        outcome = "ok"
-        try:
-            async with asyncio.timeout_at(self._deadline), aclosing(self._events):
-                await while_connected(receive, self._send_all(send))
-        except ClientDisconnect:
-            outcome = "gone"
-        except TimeoutError:
-            told = timed_out(self._timeout)
-        except asyncio.CancelledError:
-            self._metrics.close("stopped")
-            raise
-        except Exception as error:
-            told = as_api_error(error)
-        self._metrics.close(outcome if told is None else told.outcome)
-        # Its slots are free by now; a client that takes nothing more holds up nobody.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORD):
-                last = b"" if told is None else _event(told.body())
-                await _send_body(send, last, more_body=False)
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await _send_body(send, self._first)
-        async for event in self._events:
-            await _send_body(send, event)
-        await _send_body(send, self._last)
-
-
-async def _send_body(send: Send, body: bytes, more_body: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
-
-
-async def _whole(builder: ResponseBuilder, deltas: Deltas) -> dict[str, Any]:
-    async with aclosing(deltas):
-        async for delta in deltas:
-            builder.take(delta)
-    return builder.whole()
-
-
-async def _events(builder: ResponseBuilder, deltas: Deltas) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; those of one delta together."""
-    opening = [*builder.opening()]
-    async with aclosing(deltas):
-        async for delta in deltas:
-            builder.take(delta)
-            if chunks := [*opening, *builder.chunks(delta)]:
-                yield b"".join(map(_event, chunks))
-            opening = []
-    yield b"".join(map(_event, (*opening, *builder.closing())))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    name = f"event: {value['type']}\n".encode() if "type" in value else b""
-    return name + b"data: " + _json(value) + b"\n\n"
-
-
-def _json(value: Any) -> bytes:
-    return to_json(value, inf_nan_mode="null")

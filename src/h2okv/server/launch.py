@@ -6,24 +6,19 @@ import asyncio
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from h2okv.console import write_remark, write_text
+from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.engine import AsyncLLM
 from h2okv.engine.engine import Engine
-from h2okv.server.app import make_app
+from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings
 
 _BACKLOG = 2048
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_AFTER_DRAIN = 5.0
+_AFTER_DRAIN = 6.0
 """Seconds for the last answers to be sent, after the engine has stopped."""
-_QUIT = 130
 
 
 def run_server(request: ServeRequest) -> int:
@@ -31,19 +26,18 @@ def run_server(request: ServeRequest) -> int:
     settings = request.server
     # Held from now on, so that nothing else takes it while the model is loaded.
     with open_port(settings.host, settings.port) as opened:
-        port = opened.getsockname()[1]
         engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
-        app = make_app(engine, settings)
-        Listener(
-            app, engine, settings.drain, lambda: announce(settings, port, engine.describe())
-        ).run(sockets=[opened])
+        listener = Listener(make_app(engine, settings), engine, settings)
+        # Whoever connects before it listens waits.
+        announce(settings, opened.getsockname()[1], engine.describe())
+        listener.run(sockets=[opened])
     return 0
 
 
 def follow(request: ServeRequest) -> int:
     """Holds a part of the model until the first of ``torchrun``'s processes lets go."""
     # The first process gets the signal too, and finishes what runs, for which this one is needed.
-    for number in _SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     engine = Engine(request.model, config=request.engine_config(), **request.loading)
     try:
@@ -83,21 +77,18 @@ def open_port(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
         raise ValueError(
-            f"--port {port} of {host} cannot be opened ({reason}); choose another one, or --port 0"
-            " for any that is free."
+            f"--port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)}); choose"
+            " another one, or --port 0 for any that is free."
         ) from error
 
 
 class Listener(uvicorn.Server):
     """A uvicorn server that stops the engine with it."""
 
-    def __init__(
-        self, app: ASGIApp, engine: AsyncLLM, drain: float, on_started: Callable[[], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, engine: AsyncLLM, settings: ServerSettings) -> None:
         config = uvicorn.Config(
-            app,
+            guarded(app, settings),
             http="h11",
             loop="asyncio",
             ws="none",
@@ -110,37 +101,20 @@ class Listener(uvicorn.Server):
             server_header=False,
             # None of it is trusted: the server looks at no client's address.
             proxy_headers=False,
+            timeout_graceful_shutdown=int(settings.drain + _AFTER_DRAIN),
         )
         super().__init__(config)
-        self.should_exit: bool = False
-        self._engine, self._drain, self._on_started = engine, drain, on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
+        self._engine, self._drain = engine, settings.drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts nothing more, finishes what runs, and stops the engine."""
         stopping = asyncio.create_task(self._engine.aclose(drain=self._drain))
-        self.config.timeout_graceful_shutdown = int(self._drain + _AFTER_DRAIN) + 1
         await super().shutdown(sockets)
         await stopping
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def handle_exit(self, sig: int, frame: object) -> None:
         """Takes signals: the first ends the server in order, the second at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
         if self.should_exit:
             write_remark("h2okv: stopped before all requests had finished.")
-            os._exit(_QUIT)
+            os._exit(INTERRUPTED)
         self.should_exit = True

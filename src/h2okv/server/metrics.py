@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,37 +18,43 @@ if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
 
 _PREFIX = "h2okv_"
-_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _WINDOW = 10
 """Seconds that the present speed is taken over."""
+_SECONDS: Mapping[str, tuple[Any, ...]] = {
+    "request": (
+        (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+        "From a request to the end of its answer.",
+        ("endpoint",),
+    ),
+    "time_to_first_token": (
+        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+        "From a request to the first token of each of its prompts, waiting included.",
+    ),
+    "time_per_token": (
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+        "Mean time between the tokens of an output, after the first.",
+    ),
+}
+"""Histograms: their buckets, what they count, and labels."""
 
 
 class Metrics(Collector):
     """All that ``/metrics`` tells, in a registry of its own; asks the engine for its numbers."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-        # How many tokens were made in each of the last seconds.
-        self._tokens: deque[tuple[int, int]] = deque()
+        self._engine, self._tokens = engine, Tally[int]()  # tokens by the second they were made in
         self._registry = registry = CollectorRegistry()
-        requests = "HTTP requests, by what became of them."
-        labels = ("endpoint", "outcome")
-        self.requests = Counter(f"{_PREFIX}requests", requests, labels, registry=registry)
-
-        def seconds(name: str, what: str, *labels: str, buckets: Sequence[float]) -> Histogram:
-            name = f"{_PREFIX}{name}_seconds"
-            return Histogram(name, what, labels, buckets=buckets, registry=registry)
-
-        request = "From a request to the end of its answer."
-        self.request_seconds = seconds("request", request, "endpoint", buckets=_REQUEST_BUCKETS)
-        first = "From a request to the first token of each of its prompts, waiting included."
-        self.first_token_seconds = seconds(
-            "time_to_first_token", first, buckets=_FIRST_TOKEN_BUCKETS
-        )
-        token = "Mean time between the tokens of an output, after the first."
-        self.token_seconds = seconds("time_per_token", token, buckets=_TOKEN_BUCKETS)
+        meaning, labels = "HTTP requests, by what became of them.", ("endpoint", "outcome")
+        self.requests = Counter(f"{_PREFIX}requests", meaning, labels, registry=registry)
+        self.seconds = {
+            name: Histogram(f"{_PREFIX}{name}_seconds", *own, buckets=buckets, registry=registry)
+            for name, (buckets, *own) in _SECONDS.items()
+        }
+        meaning = "Tokens generated in a second, over the last ten."
+        speed = Gauge(f"{_PREFIX}tokens_per_second", meaning, registry=registry)
+        speed.set_function(self.tokens_per_second)
+        healthy = Gauge(f"{_PREFIX}healthy", "1 while requests are taken.", registry=registry)
+        healthy.set_function(lambda: engine.is_healthy)
         registry.register(self)
 
     def text(self) -> bytes:
@@ -59,16 +65,8 @@ class Metrics(Collector):
         stats = self._engine.stats()
         for one in fields(stats):
             kind = CounterMetricFamily if one.metadata["is_counter"] else GaugeMetricFamily
-            name, value = f"{_PREFIX}{one.name}", getattr(stats, one.name)
-            yield kind(name, one.metadata["meaning"], value=value)
-        yield GaugeMetricFamily(
-            f"{_PREFIX}tokens_per_second",
-            "Tokens generated in a second, over the last ten.",
-            value=self.tokens_per_second(),
-        )
-        yield GaugeMetricFamily(
-            f"{_PREFIX}healthy", "1 while requests are taken.", value=int(self._engine.is_healthy)
-        )
+            meaning, value = one.metadata["meaning"], getattr(stats, one.name)
+            yield kind(f"{_PREFIX}{one.name}", meaning, value=value)
 
     def describe(self) -> Iterable[Metric]:
         """Names nothing in advance, so that registering asks the engine nothing."""
@@ -76,18 +74,15 @@ class Metrics(Collector):
 
     def add_tokens(self, count: int) -> None:
         """Notes tokens that were made just now."""
-        second = int(time.monotonic())
-        if self._tokens and self._tokens[-1][0] == second:
-            count += self._tokens.pop()[1]
-        self._tokens.append((second, count))
+        self._tokens[int(time.monotonic())] += count
         self.tokens_per_second()
 
     def tokens_per_second(self) -> float:
         """The mean of the last ten seconds; forgets what was before."""
         since = int(time.monotonic()) - _WINDOW
-        while self._tokens and self._tokens[0][0] <= since:
-            self._tokens.popleft()
-        return sum(count for _, count in self._tokens) / _WINDOW
+        for second in [second for second in self._tokens if second <= since]:
+            del self._tokens[second]
+        return self._tokens.total() / _WINDOW
 
 
 class RequestMetrics:
@@ -98,31 +93,26 @@ class RequestMetrics:
         self._begin = time.monotonic()
         self._num_prompt = self._num_new = 0
         self.note = ""  # what became of it, for the log
-        self._read: set[int] = set()
         # For each output: when its first token came, and how many came after that.
         self._outputs: dict[int, tuple[float, int]] = {}
 
-    def take(self, delta: OutputDelta, prompt: int) -> None:
-        """Notes what has just come for one of the prompts."""
-        now, metrics = time.monotonic(), self._metrics
-        self._num_new += len(delta.token_ids)
-        if delta.prompt is not None:
+    def take(self, delta: OutputDelta) -> None:
+        """Notes what has just come."""
+        now, new, seconds = time.monotonic(), len(delta.token_ids), self._metrics.seconds
+        self._num_new += new
+        self._metrics.add_tokens(new)
+        if delta.prompt is not None:  # the first of a prompt
             self._num_prompt += len(delta.prompt.token_ids)
-        if delta.token_ids:
-            metrics.add_tokens(len(delta.token_ids))
-            if prompt not in self._read:
-                self._read.add(prompt)
-                metrics.first_token_seconds.observe(now - self._begin)
-            first, later = self._outputs.get(delta.index, (now, -1))
-            self._outputs[delta.index] = first, later + len(delta.token_ids)
-        if delta.finish_reason is not None:
-            first, later = self._outputs.get(delta.index, (now, 0))
-            if later > 0:
-                metrics.token_seconds.observe((now - first) / later)
+            if new:
+                seconds["time_to_first_token"].observe(now - self._begin)
+        first, later = self._outputs.get(delta.index, (now, -1))
+        self._outputs[delta.index] = first, later + new
+        if delta.finish_reason is not None and later + new > 0:
+            seconds["time_per_token"].observe((now - first) / (later + new))
 
     def close(self, outcome: str) -> None:
         """Counts the request by what became of it."""
         self.note = f" {outcome} {self._num_prompt} prompt tokens, {self._num_new} new"
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         seconds = time.monotonic() - self._begin
-        self._metrics.request_seconds.labels(self._endpoint).observe(seconds)
+        self._metrics.seconds["request"].labels(self._endpoint).observe(seconds)

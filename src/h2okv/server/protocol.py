@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import Request
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -19,50 +20,46 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from h2okv.config import Budget
 from h2okv.engine.sampling_params import SamplingParams, short_repr
 from h2okv.server.errors import ApiError, invalid
+from h2okv.server.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    ResponsesBuilder,
+)
 from h2okv.server.tokenization import off_the_loop
 
-_SEEDS = 2**63
-_TOKEN_DIGITS = 18
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _NAME = re.compile(r"(\w+)[\[=:]")
 
-_REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": ("calls no tools; leave it out", ([],)),
-    "tool_choice": ("calls no tools; leave it out", ("none", "auto")),
-    "functions": ("calls no functions; leave it out", ([],)),
-    "function_call": ("calls no functions; leave it out", ("none", "auto")),
-    "audio": ("writes text only; leave it out", ()),
-    "web_search_options": ("searches nothing; leave it out", ()),
-    "reasoning_effort": ("has no such setting; leave it out", ("none",)),
-    "verbosity": ("has no such setting; leave it out", ("medium",)),
-    "suffix": ("only continues a prompt; leave it out", ("",)),
-    "response_format": (
-        "writes plain text; leave it out, or give {'type': 'text'}",
-        ({"type": "text"},),
-    ),
-    "modalities": ("writes text only; leave it out, or give ['text']", (["text"],)),
-    "text": (
-        "writes plain text; leave it out, or give {'format': {'type': 'text'}}",
-        ({"format": {"type": "text"}}, {}),
-    ),
-    "previous_response_id": ("remembers no responses; send the whole conversation as input", ()),
-    "conversation": ("remembers no conversations; send all of it as input", ()),
-    "background": ("answers while the client waits; leave it out", (False,)),
-    "truncation": ("shortens no prompts; leave it out", ("disabled",)),
-    "reasoning": ("has no such setting; leave it out", ({},)),
-    "include": ("has nothing more to tell; leave it out", ([],)),
-}
-"""OpenAI's fields for what this server lacks: why not, and the values that change nothing."""
+Seed = Annotated[int, AfterValidator(lambda seed: seed % 2**63)]
+TopK = Annotated[int, AfterValidator(lambda count: 0 if count == -1 else count)]
+"""-1 is all tokens, in vLLM's requests."""
+Token = Annotated[str, Field(pattern=r"^[0-9]{1,18}$"), AfterValidator(int)]
+"""As a key in JSON, which is always a string."""
+
+
+def lacking(why: str, *harmless: Any) -> Any:
+    """A field of OpenAI's for what this server lacks; some values of it change nothing."""
+    return Field(default=None, json_schema_extra={"why": why, "harmless": list(harmless)})
 
 
 class Strict(BaseModel):
     """A part of a request: unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _refused(cls, value: Any, info: ValidationInfo) -> Any:
+        lacked: Any = cls.model_fields[str(info.field_name)].json_schema_extra
+        if lacked and value is not None and value not in lacked["harmless"]:
+            raise ValueError(f"this server {lacked['why']}.")
+        return value
 
 
 class StreamOptions(Strict):
@@ -78,7 +75,7 @@ class CacheChoice(Strict):
     heavy: int | float | None = None
     recent: int | float | None = None
     sink: int | None = None
-    kept_every: Annotated[int, Field(ge=1)] | None = None
+    kept_every: Annotated[int, Field(ge=1)] | None = None  # new tokens between two reports
 
     def budget(self, standard: Budget) -> Budget | None:
         """The server's budget with what is given; ``None`` if nothing is."""
@@ -95,34 +92,35 @@ class SampledRequest(Strict):
     `null` is the same as leaving a field out, as clients of OpenAI's API expect.
     """
 
+    path: ClassVar[str]
+    builder: ClassVar[type[ResponseBuilder]]
     default_max_tokens: ClassVar[int | None] = None
-    is_chat: ClassVar[bool] = True
 
     model: str
-    response_format: Any = None
-    tools: Any = None
-    tool_choice: Any = None
+    response_format: Any = lacking("writes plain text; leave it out", {"type": "text"})
+    tools: Any = lacking("calls no tools; leave it out", [])
+    tool_choice: Any = lacking("calls no tools; leave it out", "none", "auto")
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    seed: int | None = None
-    stop: Annotated[tuple[str, ...], Field(max_length=64)] | None = None
+    seed: Seed | None = None
+    stop: Annotated[list[str], Field(max_length=64)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Token, float] | None = None
     logprobs: int | None = None
     # As vLLM's server takes them.
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=1024)] | None = None
     # This server's own.
-    h2o: CacheChoice | None = None
+    h2o: CacheChoice = CacheChoice()
     # Taken, and of no effect here.
     user: str | None = None
     safety_identifier: str | None = None
@@ -135,88 +133,40 @@ class SampledRequest(Strict):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
+        return [value] if isinstance(value, str) else value
 
-    @field_validator(*_REFUSED, mode="after", check_fields=False)
+    @field_validator("stream_options", "h2o", mode="before")
     @classmethod
-    def _refused(cls, value: Any, info: ValidationInfo) -> Any:
-        why, harmless = _REFUSED[info.field_name or ""]
-        if value is not None and value not in harmless:
-            raise ValueError(f"{info.field_name}={short_repr(value)}: this server {why}.")
-        return value
+    def _left_out(cls, value: Any) -> Any:
+        return {} if value is None else value
 
     @model_validator(mode="after")
-    def _together(self) -> SampledRequest:
-        if self.stream_options is not None and not self.stream:
-            raise invalid(
-                "stream_options needs stream=true; set it, or leave this out.", "stream_options"
-            )
+    def _streams(self) -> Self:
+        return self._need("stream_options", self.stream_options == StreamOptions(), "stream")
+
+    def _need(self, name: str, is_unused: bool, other: str) -> Self:
+        if not is_unused and not getattr(self, other):
+            raise invalid(f"{name} needs {other}=true; set it, or leave this out.", name)
         return self
 
-    @property
     @abstractmethod
-    def prompts(self) -> list[Any]:
-        """What is to be continued: texts, tokens, or one chat as templates take it."""
+    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
+        """The prompts, and parameters in place of fields of the same name."""
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def asked(self, standard: Mapping[str, float]) -> tuple[list[Any], SamplingParams]:
+        """What is to be continued: texts, tokens, or one chat as templates take it; and how.
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the answer tells how likely its tokens were."""
-        return self.logprobs is not None and self.logprobs is not False
-
-    @property
-    def kept_every(self) -> int | None:
-        """New tokens between two reports of what the cache holds; ``None`` for no reports."""
-        return None if self.h2o is None else self.h2o.kept_every
-
-    def _own_params(self) -> dict[str, Any]:
-        """What this kind of request has in place of fields of the same name."""
-        return {}
-
-    def params(self, max_new_tokens: int, standard: Mapping[str, float]) -> SamplingParams:
-        """The parameters as the engine takes them; what is left out is the standard."""
-        values = self.model_dump(include=_SAMPLING) | self._own_params()
-        if self.logit_bias is not None:
-            values["logit_bias"] = _biases(self.logit_bias)
-        if self.top_k == -1:  # all tokens, in vLLM's requests
-            values["top_k"] = 0
-        if self.seed is not None:
-            values["seed"] = self.seed % _SEEDS
-        wanted = values["max_tokens"]
-        if wanted is not None and wanted > max_new_tokens:
-            raise invalid(
-                f"max_tokens={short_repr(wanted)} is more than this server writes; give"
-                f" {max_new_tokens} at most.",
-                "max_tokens",
-            )
+        Parameters that are left out are the standard.
+        """
+        prompts, own = self._asked()
+        values = {name: value for name, value in self if name in _SAMPLING} | own
+        given = {name: value for name, value in values.items() if value is not None}
         try:
-            given = {name: value for name, value in values.items() if value is not None}
-            return SamplingParams(**{**standard, **given})
+            return prompts, SamplingParams(**{**standard, **given})
         except ValueError as error:
             found = _NAME.match(str(error))
             name = found.group(1) if found and found.group(1) in type(self).model_fields else None
             raise invalid(str(error), name) from error
-
-
-def _biases(biases: Mapping[str, float]) -> dict[int, float]:
-    """Tokens, which are strings in JSON, as numbers."""
-    for token in biases:
-        if not (token.isascii() and token.isdigit() and len(token) <= _TOKEN_DIGITS):
-            raise invalid(
-                f"logit_bias has the key {short_repr(token)}, which is not a token; give its"
-                " number.",
-                "logit_bias",
-            )
-    return {int(token): bias for token, bias in biases.items()}
-
-
-_EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 
 class ChatMessage(Strict):
@@ -225,11 +175,11 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Any = ""
     name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    tool_calls: Any = None
-    function_call: Any = None
-    audio: Any = None
+    refusal: Any = lacking("reads text only; leave it out", [], {}, "")
+    annotations: Any = lacking("reads text only; leave it out", [], {}, "")
+    tool_calls: Any = lacking("reads text only; leave it out", [], {}, "")
+    function_call: Any = lacking("reads text only; leave it out", [], {}, "")
+    audio: Any = lacking("reads text only; leave it out", [], {}, "")
 
     parts: ClassVar[tuple[str, ...]] = ("text",)
 
@@ -245,114 +195,85 @@ class ChatMessage(Strict):
         """A text, or text parts put together."""
         if content is None or isinstance(content, str):
             return content or ""
+        such = f"parts such as {{'type': '{cls.parts[0]}', 'text': '...'}}"
         if not isinstance(content, list):
-            raise ValueError(
-                f"content={short_repr(content)} does not fit; give a text, or a list of parts such"
-                f" as {{'type': '{cls.parts[0]}', 'text': '...'}}."
-            )
-        return "".join(_part(part, cls.parts) for part in content)
-
-    @field_validator("refusal", "annotations", "tool_calls", "function_call", "audio")
-    @classmethod
-    def _none(cls, value: Any, info: ValidationInfo) -> None:
-        if value not in _EMPTY:
-            raise ValueError(
-                f"{info.field_name} in a message: this server reads text only; leave it out."
-            )
-
-
-def _part(part: Any, kinds: Sequence[str]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in kinds:
-        raise ValueError(
-            f"content has a part of type {short_repr(kind)}; this server reads text only, so give"
-            f" parts such as {{'type': '{kinds[0]}', 'text': '...'}}."
-        )
-    # The last two are in what this server has written.
-    if set(part) - {"annotations", "logprobs"} != {"type", "text"} or not isinstance(
-        part["text"], str
-    ):
-        raise ValueError("a text part of content needs 'type' and a string 'text', nothing else.")
-    return part["text"]
+            raise PydanticCustomError("content", f"Input should be a text, or a list of {such}")
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in cls.parts:
+                raise ValueError(
+                    f"part of type {short_repr(kind)}; this server reads text only, so give {such}."
+                )
+            # The last two are in what this server has written.
+            is_text = set(part) - {"annotations", "logprobs"} == {"type", "text"}
+            if not is_text or not isinstance(part["text"], str):
+                raise ValueError("a text part needs 'type' and a string 'text', nothing else.")
+        return "".join(part["text"] for part in content)
 
 
 class ChatRequest(SampledRequest):
     """A chat to be answered."""
 
-    messages: list[ChatMessage]
+    path: ClassVar[str] = "/v1/chat/completions"
+    builder: ClassVar[type[ResponseBuilder]] = ChatResponseBuilder
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
+    functions: Any = lacking("calls no functions; leave it out", [])
+    function_call: Any = lacking("calls no functions; leave it out", "none", "auto")
+    modalities: Any = lacking("writes text only; leave it out, or give ['text']", ["text"])
+    audio: Any = lacking("writes text only; leave it out")
     prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    reasoning_effort: Any = lacking("has no such setting; leave it out", "none")
+    verbosity: Any = lacking("has no such setting; leave it out", "medium")
+    web_search_options: Any = lacking("searches nothing; leave it out")
 
     @model_validator(mode="after")
-    def _fit(self) -> ChatRequest:
-        if not self.messages:
-            raise invalid("messages is empty; give at least one.", "messages")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise invalid(
-                "top_logprobs needs logprobs=true; set it, or leave this out.", "top_logprobs"
-            )
+    def _fit(self) -> Self:
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise invalid(
                 f"max_tokens={self.max_tokens} and max_completion_tokens="
                 f"{self.max_completion_tokens} contradict each other; give one of them.",
                 "max_tokens",
             )
-        return self
+        return self._need("top_logprobs", self.top_logprobs is None, "logprobs")
 
-    @property
-    def prompts(self) -> list[Any]:
-        return [[one.turn for one in self.messages]]
-
-    def _own_params(self) -> dict[str, Any]:
+    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
         wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return {"max_tokens": wanted, "logprobs": logprobs}
+        own = {"max_tokens": wanted, "logprobs": logprobs}
+        return [[one.turn for one in self.messages]], own
 
 
 class CompletionRequest(SampledRequest):
     """A prompt or several, as text or as tokens, to be continued."""
 
+    path: ClassVar[str] = "/v1/completions"
+    builder: ClassVar[type[ResponseBuilder]] = CompletionResponseBuilder
     default_max_tokens: ClassVar[int | None] = 16
-    is_chat: ClassVar[bool] = False
 
     prompt: Any
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
-
-    @property
-    def prompts(self) -> list[Any]:
-        return list(self.prompt)
+    suffix: str | None = lacking("only continues a prompt; leave it out", "")
 
     @field_validator("prompt")
     @classmethod
     def _listed(cls, value: Any) -> list[str] | list[list[int]]:
         """Text, texts, tokens or lists of tokens, always as a list of prompts."""
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value, list) and value:
-            if all(isinstance(one, str) for one in value):
-                return value
-            if _are_tokens(value):
-                return [value]
-            if all(_are_tokens(one) for one in value):
-                return value
-        raise ValueError(
-            f"prompt={short_repr(value)} does not fit; give a text, a list of texts, a list of"
-            " tokens, or a list of lists of tokens, none of the lists empty."
+        listed = value if isinstance(value, list) and not _are_tokens(value) else [value]
+        if listed and (all(isinstance(o, str) for o in listed) or all(map(_are_tokens, listed))):
+            return listed
+        raise PydanticCustomError(
+            "prompt",
+            "Input should be a text, a list of texts, a list of tokens, or a list of lists of"
+            " tokens, none of the lists empty",
         )
 
     @model_validator(mode="after")
-    def _best(self) -> CompletionRequest:
+    def _best(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise invalid(
                 f"best_of={short_repr(self.best_of)}: this server chooses among no outputs; leave"
@@ -361,8 +282,13 @@ class CompletionRequest(SampledRequest):
             )
         return self
 
-    def _own_params(self) -> dict[str, Any]:
-        return {"prompt_logprobs": self.logprobs if self.echo else None}
+    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
+        return self.prompt, {"prompt_logprobs": self.logprobs if self.echo else None}
+
+
+def _are_tokens(value: Any) -> bool:
+    # bool is an int to isinstance, and no token.
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
 class InputMessage(ChatMessage):
@@ -377,49 +303,41 @@ class InputMessage(ChatMessage):
     @model_validator(mode="before")
     @classmethod
     def _message(cls, value: Any) -> Any:
-        kind = value.get("type", "message") if isinstance(value, dict) else "message"
-        if kind != "message":
-            raise ValueError(f"type={short_repr(kind)}: this server takes messages only.")
+        if isinstance(value, dict) and value.get("type", "message") != "message":
+            raise ValueError("this server takes messages only.")
         return value
 
 
 class ResponsesRequest(SampledRequest):
     """A conversation to be answered, in the form of OpenAI's Responses API."""
 
+    path: ClassVar[str] = "/v1/responses"
+    builder: ClassVar[type[ResponseBuilder]] = ResponsesBuilder
+
     input: Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    text: Any = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    truncation: str | None = None
-    reasoning: Any = None
-    include: Any = None
+    text: Any = lacking("writes plain text; leave it out", {"format": {"type": "text"}}, {})
+    previous_response_id: Any = lacking("remembers no responses; send all that was said as input")
+    conversation: Any = lacking("remembers no conversations; send all that was said as input")
+    background: bool | None = lacking("answers while the client waits; leave it out", False)
+    truncation: str | None = lacking("shortens no prompts; leave it out", "disabled")
+    reasoning: Any = lacking("has no such setting; leave it out", {})
+    include: Any = lacking("has nothing more to tell; leave it out", [])
+    n: int | None = lacking("gives one output: a response has no such field; leave it out", 1)
+    max_tokens: int | None = lacking("has no such field in a response; give max_output_tokens")
+    logprobs: int | None = lacking("has no such field in a response; leave it out")
 
     @field_validator("input", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _single(self) -> ResponsesRequest:
-        for name, only in (("n", 1), ("max_tokens", None), ("logprobs", None)):
-            value = getattr(self, name)
-            if value not in (None, only):
-                more = "; give max_output_tokens" if name == "max_tokens" else "; leave it out"
-                raise invalid(
-                    f"{name}={short_repr(value)}: a response has no such field{more}.", name
-                )
-        return self
-
-    @property
-    def prompts(self) -> list[Any]:
-        system = {"role": "system", "content": self.instructions or ""}
-        return [[*([system] if self.instructions else []), *(one.turn for one in self.input)]]
-
-    def _own_params(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_output_tokens}
+    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
+        chat = [one.turn for one in self.input]
+        if self.instructions:
+            chat.insert(0, {"role": "system", "content": self.instructions})
+        return [chat], {"max_tokens": self.max_output_tokens}
 
 
 class TokenizeRequest(Strict):
@@ -432,7 +350,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _one(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise invalid("give either prompt, a text, or messages, a chat.", "prompt")
         return self
@@ -445,26 +363,35 @@ class DetokenizeRequest(Strict):
     tokens: list[int]
 
 
-def _are_tokens(value: Any) -> bool:
-    # bool is an int to isinstance, and no token.
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
-
-
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(request: Request, model: type[Body]) -> Body:
-    """Reads and checks a body."""
+async def read_limited(request: Request, most: int) -> bytes:
+    """Reads a body of so many bytes at most, whether or not its length is told before."""
+    length, data = request.headers.get("content-length", "0"), bytearray()
+    is_too_large = length.isdecimal() and int(length) > most
+    if not is_too_large:
+        async for part in request.stream():
+            data += part
+            if is_too_large := len(data) > most:
+                break
+    if is_too_large:
+        remedy = "send less, or start the server with a larger --max-body"
+        told = f"the body has more than {most} bytes; {remedy}."
+        raise ApiError(413, told, code="body_too_large")
+    return bytes(data)
+
+
+async def read_body(request: Request, model: type[Body], most: int) -> tuple[Body, int]:
+    """Reads and checks a body; tells its size too."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A page elsewhere cannot send this type without asking first, which no answer allows.
-        raise ApiError(
-            415,
-            f"Content-Type {kind!r} is not JSON; send the header 'Content-Type: application/json'.",
-            code="unsupported_media_type",
-        )
-    raw = await request.body()
-    return await off_the_loop(len(raw), lambda: _parse(raw, model))
+        remedy = "send the header 'Content-Type: application/json'"
+        told = f"Content-Type {kind!r} is not JSON; {remedy}."
+        raise ApiError(415, told, code="unsupported_media_type")
+    raw = await read_limited(request, most)
+    return await off_the_loop(len(raw), lambda: _parse(raw, model)), len(raw)
 
 
 def _parse(raw: bytes, model: type[Body]) -> Body:
@@ -477,43 +404,39 @@ def _parse(raw: bytes, model: type[Body]) -> Body:
         raise _explained(first, model) from error
 
 
+_TOLD = {
+    "json_invalid": ("invalid_json", "the body is not JSON in UTF-8 ({error}); send one object."),
+    "extra_forbidden": ("unknown_field", "{field} is not known; {hint}."),
+    "missing": ("missing_field", "{field} is missing; give it."),
+    "too_short": ("invalid_value", "{field} is empty; give at least one."),
+    "too_long": (
+        "invalid_value",
+        "{field} has {actual_length} entries; give {max_length} at most.",
+    ),
+    "value_error": ("invalid_value", "{field}={value}: {error}"),
+    "string_pattern_mismatch": (
+        "invalid_value",
+        "{field} has the key {value}, which is not a token; give its number.",
+    ),
+    "model_type": ("invalid_value", "{field}={value} is not a JSON object; send one."),
+}
+"""The code of an error of pydantic's, and what is told of it."""
+_OTHERS = ("invalid_value", "{field}={value} does not fit; give {should}.")
+
+
 def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
     """Says what is wrong with a body in one sentence."""
-    place, kind, context = problem["loc"], problem["type"], problem.get("ctx", {})
-    field, code = _path(place), "invalid_value"
-    if kind == "json_invalid":
-        message = f"the body is not JSON in UTF-8 ({context['error']}); send one JSON object."
-        return invalid(message, code="invalid_json")
-    if kind == "extra_forbidden":
-        message, code = f"{field} is not known; {_hint(place, model)}.", "unknown_field"
-    elif kind == "missing":
-        message, code = f"{field} is missing; give it.", "missing_field"
-    elif kind == "too_short":
-        message = f"{field} is empty; give at least one."
-    elif kind == "too_long":
-        count, most = context["actual_length"], context["max_length"]
-        message = f"{field} has {count} entries; give {most} at most."
-    elif kind == "value_error":
-        message = f"{field}: {context['error']}" if len(place) > 1 else str(context["error"])
-    elif not field:
-        message = "the body is not a JSON object; send one."
-    else:
-        should = problem["msg"].removeprefix("Input should be ").rstrip(".")
-        message = f"{field}={short_repr(problem['input'])} does not fit; give {should}."
-    return invalid(message, field or None, code)
-
-
-def _path(location: tuple[str | int, ...]) -> str:
-    """A place in a body, as ``messages[0].content``."""
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def _hint(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
-    """What may be meant by an unknown field."""
-    near = []
-    if len(location) == 1:
-        near = difflib.get_close_matches(str(location[0]), model.model_fields, n=1)
-    return f"did you mean {near[0]}" if near else "leave it out"
+    place = problem["loc"]
+    if place[-1:] == ("[key]",):  # not the value, but its key
+        place = place[:-2]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
+    near = difflib.get_close_matches(field, model.model_fields, n=1) if len(place) == 1 else []
+    code, message = _TOLD.get(problem["type"], _OTHERS)
+    told = message.format(
+        **problem.get("ctx", {}),
+        field=field or "the body",
+        value=short_repr(problem["input"]),
+        hint=f"did you mean {near[0]}" if near else "leave it out",
+        should=problem["msg"].removeprefix("Input should be ").rstrip("."),
+    )
+    return invalid(told, field or None, code)

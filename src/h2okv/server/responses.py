@@ -3,84 +3,34 @@
 from __future__ import annotations
 
 import codecs
-import re
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from h2okv.engine.outputs import Completion, KeptTokens, OutputDelta, PromptRead, TokenLogprob
-from h2okv.server.tokenization import Prompt
+from h2okv.server.tokenization import Prompt, TokenText
 
-_UNFINISHED = "\ufffd"
-_ANCHOR = "a"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""What byte-level tokenizers write for bytes."""
 _FINGERPRINT = "h2okv"
 """OpenAI's ``system_fingerprint``: the same seed gives the same text only on the same server."""
-
-
-class TokenText:
-    """The text of single tokens, even where one is only a part of a character."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._anchor = list(tokenizer(_ANCHOR, add_special_tokens=False)["input_ids"])
-        self._anchor_text = self._decode(self._anchor)
-        # A token's bytes in UTF-8; a part of a character may be all there is.
-        self.data = lru_cache(maxsize=65536)(self._find_bytes)
-
-    def text(self, token: int) -> str:
-        """A token's text; for a part of a character its bytes in hexadecimal."""
-        data = self.data(token)
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def length(self, token: int) -> int:
-        """The number of characters that begin in a token."""
-        return sum(byte & 0xC0 != 0x80 for byte in self.data(token))
-
-    def _find_bytes(self, token: int) -> bytes:
-        # Behind another token, for a decoder may drop the space at a text's start.
-        text = self._decode([*self._anchor, token])[len(self._anchor_text) :]
-        if _UNFINISHED not in text:
-            return text.encode("utf-8")
-        piece = str(self._tokenizer.convert_ids_to_tokens(token))
-        written = _BYTE.fullmatch(piece)
-        if written:
-            return bytes([int(written.group(1), 16)])
-        if all(letter in _LETTERS for letter in piece):
-            return bytes(_LETTERS[letter] for letter in piece)
-        return text.encode("utf-8")
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 class ResponseBuilder(ABC):
     """An answer, as objects for JSON: what OpenAI's own servers leave out is left out."""
 
+    # What the id begins with, and ``object`` of the whole answer and of a chunk.
     kinds: ClassVar[tuple[str, str, str]]
-    """What the id begins with, and ``object`` of the whole answer and of a chunk."""
-    says_done: ClassVar[bool] = True
-    """Whether a stream ends with ``[DONE]``."""
+    says_done: ClassVar[bool] = True  # whether a stream ends with ``[DONE]``
 
-    def __init__(
-        self, body: Any, prompts: Sequence[Prompt], tokens: TokenText, *, strips_start: bool = False
-    ) -> None:
+    def __init__(self, body: Any, prompts: Sequence[Prompt], tokens: TokenText) -> None:
         self.body, self.prompts, self.num_outputs = body, prompts, body.n or 1
         # One for each choice, prompt by prompt.
         self.outputs = [Completion(index) for index in range(self.num_outputs * len(prompts))]
-        self._tokens, self._strips_start = tokens, strips_start
+        self._tokens = tokens
+        # The plain form has a space between "Assistant:" and the answer, which is not its own.
+        self._strips_start = bool(prompts[0].stops)
         self._read: dict[int, PromptRead] = {}
         # For each output, how many tokens were told beside what is kept of them, and what makes
         # text of their bytes.
@@ -111,11 +61,20 @@ class ResponseBuilder(ABC):
         """The chunks that come before any text."""
         return ()
 
+    @abstractmethod
+    def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
+        """The chunks of a delta that was taken already."""
+
     def closing(self) -> Iterable[dict[str, Any]]:
         """The chunks that come after all text."""
-        if self.body.wants_usage:
+        if self.body.stream_options.include_usage:
             chunk = {"object": self.kinds[2], "choices": [], "usage": self._usage()}
             yield {**chunk, **self._shared}
+
+    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
+        """An output as a choice of the whole answer."""
+        kept = self._kept(output.index, output.kept)
+        return {"index": output.index, "finish_reason": finish_reason, **kept}
 
     def _text(self, output: Completion) -> str:
         return output.text.lstrip() if self._strips_start else output.text
@@ -126,18 +85,10 @@ class ResponseBuilder(ABC):
         is_start = self._strips_start and not before.strip()
         return delta.text.lstrip() if is_start else delta.text
 
-    @abstractmethod
-    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        """An output as a choice of the whole answer."""
-
-    @abstractmethod
-    def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        """The chunks of a delta that was taken already."""
-
     def _chunk(self, index: int, finish_reason: str | None, **choice: Any) -> dict[str, Any]:
         choice |= {"index": index, "finish_reason": finish_reason}
         # With the counts asked for, all chunks have the field, and only the last one a value.
-        usage = {"usage": None} if self.body.wants_usage else {}
+        usage = {"usage": None} if self.body.stream_options.include_usage else {}
         return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
     def _kept(self, index: int, kept: KeptTokens | None) -> dict[str, Any]:
@@ -151,9 +102,9 @@ class ResponseBuilder(ABC):
         prompt, output = self.prompts[index // self.num_outputs], self.outputs[index]
         tokens = [*prompt.token_ids, *output.token_ids][before : len(kept.counts)]
         decode = self._decoders[index].decode
-        told: dict[str, Any] = {"tokens": [decode(self._tokens.data(token)) for token in tokens]}
-        told |= {"kept": kept.counts, "num_heads": kept.num_heads}
-        return {"h2o": told | {"cache_bytes": kept.cache_bytes, "full_bytes": kept.full_bytes}}
+        told = {name: value for name, value in vars(kept).items() if name != "counts"}
+        told["tokens"] = [decode(self._tokens.data(token)) for token in tokens]
+        return {"h2o": {**told, "kept": kept.counts}}
 
     def _usage(self) -> dict[str, Any]:
         read = sum(len(prompt.token_ids) for prompt in self.prompts)
@@ -173,13 +124,9 @@ class ChatResponseBuilder(ResponseBuilder):
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        return {
-            "index": output.index,
-            "message": {"role": "assistant", "content": self._text(output)},
-            "finish_reason": finish_reason,
-            "logprobs": self._logprobs(output.logprobs),
-            **self._kept(output.index, output.kept),
-        }
+        message = {"role": "assistant", "content": self._text(output)}
+        told = {"message": message, "logprobs": self._logprobs(output.logprobs)}
+        return super()._choice(output, finish_reason) | told
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """See `ResponseBuilder.opening`: who speaks."""
@@ -190,8 +137,8 @@ class ChatResponseBuilder(ResponseBuilder):
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
         text = self._new_text(delta)
         kept = self._kept(delta.index, delta.kept)
-        if text or kept or (self.body.has_logprobs and delta.logprobs):
-            logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        if text or kept or logprobs:
             yield self._chunk(delta.index, None, delta={"content": text}, logprobs=logprobs, **kept)
         if delta.finish_reason is not None:
             yield self._chunk(delta.index, delta.finish_reason, delta={}, logprobs=None)
@@ -201,7 +148,7 @@ class ChatResponseBuilder(ResponseBuilder):
             data = list(self._tokens.data(token))
             return {"token": self._tokens.text(token), "bytes": data, "logprob": logprob}
 
-        if not self.body.has_logprobs:
+        if not self.body.logprobs:
             return None
         content = [
             {**told(one.token, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
@@ -219,27 +166,21 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     kinds = ("cmpl", "text_completion", "text_completion")
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         # Where the next token of each choice's text begins.
         self._offsets: dict[int, int] = defaultdict(int)
-        self._echoes = bool(self.body.echo)
         self._echoed: set[int] = set()
 
-    def _choice(self, output: Completion, finish_reason: str | None) -> dict[str, Any]:
+    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
         text, entries = self._echo(output.index // self.num_outputs)
-        entries += self._entries(output.logprobs)
-        return {
-            "index": output.index,
-            "text": text + output.text,
-            "finish_reason": finish_reason,
-            "logprobs": self._logprobs(output.index, entries),
-            **self._kept(output.index, output.kept),
-        }
+        logprobs = self._logprobs(output.index, [*entries, *self._entries(output.logprobs)])
+        told = {"text": text + output.text, "logprobs": logprobs}
+        return super()._choice(output, finish_reason) | told
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
         number = delta.index // self.num_outputs
-        if self._echoes and number not in self._echoed:
+        if self.body.echo and number not in self._echoed:
             self._echoed.add(number)
             text, entries = self._echo(number)
             for index in range(number * self.num_outputs, (number + 1) * self.num_outputs):
@@ -254,21 +195,18 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def _echo(self, number: int) -> tuple[str, list[Entry]]:
         """A prompt's text and tokens, the first of which has no probability."""
-        if not self._echoes:
+        if not self.body.echo:
             return "", []
         prompt, read = self.prompts[number], self._read.get(number)
-        known = (read and read.logprobs) or ()
-        entries: list[Entry] = []
-        for place, token in enumerate(prompt.token_ids):
-            length = self._tokens.length(token)
-            if place == 0 and prompt.is_text:
-                length = _length_in(prompt.text, self._tokens.text(token))
-            entries.append((token, known[place] if place < len(known) else None, length))
-        return prompt.text, entries
+        known = (read and read.logprobs) or [None] * len(prompt.token_ids)
+        lengths = [self._tokens.length(token) for token in prompt.token_ids]
+        if prompt.is_text:
+            lengths[0] = _length_in(prompt.text, self._tokens.text(prompt.token_ids[0]))
+        return prompt.text, list(zip(prompt.token_ids, known, lengths, strict=True))
 
     def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, list[Any]] | None:
         """The parallel lists of OpenAI's older form, for the next tokens of a choice."""
-        if not self.body.has_logprobs:
+        if self.body.logprobs is None:
             return None
         columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         table: dict[str, list[Any]] = {name: [] for name in columns}
@@ -291,3 +229,93 @@ def _length_in(prompt: str, first: str) -> int:
         if form and prompt.startswith(form):
             return len(form)
     return 0
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """A response of OpenAI's Responses API, one message of text, or the events of one."""
+
+    kinds = ("resp", "response", "response")
+    says_done: ClassVar[bool] = False
+    _repeated = ("model", "instructions", "max_output_tokens", "temperature", "top_p")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._item = f"msg-{secrets.token_hex(12)}"
+        self._num_events = 0
+
+    @property
+    def _status(self) -> str:
+        reason = self.outputs[0].finish_reason
+        return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+
+    def whole(self) -> dict[str, Any]:
+        """See `ResponseBuilder.whole`."""
+        body, is_over = self.body, self._status != "in_progress"
+        is_cut = self._status == "incomplete"
+        return {
+            "id": self._shared["id"],
+            "object": "response",
+            "created_at": self._shared["created"],
+            "status": self._status,
+            **{name: getattr(body, name) for name in self._repeated},
+            "output": [self._choice(self.outputs[0], self._status)] if is_over else [],
+            "usage": self._usage() if is_over else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "text": {"format": {"type": "text"}},
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "metadata": body.metadata or {},
+            "store": False,
+            "error": None,
+        }
+
+    def opening(self) -> Iterable[dict[str, Any]]:
+        """See `ResponseBuilder.opening`: an empty message."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self.whole() | {"status": "in_progress", "output": []})
+        item = self._message("in_progress", [])
+        yield self._event("response.output_item.added", item=item, output_index=0)
+        yield self._part_event("response.content_part.added", part=self._part(""))
+
+    def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
+        text, kept = self._new_text(delta), self._kept(0, delta.kept)
+        if text or kept:
+            yield self._part_event("response.output_text.delta", delta=text, logprobs=[], **kept)
+
+    def closing(self) -> Iterable[dict[str, Any]]:
+        text = self._text(self.outputs[0])
+        yield self._part_event("response.output_text.done", text=text, logprobs=[])
+        yield self._part_event("response.content_part.done", part=self._part(text))
+        item = self._choice(self.outputs[0], self._status)
+        yield self._event("response.output_item.done", item=item, output_index=0)
+        yield self._event(f"response.{self._status}", response=self.whole())
+
+    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
+        message = self._message(finish_reason, [self._part(self._text(output))])
+        return message | (self._kept(0, output.kept) if not self.body.stream else {})
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        own = {"id": self._item, "type": "message", "role": "assistant"}
+        return {**own, "status": status, "content": content}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _part_event(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **more)
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **more}
+
+    def _usage(self) -> dict[str, Any]:
+        told = super()._usage()
+        return {
+            "input_tokens": told["prompt_tokens"],
+            "input_tokens_details": told["prompt_tokens_details"],
+            "output_tokens": told["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": told["total_tokens"],
+        }

@@ -1,22 +1,28 @@
-"""A request's prompt as tokens."""
+"""A request's prompt as tokens, and tokens as text."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text
-from h2okv.server.errors import ApiError, invalid
+from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
 
 ANY_LENGTH = 1 << 40
 _MUCH = 4096
 """Characters, bytes or tokens from which on work would hold up the event loop."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""What byte-level tokenizers write for bytes."""
 
 
 class Prompt(NamedTuple):
@@ -25,6 +31,7 @@ class Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     is_text: bool
+    stops: tuple[str, ...] = ()  # texts at which an answer ends beside those that a request names
 
 
 class PromptReader:
@@ -32,62 +39,90 @@ class PromptReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        # Texts at which a chat's answer ends beside those that a request names.
-        self.chat_stops = () if tokenizer.chat_template else PLAIN_STOPS
-        self._vocabulary = len(tokenizer)
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         # What has more characters than this has too many tokens, whatever it says.
         self._max_characters = longest * max_tokens
         tokenizer("a")  # the first use may set the tokenizer up, which is best done alone
 
-    def read(self, prompt: str | Sequence[int]) -> Prompt:
+    def read(self, prompt: str | Sequence[Any], *, special: bool = True) -> Prompt:
+        """Reads a text, tokens, or a chat up to where the answer begins."""
+        field, stops = "prompt", tuple[str, ...]()
         if isinstance(prompt, str):
-            return Prompt(self._encode(prompt, "prompt"), prompt, True)
-        token_ids = self._checked(tuple(prompt), "prompt")
-        least, most = min(token_ids), max(token_ids)
-        if least < 0 or most >= self._vocabulary:
-            raise invalid(
-                f"prompt has the token {least if least < 0 else most}, but the model's tokens are"
-                f" 0 to {self._vocabulary - 1}; encode it with the model's own tokenizer.",
-                "prompt",
-            )
+            text = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            # A template's text has its special tokens in it.
+            field, special = "messages", not self.tokenizer.chat_template
+            stops = PLAIN_STOPS if special else ()
+            try:
+                text = chat_text(self.tokenizer, prompt)
+            except ChatTemplateError as error:
+                raise invalid(str(error), field) from error
+        else:
+            return self._read_tokens(tuple(prompt))
+        self._check_length(len(text), self._max_characters, "characters", field)
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        token_ids = tuple(encoded["input_ids"])
+        self._check_length(len(token_ids), self.max_tokens, "tokens", field)
+        return Prompt(token_ids, text, True, stops)
+
+    def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
+        self._check_length(len(token_ids), self.max_tokens, "tokens", "prompt")
+        count = len(self.tokenizer)
+        for token in token_ids:
+            if not 0 <= token < count:
+                raise invalid(
+                    f"prompt has the token {token}, but the model's tokens are 0 to {count - 1};"
+                    " encode it with the model's own tokenizer.",
+                    "prompt",
+                )
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return Prompt(token_ids, str(text), False)
 
-    def read_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
-        """Reads a chat, up to where the answer begins."""
+    def _check_length(self, length: int, most: int, unit: str, field: str) -> None:
+        if length > most:
+            raise invalid(
+                f"{field} has {length} {unit}, but this server reads prompts of at most"
+                f" {self.max_tokens} tokens; send a shorter one.",
+                field,
+                code="context_length_exceeded",
+            )
+
+
+class TokenText:
+    """The text of single tokens, even where one is only a part of a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+        self._anchor_text = self._decode(self._anchor)
+        # A token's bytes in UTF-8; a part of a character may be all there is.
+        self.data = lru_cache(maxsize=65536)(self._find_bytes)
+
+    def text(self, token: int) -> str:
+        """A token's text; for a part of a character its bytes in hexadecimal."""
+        data = self.data(token)
         try:
-            text = chat_text(self.tokenizer, messages)
-        except ChatTemplateError as error:
-            raise invalid(str(error), "messages") from error
-        # A template's text has its special tokens in it.
-        is_plain = not self.tokenizer.chat_template
-        return Prompt(self._encode(text, "messages", special=is_plain), text, is_plain)
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _encode(self, text: str, field: str, *, special: bool = True) -> tuple[int, ...]:
-        if len(text) > self._max_characters:
-            raise self._too_long(f"{len(text)} characters", field)
-        return self._checked(self.encode(text, special=special), field)
+    def length(self, token: int) -> int:
+        """The number of characters that begin in a token."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.data(token))
 
-    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """The tokens of a text of any length."""
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return tuple(encoded["input_ids"])
+    def _find_bytes(self, token: int) -> bytes:
+        # Behind another token, for a decoder may drop the space at a text's start.
+        text = self._decode([*self._anchor, token])[len(self._anchor_text) :]
+        if "\ufffd" in text:  # a part of a character
+            piece = str(self._tokenizer.convert_ids_to_tokens(token))
+            if written := _BYTE.fullmatch(piece):
+                return bytes([int(written.group(1), 16)])
+            if all(letter in _LETTERS for letter in piece):
+                return bytes(_LETTERS[letter] for letter in piece)
+        return text.encode("utf-8")
 
-    def _checked(self, token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
-        if not token_ids:
-            raise invalid(f"{field} has no tokens; give at least one.", field)
-        if len(token_ids) > self.max_tokens:
-            raise self._too_long(f"{len(token_ids)} tokens", field)
-        return token_ids
-
-    def _too_long(self, amount: str, field: str) -> ApiError:
-        return invalid(
-            f"{field} has {amount}, but this server reads prompts of at most {self.max_tokens}"
-            " tokens; send a shorter one.",
-            field,
-            code="context_length_exceeded",
-        )
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
@@ -99,19 +134,13 @@ async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
 _FOLLOWING = ("a", "1", " a", "\n", ".")
 
 
-def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """The tokens that all prompts share which begin with a text."""
+def shared_prefix(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, is_system: bool = False
+) -> tuple[int, ...]:
+    """The tokens of all prompts that begin with a text, or chats with it as a system message."""
+    prompts: list[Any] = [text + end for end in _FOLLOWING]
+    if is_system:
+        system = {"role": "system", "content": text}
+        prompts = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]
     reader = PromptReader(tokenizer, ANY_LENGTH)
-    return _shared([reader.read(text + end).token_ids for end in _FOLLOWING])
-
-
-def system_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """The tokens that all chats share which have the same system message."""
-    reader = PromptReader(tokenizer, ANY_LENGTH)
-    system = {"role": "system", "content": text}
-    chats = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]
-    return _shared([reader.read_chat(chat).token_ids for chat in chats])
-
-
-def _shared(lists: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(os.path.commonprefix(list(lists)))
+    return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))
