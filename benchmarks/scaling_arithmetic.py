@@ -118,7 +118,7 @@ class Subject:
         """
         entries = context if cache == "full" else entries_of(cache, context)
         empty = h2okv.H2OCache(self.config, heavy=entries // 2, recent=entries - entries // 2)
-        memory = MemoryModel.of(self.config, empty, torch.bfloat16)
+        memory = MemoryModel(self.config, empty, torch.bfloat16)
         if cache != "full":
             return memory.serving(entries, context, PIECE, ranks)
         return ServingMemory(

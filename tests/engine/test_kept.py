@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import h2okv
-from h2okv.engine.kept import count_kept
+from h2okv.engine.model_runner import count_kept
 
 NEW = 12
 

@@ -33,7 +33,7 @@ def held_bytes(layer):
 def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
     model = make_llama().to(dtype)
     cache = h2okv.H2OCache(model.config, 1, 1, **options)
-    sizes = MemoryModel.of(model.config, cache, dtype).serving(37, 100, 50)
+    sizes = MemoryModel(model.config, cache, dtype).serving(37, 100, 50)
     with torch.no_grad():
         model(torch.tensor([[5]]), past_key_values=cache)
     assert SlotPool(cache, 5, 37).nbytes == 5 * sizes.sequence
@@ -44,7 +44,7 @@ def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
 def test_a_cache_takes_what_was_counted(make_llama, options, budget):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, *budget, **options)
-    memory = MemoryModel.of(model.config, cache, model.dtype)
+    memory = MemoryModel(model.config, cache, model.dtype)
     slots = memory.slots_for(LENGTH, 10)
     ids = torch.randint(3, 90, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), h2okv.enable(model):
@@ -65,7 +65,7 @@ def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
     model = make_llama()
     for options in ({}, {"policy": "full"}, {"positions": "rolling", "scoring": "value_norm"}):
         cache = h2okv.H2OCache(model.config, 0.2, 0.2, **options)
-        memory = MemoryModel.of(model.config, cache, model.dtype)
+        memory = MemoryModel(model.config, cache, model.dtype)
         mask = torch.tensor([[0] * (LENGTH - n) + [1] * n for n in lengths])
         with h2okv.enable(model):
             model.generate(
@@ -81,7 +81,7 @@ def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
 def test_sequences_fill_the_memory_and_no_more(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config)
-    sizes = MemoryModel.of(model.config, cache, model.dtype).serving(37, 100, 50)
+    sizes = MemoryModel(model.config, cache, model.dtype).serving(37, 100, 50)
     assert sizes.num_seqs(sizes.least) == 1
     assert sizes.num_seqs(sizes.least - 1) == 0
     assert sizes.num_seqs(sizes.least + 9 * (sizes.sequence + sizes.step)) == 10

@@ -6,13 +6,10 @@ from h2okv.engine.detokenizer import StopText
 
 
 def stream(pieces, stops=("\nUser:",)):
-    written = []
-    text = StopText(stops, written.append)
-    for piece in pieces:
-        text.add(piece)
-    text.end()
+    text = StopText(stops)
+    written = [*map(text.add, pieces), text.end()]
     assert text.text == "".join(written)
-    return text, written
+    return text, [piece for piece in written if piece]
 
 
 @given(st.lists(st.sampled_from(["\n", "User", ":", "Us", "e", "r", " cat", "\nUser:"])))
@@ -43,11 +40,8 @@ def test_the_first_of_several_stop_strings_ends_the_text():
 
 
 def test_space_at_the_start_stays_where_it_is_wanted():
-    written = []
-    text = StopText((), written.append, strips_start=False)
-    text.add(" a")
-    text.end()
-    assert written == [" a"]
+    text = StopText((), strips_start=False)
+    assert text.add(" a") + text.end() == " a"
 
 
 def test_no_stop_strings():

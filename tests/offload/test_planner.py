@@ -35,7 +35,7 @@ def planner(meta):
     def make(room, work, batch_size=None, weights=None, caches=None, **options):
         given = {"batch_size": batch_size, "weights": weights, "caches": caches}
         cache = h2okv.H2OCache(meta.model.config, **options)
-        memory = MemoryModel.of(meta.model.config, cache, torch.bfloat16)
+        memory = MemoryModel(meta.model.config, cache, torch.bfloat16)
         budget = MemoryBudget(room, 0, USED)
         return Planner(meta, memory, PROFILE, budget, work, CPU, **given)
 

@@ -168,7 +168,7 @@ class Footprint:
     def memory(self, kv_bits: int | None = None) -> MemoryModel:
         """The engine's arithmetic for an H2O cache of this model."""
         cache = H2OCache(self.config, positions=self.positions, kv_bits=kv_bits)
-        return MemoryModel.of(self.config, cache, self.dtype)
+        return MemoryModel(self.config, cache, self.dtype)
 
     @cached_property
     def _model(self) -> PreTrainedModel:

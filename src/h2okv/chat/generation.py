@@ -78,7 +78,7 @@ class Generating(StoppingCriteria):
         self._ends = list(ends)
         self._should_stop = should_stop
         self._detokenizer = Detokenizer(tokenizer, token_ids)
-        self._shown = StopText(params.stop, write, strips_start)
+        self._shown, self._write = StopText(params.stop, strips_start), write
         self._text = ""
         self._close_bar: Callable[[], None] = lambda: None
         self._times = [time.perf_counter()]  # of the start and of each token
@@ -95,7 +95,8 @@ class Generating(StoppingCriteria):
 
     def _show(self, piece: str) -> None:
         self._text += piece
-        self._shown.add(piece)
+        if shown := self._shown.add(piece):
+            self._write(shown)
 
     def run(
         self,
@@ -151,7 +152,8 @@ class Generating(StoppingCriteria):
         """Finishes the text and measures, as far as it came."""
         self._close_bar()
         self._show(self._detokenizer.end())
-        self._shown.end()
+        if held := self._shown.end():
+            self._write(held)
         start, *times = self._times
         if isinstance(cache, H2OCache):
             held, full = cache.nbytes, cache.full_nbytes

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import h2okv
 from h2okv.cache.layer import CacheLayer
-from h2okv.engine.kept import count_kept
+from h2okv.engine.model_runner import count_kept
 
 # Tokens before a piece that the decoder sees, so that it keeps the space between both.
 _LEAD = 4

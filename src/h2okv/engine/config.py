@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from h2okv.config import CacheConfig
-from h2okv.engine.sampling_params import UNLIMITED, check_number
+from h2okv.engine.sampling_params import UNLIMITED, check_numbers
 from h2okv.records import unknown_name
 
 
@@ -18,15 +18,13 @@ class EngineConfig:
     Attributes:
         cache: The cache of each sequence; a request may bring a budget of its own, up to this
             one's for the longest prompt.
-        max_num_seqs: Sequences that decode at the same time; ``None``: as many as `memory` has
-            room for.
+        max_num_seqs: Sequences that decode at the same time; ``None``: as many as `memory` allows.
         memory: Bytes that the process may take on a CPU, with all that it holds, or that may be
             taken on the GPU, with the weights; ``None``: most of what is free, up to 64 sequences.
-        max_prompt_tokens: The longest prompt; ``None``: the model's context, up to 8,192. With
-            budgets in fractions all slots are as many as this prompt needs.
+        max_prompt_tokens: The longest prompt, which all slots are made for where budgets are
+            fractions; ``None``: the model's context, up to 8,192.
         max_waiting: The most requests that wait to be scheduled; more are refused.
-        max_prefill_tokens: The most prompt tokens between two decode steps (chunked prefill); the
-            outputs do not depend on it.
+        max_prefill_tokens: The most prompt tokens between two decode steps (chunked prefill).
         max_prefill_time_fraction: The largest fraction of the time that is spent on prefill while
             others decode: a smaller one makes tokens come more evenly, and first tokens later.
         prefixes: Texts, or their tokens, that many prompts begin with. Each is read once; a prompt
@@ -52,11 +50,9 @@ class EngineConfig:
         """Checks what can be checked without a model."""
         if not isinstance(self.cache, CacheConfig):
             raise ValueError(f"cache={self.cache!r} is of another type; give a CacheConfig.")
-        for name in ("max_num_seqs", "memory", "max_prompt_tokens"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), int, 1, UNLIMITED)
-        check_number("max_prefill_tokens", self.max_prefill_tokens, int, 1, UNLIMITED)
-        check_number("max_waiting", self.max_waiting, int, 0, UNLIMITED)
+        counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
+        check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
+        check_numbers(self, {"max_waiting": (int, 0, UNLIMITED)})
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
                 f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is not a fraction of"
@@ -65,18 +61,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:
-        """Changes a config by named options.
-
-        Args:
-            config: What is changed; ``None`` for the defaults.
-            **options: Fields of this class, or of `CacheConfig`.
-
-        Returns:
-            The new config.
-
-        Raises:
-            ValueError: If an option is unknown or out of range.
-        """
+        """Changes a config, or the defaults, by fields of this class and of `CacheConfig`."""
         own = [part.name for part in fields(cls)]
         known = [*own, *(part.name for part in fields(CacheConfig))]
         for name in options:

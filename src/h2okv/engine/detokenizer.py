@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,73 +30,61 @@ class Detokenizer:
         """Takes the next tokens; returns the text that is certain now, often a word or nothing."""
         self.token_ids.extend(token_ids)
         self._window.extend(token_ids)
-        piece = self._unseen_text()
-        return "" if piece.endswith(_UNFINISHED) else self._shown(piece)
+        return self._next()
 
     def end(self) -> str:
         """Returns what is left, finished or not."""
-        return self._shown(self._unseen_text())
+        return self._next(is_end=True)
 
-    def _unseen_text(self) -> str:
+    def _next(self, is_end: bool = False) -> str:
         # Decoded with some tokens before it, for a decoder may drop the space at its start.
-        shown = self._decode(self._window[: self._num_shown])
-        return self._decode(self._window)[len(shown) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _shown(self, piece: str) -> str:
-        if piece:
-            self._window = self._window[self._num_shown :]
-            self._num_shown = len(self._window)
+        tokens, decode = self._window, self._tokenizer.decode
+        shown = str(decode(tokens[: self._num_shown], skip_special_tokens=True))
+        piece = str(decode(tokens, skip_special_tokens=True))[len(shown) :]
+        if not piece or (piece.endswith(_UNFINISHED) and not is_end):
+            return ""
+        self._window = tokens[self._num_shown :]
+        self._num_shown = len(self._window)
         return piece
 
 
 class StopText:
     """Hands text on up to the first stop string, and never a part of one."""
 
-    def __init__(
-        self, stop_strings: Sequence[str], write: Callable[[str], None], strips_start: bool = True
-    ) -> None:
+    def __init__(self, stop_strings: Sequence[str], strips_start: bool = True) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
         self.text = ""  # what was handed on
-        self._stop_strings = stop_strings
-        self._write = write
-        self._strips_start = strips_start
+        self._stop_strings, self._strips_start = stop_strings, strips_start
         self._held = ""
 
-    def add(self, piece: str) -> None:
-        """Takes the next piece; does nothing after a stop string."""
+    def add(self, piece: str) -> str:
+        """Takes the next piece; returns what is certain now, and nothing after a stop string."""
         if self.stopped is not None:
-            return
+            return ""
         self._held += piece
         places = ((self._held.find(stop), -len(stop), stop) for stop in self._stop_strings)
         found = [place for place in places if place[0] >= 0]
-        if found:
-            # Of those that begin at one place the longest, whatever their order.
-            at, _, self.stopped = min(found)
-            self._hand_on(at)
-        else:
-            self._hand_on(len(self._held) - self._begun())
+        if not found:
+            return self._hand_on(len(self._held) - self._begun())
+        # Of those that begin at one place the longest, whatever their order.
+        at, _, self.stopped = min(found)
+        return self._hand_on(at)
 
-    def end(self) -> None:
-        """Hands on what was held back, for no stop string came of it."""
-        if self.stopped is None:
-            self._hand_on(len(self._held))
+    def end(self) -> str:
+        """Returns what was held back, for no stop string came of it."""
+        return "" if self.stopped is not None else self._hand_on(len(self._held))
 
     def _begun(self) -> int:
         """Length of the longest end of the text that a stop string may begin with."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stop_strings):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop_strings):
                 return length
         return 0
 
-    def _hand_on(self, length: int) -> None:
+    def _hand_on(self, length: int) -> str:
         piece, self._held = self._held[:length], self._held[length:]
         if self._strips_start and not self.text:
             piece = piece.lstrip()
-        if piece:
-            self.text += piece
-            self._write(piece)
+        self.text += piece
+        return piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,11 +16,12 @@ from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.validation import window_by_length
 from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.kept import kept_tokens
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
-from h2okv.engine.request import (
+from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
+from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number, short_repr
+from h2okv.engine.scheduler import (
     Event,
     Output,
     Pins,
@@ -29,21 +29,15 @@ from h2okv.engine.request import (
     PromptStart,
     Request,
     ScheduledStep,
+    Scheduler,
 )
-from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
-from h2okv.engine.sampling_params import (
-    UNLIMITED,
-    SamplingParams,
-    check_number,
-    short_repr,
-)
-from h2okv.engine.scheduler import Scheduler
 from h2okv.integration import enable
 from h2okv.integration.loading import Described, context_of, describe, load_weights
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8
+_NO_LIMIT = 1 << 40
 _MIB = 1 << 20
 
 
@@ -58,12 +52,18 @@ class Engine:
         model: str | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: EngineConfig | None = None,
-        *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        described = _describe(model, tokenizer, config.tensor_parallel)
+        if isinstance(model, str):
+            described = describe(model)
+            if config.tensor_parallel:
+                check_divides(described.config)
+        else:
+            name = str(model.config._name_or_path or model.config.model_type)
+            own = tokenizer or describe(name).tokenizer
+            described = Described(name, name, model.config, own, context_of(model.config))
         self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
         # All that can be refused is, before the weights are loaded.
         self._model_config = described.config
@@ -76,23 +76,19 @@ class Engine:
         self.model = model.eval()
         self._model_config = self.model.config
         self.group = TensorParallelGroup() if config.tensor_parallel else None
-        self._stack = ExitStack()
-        self._stack.enter_context(enable(self.model))
-        try:
-            self.memory = MemoryModel.of(self.model.config, probe, self.model.dtype).serving(
-                self.max_budget,
-                self.max_prompt_tokens,
-                config.max_prefill_tokens,
-                1 if self.group is None else self.group.world_size,
-            )
-            self.max_num_seqs = self._count_seqs()
+        ranks = 1 if self.group is None else self.group.world_size
+        self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
+            self.max_budget, self.max_prompt_tokens, config.max_prefill_tokens, ranks
+        )
+        self.max_num_seqs = self._count_seqs()
+        with ExitStack() as stack:
+            stack.enter_context(enable(self.model))
             self.runner = ModelRunner(
                 self.model, self._make_cache, self.max_num_seqs, self.max_budget, self.group
             )
-            self._prefixes = [self._save_prefix(text) for text in config.prefixes]
-        except BaseException:
-            self.close()
-            raise
+            for text in config.prefixes:
+                self._save_prefix(text)
+            self.close = stack.pop_all().close  # gives the model its own attention back
         chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens)
         self._execute = self.runner.execute
@@ -113,15 +109,13 @@ class Engine:
                 self._sample(list(self.scheduler.running), output.decode_logits, in_pool=True)
             if step.prefill:
                 self._after_prefill(step.prefill, output)
-        except Exception as error:  # whatever it is, others must be served
+        except BaseException as error:
             for request in self.scheduler.clear():
-                if not request.is_over:
-                    self._fail(request, error)
-            self.runner.reset()
-        except BaseException:  # Ctrl-C in the middle of a forward, which leaves slots half written
-            self.scheduler.clear()
-            self.runner.reset()
-            raise
+                if isinstance(error, Exception) and not request.is_over:
+                    self._end(request, error)
+            self.runner.reset()  # whose slots are half written
+            if not isinstance(error, Exception):  # Ctrl-C in the middle of a forward
+                raise
         return True
 
     def _after_prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
@@ -131,9 +125,9 @@ class Engine:
                 try:
                     self._after_chunk(request, chunk, logits)
                 except Exception as error:
-                    self._fail(request, error)
+                    self._end(request, error)
         elif len(requests) == 1:
-            self._fail(requests[0], RequestFailedError(output.error))
+            self._end(requests[0], RequestFailedError(output.error))
         else:  # one of them is at fault; the others shall not suffer for it
             self.scheduler.split_prefill_batch()
 
@@ -148,10 +142,10 @@ class Engine:
             request.logprobs.extend(token_logprobs(logits[: len(following)], following, asked))
         if not chunk.is_last:
             return
-        self._counters.reused_tokens += request.num_reused
+        self._counters.reused_tokens += len(request.start.prefix)
         if request.max_new_tokens == 0:
             request.notify(OutputDelta(0, "", finish_reason="length", prompt=request.prompt_read()))
-            self._finish(request)
+            self._end(request)
             return
         for index in range(request.params.n):
             sampler = Sampler(self.model, request.params, request.prompt, index)
@@ -170,12 +164,11 @@ class Engine:
                     raise token
                 self._report(output, token, logits[at : at + 1], at if in_pool else None)
             except Exception as error:  # of this request alone, whatever it is
-                self._fail(output.request, error)
+                self._end(output.request, error)
 
     def _report(self, output: Output, token: int, logits: torch.Tensor, place: int | None) -> None:
         """Gives an output its next token, and the client what comes of it."""
-        request = output.request
-        asked = request.params.logprobs
+        request, asked = output.request, output.request.params.logprobs
         logprobs = () if asked is None else tuple(token_logprobs(logits, [token], asked))
         is_first = not any(own.tokens for own in request.outputs)
         delta = output.append(token, self._eos, logprobs)
@@ -184,37 +177,31 @@ class Engine:
         if request.kept_every is not None and place is not None:
             num_new = len(output.tokens) - 1  # the newest is not in the cache yet
             if delta.finish_reason or (num_new - 1) % request.kept_every == 0:
-                kept = kept_tokens(self.runner.pool, place, len(request.prompt) + num_new)
+                kept = self.runner.kept(place, len(request.prompt) + num_new)
                 delta = replace(delta, kept=kept)
         self._counters.new_tokens += 1
         request.notify(delta)
         if all(own.is_finished for own in request.outputs):
-            self._finish(request)
+            self._end(request)
 
-    def _finish(self, request: Request) -> None:
-        self._counters.finished += 1
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """Ends a request, well or with an error of its own."""
+        if error is None:
+            self._counters.finished += 1
+        else:
+            self._counters.failed += 1
+            if not isinstance(error, RequestFailedError):
+                cause, error = error, RequestFailedError(f"{type(error).__name__}: {error}")
+                error.__cause__ = cause
+            request.error = error
         self.scheduler.drop(request)
-        request.notify(None)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        failed = error
-        if not isinstance(failed, RequestFailedError):
-            failed = RequestFailedError(f"{type(error).__name__}: {error}")
-            failed.__cause__ = error
-        self._counters.failed += 1
-        request.error = failed
-        self.scheduler.drop(request)
-        request.notify(failed)
+        request.notify(error)
 
     def abort(self, request: Request) -> None:
         """Ends a request whose client went away; its slots are free with the next step."""
         if not request.is_over:
             self._counters.aborted += 1
             self.scheduler.drop(request)
-
-    def close(self) -> None:
-        """Gives the model its own attention back."""
-        self._stack.close()
 
     def stats(self) -> EngineStats:
         """Counts what was done and what is held; may be called from any thread."""
@@ -231,26 +218,25 @@ class Engine:
 
     def describe(self) -> str:
         """Says what is served with which memory, for people."""
-        memory, pool = self.memory, self.runner.pool
+        memory, pool, seqs = self.memory, self.runner.pool, self.max_num_seqs
         dtype = str(self.model.dtype).removeprefix("torch.")
         longest = self.max_context or self.max_prompt_tokens
         full = pool.full_bytes_of(longest)
         parts = "" if self.group is None else f" in {self.group.world_size} parts"
         lines = [
             f"{self.name} in {dtype} on {self.model.device}{parts}, {self._make_cache(None)!r}",
-            f"{self.max_num_seqs} sequences of {self.max_budget} entries (prompts up to "
-            f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / self.max_num_seqs / _MIB:.2f} MiB "
+            f"{seqs} sequences of {self.max_budget} entries (prompts up to "
+            f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
             f"beside weights and slots at most {(memory.prefill + memory.fixed) / _MIB:.0f} MiB "
-            f"for prefill and {self.max_num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
+            f"for prefill and {seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
-            f"{full * self.max_num_seqs / pool.nbytes:.1f} times as much",
+            f"{full * seqs / pool.nbytes:.1f} times as much",
         ]
         least = self.config.cache.min_tokens
         if least and self.config.cache.budget.is_relative:
             lines.append(f"of short prompts at least {least} heavy and {least} recent entries stay")
-        if self._prefixes:
-            lengths = ", ".join(f"{len(tokens):,}" for tokens in self._prefixes)
+        if lengths := ", ".join(f"{len(tokens):,}" for tokens in self.runner.prefixes):
             lines.append(f"saved prefixes: {lengths} tokens")
         return "\n".join(lines)
 
@@ -275,15 +261,11 @@ class Engine:
         if not tokens:
             raise ValueError("the prompt has no tokens; give at least one.")
         if len(tokens) > most:
-            raise PromptTooLongError(
-                f"the prompt has {len(tokens):,} tokens, and at most {most:,} can be read; shorten "
-                "it."
-            )
+            told = f"the prompt has {len(tokens):,} tokens, and at most {most:,} can be read"
+            raise PromptTooLongError(f"{told}; shorten it.")
         self._check_tokens("logit_bias: the token", params.logit_bias)
-        if params.n > self.max_num_seqs:
-            raise ValueError(
-                f"n={params.n} is more than max_num_seqs={self.max_num_seqs}; ask for less."
-            )
+        if params.n > (seqs := self.max_num_seqs):
+            raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
         cache = self._make_cache(budget)
         cache.pin(pins, len(tokens))
         keeps = cache.entries_for(len(tokens))
@@ -292,17 +274,17 @@ class Engine:
                 f"the budget of {keeps} entries is larger than the {self.max_budget} that a "
                 "sequence has slots for; lower heavy, recent or sink."
             )
-        prefix = None
+        prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins:
-            prefix = self._prefix_of(tokens)
-        left = math.inf if self.max_context is None else self.max_context - len(tokens)
-        wished = math.inf if params.max_tokens is None else params.max_tokens
+            # The longest that the prompt begins with and goes on from.
+            found = (own for own in self.runner.prefixes if tokens[:-1][: len(own)] == own)
+            prefix = max(found, key=len, default=())
+        room = _NO_LIMIT if self.max_context is None else self.max_context - len(tokens)
         return Request(
             prompt=tokens,
             params=params,
-            max_new_tokens=int(min(left, wished, 1 << 40)),
+            max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             start=PromptStart(len(tokens), budget, prefix, tuple(pins)),
-            num_reused=0 if prefix is None else len(self._prefixes[prefix]),
             notify=notify,
             kept_every=kept_every,
         )
@@ -321,17 +303,15 @@ class Engine:
 
     def _check_tokens(self, name: str, tokens: Iterable[Any]) -> None:
         """Refuses what is none of the model's tokens."""
-        table: Any = self.model.get_input_embeddings().weight
-        vocabulary = table.shape[0]
+        table: Any = self.model.get_input_embeddings()
+        vocabulary = table.weight.shape[0]
         for token in tokens:
             is_int = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_int or not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"{name} {short_repr(token)} is not one of the model's {vocabulary}; give "
-                    "tokens of this model."
-                )
+                told = f"{name} {short_repr(token)} is not one of the model's {vocabulary}"
+                raise ValueError(f"{told}; give tokens of this model.")
 
-    def _save_prefix(self, text: str | Sequence[int]) -> tuple[int, ...]:
+    def _save_prefix(self, text: str | Sequence[int]) -> None:
         tokens = self._tokens(text)
         if not tokens or len(tokens) >= self.max_prompt_tokens:
             raise ValueError(
@@ -339,16 +319,6 @@ class Engine:
                 f"{self.max_prompt_tokens:,} tokens can begin with; give a shorter text."
             )
         self.runner.save_prefix(tokens, self.config.max_prefill_tokens)
-        return tokens
-
-    def _prefix_of(self, tokens: tuple[int, ...]) -> int | None:
-        """The longest saved prefix that a prompt begins with and goes on from."""
-        fitting = [
-            (len(own), number)
-            for number, own in enumerate(self._prefixes)
-            if len(own) < len(tokens) and tokens[: len(own)] == own
-        ]
-        return max(fitting)[1] if fitting else None
 
     def _make_cache(self, budget: Budget | None) -> H2OCache:
         config = self.config.cache
@@ -387,7 +357,7 @@ class Engine:
         taken, most = 0, _DEFAULT_SEQS
         promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
         if self.config.memory is not None:
-            promised, most = self.config.memory, 1 << 40
+            promised, most = self.config.memory, _NO_LIMIT
             on_gpu = device.type == "cuda"
             taken = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
         seqs = min(self.memory.num_seqs(promised - taken), most)
@@ -399,17 +369,3 @@ class Engine:
                 "max_prefill_tokens."
             )
         return seqs if self.group is None else self.group.smallest(seqs)
-
-
-def _describe(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, tensor_parallel: bool
-) -> Described:
-    """What is known of a model without its weights."""
-    if isinstance(model, str):
-        described = describe(model)
-        if tensor_parallel:
-            check_divides(described.config)
-        return described
-    name = str(model.config._name_or_path or model.config.model_type)
-    own = tokenizer or describe(name).tokenizer
-    return Described(name, name, model.config, own, context_of(model.config))

@@ -18,12 +18,10 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
 from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, RequestOutput
-from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.scheduler import Event, Pins, Request
 from h2okv.integration.chat_template import chat_text, message_spans
-
-_IDLE_SECONDS = 0.5
 
 _Events = asyncio.Queue[Event]
 
@@ -159,13 +157,23 @@ class LLM(_Front):
             self.engine.runner.follow()
             return []
         texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-        wanted = _for_each(params, len(texts))
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(texts)
+        if len(params) != len(texts):
+            told = f"{len(params)} SamplingParams were given for {len(texts)} prompts"
+            raise ValueError(f"{told}; give one, or as many.")
         requests = [
             self.engine.request(text, own, lambda event: None, budget, pins=spans)
-            for text, own, spans in zip(texts, wanted, pins or [()] * len(texts), strict=True)
+            for text, own, spans in zip(texts, params, pins or [()] * len(texts), strict=True)
         ]
+        scheduler, shown = self.engine.scheduler, show_progress
+        # All at once, for the queue's limit is for requests that come one by one.
+        scheduler.waiting.extend(requests)
         try:
-            self._run(requests, show_progress)
+            with Progress("generating", len(requests), "prompts", shown=shown) as progress:
+                while scheduler.has_work:
+                    self.engine.step()
+                    progress.update(sum(request.is_over for request in requests))
         finally:
             for request in requests:  # those that an error or Ctrl-C has left
                 self.engine.abort(request)
@@ -173,36 +181,10 @@ class LLM(_Front):
             if group is not None:
                 group.broadcast(None)
         outputs = [request.output() for request in requests]
-        for request in requests:
-            if request.error is not None:
-                request.error.outputs = outputs
-                raise request.error
+        for error in (request.error for request in requests if request.error is not None):
+            error.outputs = outputs
+            raise error
         return [own for own in outputs if own is not None]
-
-    def _run(self, requests: Sequence[Request], show_progress: bool) -> None:
-        scheduler = self.engine.scheduler
-        pending = list(requests)[::-1]
-        with Progress("generating", len(requests), "prompts", shown=show_progress) as progress:
-            while pending or scheduler.has_work:
-                # No more in the queue than are about to begin: it has a limit, a call has none.
-                while pending and not scheduler.waiting:
-                    scheduler.waiting.append(pending.pop())
-                self.engine.step()
-                progress.update(sum(request.is_over for request in requests))
-
-
-def _for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not all(isinstance(own, SamplingParams) for own in params):
-        raise ValueError("params has other things than SamplingParams in it; give one, or a list.")
-    if len(params) != count:
-        raise ValueError(
-            f"{len(params)} SamplingParams were given for {count} prompts; give one, or as many."
-        )
-    return params
 
 
 class AsyncLLM(_Front):
@@ -231,9 +213,8 @@ class AsyncLLM(_Front):
     """
 
     def _start(self) -> None:
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stops = False
-        self._drains = False
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stops = self._drains = False
         self._error: BaseException | None = None
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Events, Event]]] = {}
         # Loading the model was this thread's last work with tensors.
@@ -286,7 +267,7 @@ class AsyncLLM(_Front):
         make = self.engine.request
         request = await asyncio.to_thread(make, prompt, params, notify, budget, kept_every)
         if self._drains or not self.is_healthy:
-            raise EngineStoppedError(self._why_stopped())
+            raise self._stopped()
         self._commands.put(lambda: self._submit(request))
         try:
             while (event := await events.get()) is not None:
@@ -304,24 +285,22 @@ class AsyncLLM(_Front):
             drain: Seconds after which what still runs is given up.
         """
         self._drains = True
-        self._commands.put(None)
+        self._commands.put(lambda: None)  # which wakes the thread
         await asyncio.to_thread(self._thread.join, drain)
         self._stops = True
-        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
         if self.engine.group is not None and self._error is None:
             self.engine.group.broadcast(None)
         self.engine.close()
 
-    def _why_stopped(self) -> str:
-        if self._error is not None:
-            return f"the engine has stopped: {type(self._error).__name__}: {self._error}"
-        return "the engine is shutting down."
+    def _stopped(self) -> EngineStoppedError:
+        why = self._error and f"has stopped: {type(self._error).__name__}: {self._error}"
+        return EngineStoppedError(f"the engine {why or 'is shutting down.'}")
 
     def _submit(self, request: Request) -> None:
         try:
             if self._drains:
-                raise EngineStoppedError(self._why_stopped())
+                raise self._stopped()
             self.engine.scheduler.submit(request)
         except Exception as error:  # the client gets it, whatever it is
             request.is_over = True
@@ -337,7 +316,7 @@ class AsyncLLM(_Front):
                 if not busy:
                     if self._drains:
                         break
-                    self._run_commands(timeout=_IDLE_SECONDS)
+                    self._run_commands(wait=True)
         except BaseException as error:
             self._error = error
         self._drains = True
@@ -346,7 +325,7 @@ class AsyncLLM(_Front):
         for request in [*scheduler.clear(), *scheduler.waiting]:
             if not request.is_over:
                 self.engine.abort(request)
-                request.notify(EngineStoppedError(self._why_stopped()))
+                request.notify(self._stopped())
         self._send_events()
 
     def _send_events(self) -> None:
@@ -360,16 +339,12 @@ class AsyncLLM(_Front):
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_put_all, events)
 
-    def _run_commands(self, timeout: float = 0.0) -> None:
-        """Runs what other threads ask for; waits some seconds for the first of them."""
-        while True:
-            try:
-                command = self._commands.get(block=timeout > 0, timeout=timeout or None)
-            except queue.Empty:
-                return
-            timeout = 0.0
-            if command is not None:
-                command()
+    def _run_commands(self, wait: bool = False) -> None:
+        """Runs what other threads ask for, and may wait for the first of it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
 
 
 def _put_all(events: list[tuple[_Events, Event]]) -> None:

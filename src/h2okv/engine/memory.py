@@ -6,9 +6,10 @@ import ctypes
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,10 +17,8 @@ from transformers import PreTrainedConfig
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_state import SlotBytes
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
-_LARGE = 128 << 10
-_TOP = 4 << 20
-_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_MALLOPT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
+"""M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
 _MOST_KERNELS = 16
 """Of a decode step and of one micro-batch of prompts, with some to spare."""
 _PROC = Path("/proc")
@@ -69,40 +68,31 @@ def peak_resident_bytes(process: int | str = "self") -> int | None:
 
 def reset_peak() -> None:
     """Makes the present resident memory the largest so far, where Linux allows it."""
-    try:
+    with suppress(OSError):
         (_PROC / "self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return
 
 
 def give_memory_back() -> None:
-    """Makes the libraries return what they no longer need, so that a promise can be kept.
-
-    The C library would keep blocks of up to 32 MiB for later, in which others do not fit: after
-    some prompts of different length a process holds twice what it uses. oneDNN, with which PyTorch
-    multiplies bf16 on a CPU, keeps machine code for each shape of a product, 1 to 2 MiB each, and
-    both it and PyTorch remember 1024 of them; here they keep few, unless the environment says
-    otherwise. That holds for products after this call, if there were none in bf16 before.
-    """
-    for name in _KERNEL_CACHES:
+    """Makes the libraries return what they no longer need, so that a promise can be kept."""
+    # oneDNN, with which PyTorch multiplies bf16 on a CPU, keeps machine code for each shape of a
+    # product, 1 to 2 MiB each, and both it and PyTorch remember 1024 of them. This holds for
+    # products after this call, if there were none in bf16 before.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(_MOST_KERNELS))
-    if not sys.platform.startswith("linux"):
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, _LARGE)
-        library.mallopt(_TRIM_THRESHOLD, _TOP)
-        library.mallopt(_ARENA_MAX, 2)
+    # The C library would keep blocks of up to 32 MiB for later, in which others do not fit: after
+    # some prompts of different length a process holds twice what it uses.
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if library is not None and hasattr(library, "mallopt"):
+        for option, value in _MALLOPT:
+            library.mallopt(option, value)
 
 
 def _field(file: str, name: str) -> int | None:
     """Reads a line ``name: number kB``."""
-    try:
-        lines = (_PROC / file).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    values = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return int(values[0]) * 1024 if values else None
+    with suppress(OSError):
+        found = re.search(rf"^{name}:\s*(\d+)", (_PROC / file).read_text(encoding="utf-8"), re.M)
+        return int(found[1]) * 1024 if found else None
+    return None
 
 
 def _left(limit: str, usage: str) -> int | None:
@@ -114,7 +104,6 @@ def _left(limit: str, usage: str) -> int | None:
         return None
 
 
-_MAPS = _PROC / "self/maps"
 _LIBRARY = re.compile(r"(/\S*lib(?:gomp|iomp5|omp)[-.\w]*)$", re.MULTILINE)
 _SOFT = 1
 
@@ -123,13 +112,13 @@ def release_workers() -> bool:
     """Ends the workers that the calling thread holds; they come back when they are needed.
 
     Every thread that computes has workers of its own. If together they are more than there are
-    processors, GNU's OpenMP lets all of them sleep between two operations instead of waiting
-    awake, and waking up takes longer than most operations of a decode step: a model that was loaded
-    in one thread and runs in another took 1.5 times as long for a token (two cores, 32 sequences of
-    the bundled model).
+    processors, GNU's OpenMP lets all of them sleep between two operations, and waking up takes
+    longer than most operations of a decode step: a model that was loaded in one thread and runs in
+    another took 1.5 times as long for a token (two cores, 32 sequences of the bundled model).
     """
     try:
-        found = _LIBRARY.search(_MAPS.read_text(encoding="utf-8", errors="replace"))
+        maps = (_PROC / "self/maps").read_text(encoding="utf-8", errors="replace")
+        found = _LIBRARY.search(maps)
         return found is not None and ctypes.CDLL(found[1]).omp_pause_resource_all(_SOFT) == 0
     except (OSError, AttributeError):
         return False
@@ -158,56 +147,29 @@ class ServingMemory:
         return self.prefill + self.fixed + self.sequence + self.step
 
 
-@dataclass(frozen=True)
 class MemoryModel:
     """The bytes that a model and its H2O caches take, by arithmetic."""
 
-    cache: H2OCache  # like all others; asked for the layout of its slots
-    hidden: int  # size of a token's state
-    width: int  # of a token between the products of the MLP
-    num_heads: int
-    num_kv_heads: int
-    key_size: int
-    vocabulary: int
-    element: int  # bytes of a number
-    slots: SlotBytes  # of a layer
-    window_slots: SlotBytes  # of a layer with a sliding window
-    windows: tuple[int, ...]  # the most tokens of each layer that has no H2O slots
     # Scratch memory and kernels of the libraries, and stacks of threads: they come with the first
     # forward and stay.
-    fixed_bytes: ClassVar[int] = 72 << 20
+    fixed_bytes = 72 << 20
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> MemoryModel:
-        """Reads the sizes off a model's config."""
+    def __init__(self, config: PreTrainedConfig, cache: H2OCache, dtype: torch.dtype) -> None:
         text: Any = config.get_text_config(decoder=True)
-        heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return cls(
-            cache=cache,
-            hidden=text.hidden_size,
-            width=_width(text),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            key_size=size,
-            vocabulary=text.vocab_size,
-            element=dtype.itemsize,
-            slots=cache.slot_bytes(kv_heads, size, dtype),
-            window_slots=SlotBytes(kv_heads, 2 * size * dtype.itemsize),
-            # A recurrent layer's state is about as large as a window of its own width.
-            windows=tuple(size if window is None else window for window in cache.windows),
-        )
-
-    @property
-    def num_slot_layers(self) -> int:
-        """Layers that hold H2O's slots."""
-        return len(self.cache.layers) - len(self.windows)
-
-    @property
-    def entry_bytes(self) -> int:
-        """Of a slot's key and value, in one layer and for all KV heads."""
-        return self.num_kv_heads * self.slots.entry
+        self.cache = cache  # like all others; asked for the layout of its slots
+        self.hidden, self.width, self.vocabulary = text.hidden_size, _width(text), text.vocab_size
+        self.num_heads: int = text.num_attention_heads
+        self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
+        self.key_size: int = getattr(text, "head_dim", None) or self.hidden // self.num_heads
+        self.element = dtype.itemsize  # bytes of a number
+        self.slots = cache.slot_bytes(self.num_kv_heads, self.key_size, dtype)  # of a layer
+        self.window_slots = SlotBytes(self.num_kv_heads, 2 * self.key_size * self.element)
+        # The most tokens of each layer that has no H2O slots. A recurrent layer's state is about
+        # as large as a window of its own width.
+        self.windows = tuple(self.key_size if own is None else own for own in cache.windows)
+        self.num_slot_layers = len(cache.layers) - len(self.windows)
+        # Of a slot's key and value, in one layer and for all KV heads.
+        self.entry_bytes = self.num_kv_heads * self.slots.entry
 
     def slots_for(self, prompt: int, new: int) -> int:
         """Slots that a sequence needs in each layer."""

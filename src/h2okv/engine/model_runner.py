@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
@@ -21,20 +23,19 @@ from h2okv.cache.slot_pool import (
     num_cached_by_sequence,
 )
 from h2okv.config import Budget
-from h2okv.engine.outputs import EngineStoppedError
-from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
+from h2okv.engine.outputs import EngineStoppedError, KeptTokens
+from h2okv.engine.scheduler import PrefillChunk, PromptStart, ScheduledStep
 
 _NO_LIMIT = 1 << 60
-_PATIENCE = timedelta(days=3650)
-"""How long a rank waits for a step: a server may have no request for any time."""
+_PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time
 
 
 @dataclass
 class StepOutput:
     """What came of a step."""
 
-    decode_logits: torch.Tensor | None = None  # [B, V]
-    prefill_logits: Sequence[torch.Tensor] = ()  # of each chunk, [1, V] or [T, V]
+    decode_logits: Tensor | None = None  # [B, V]
+    prefill_logits: Sequence[Tensor] = ()  # of each chunk, [1, V] or [T, V]
     error: str | None = None  # why the prompts could not be prefilled, and were dropped
     evictions: int = 0  # entries of all layers and KV heads
     decode_seconds: float = 0.0
@@ -77,7 +78,7 @@ class ModelRunner:
         self.group = group
         self._model: Any = model
         self._make_cache = make_cache
-        self._prefixes: list[H2OCache] = []
+        self.prefixes: dict[tuple[int, ...], H2OCache] = {}
         self._prefilled: H2OCache | None = None
         self._size = (max_num_seqs, budget)
         self.pool = self._make_pool()
@@ -86,19 +87,18 @@ class ModelRunner:
         probe = self._make_cache(Budget(heavy=1, recent=1))
         start = self._model.generation_config.bos_token_id or 0
         first = torch.tensor([[start if isinstance(start, int) else start[0]]])
-        self._forward(first, torch.zeros_like(first), None, probe)
+        self._forward(first, torch.zeros_like(first), probe)
         return SlotPool(probe, *self._size)
 
-    def save_prefix(self, tokens: Sequence[int], max_prefill_tokens: int) -> None:
+    def save_prefix(self, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
         """Prefills a text that later prompts begin with, and keeps its compressed cache."""
         size = self.chunk_tokens(max_prefill_tokens)
         for at in range(0, len(tokens), size):
-            chunk = tuple(tokens[at : at + size])
             start = PromptStart(len(tokens)) if at == 0 else None
-            self._prefill((PrefillChunk(chunk, at, at + size >= len(tokens), start),))
+            is_last = at + size >= len(tokens)
+            self._prefill((PrefillChunk(tokens[at : at + size], at, is_last, start),))
         assert self._prefilled is not None
-        self._prefixes.append(self._prefilled)
-        self._prefilled = None
+        self.prefixes[tokens], self._prefilled = self._prefilled, None
 
     def chunk_tokens(self, most: int) -> int:
         """Says how many tokens of a prompt a forward may bring without changing the result."""
@@ -130,15 +130,15 @@ class ModelRunner:
         output = StepOutput()
         for number in step.release:
             self.pool.release(number)
-        for prompt in step.admit:
-            assert self._prefilled is not None
-            self.pool.admit(self._prefilled, prompt)
-        if step.drop:
+        if step.admit is not None:
+            for prompt in step.admit:
+                assert self._prefilled is not None
+                self.pool.admit(self._prefilled, prompt)
             self._prefilled = None
         begun = self._now()
         if step.decode:
             tokens, positions = torch.tensor([step.decode, step.positions]).unsqueeze(-1)
-            output.decode_logits = self._forward(tokens, positions, None, self.pool.cache)[:, -1]
+            output.decode_logits = self._forward(tokens, positions, self.pool.cache)[:, -1]
             output.evictions = self.pool.count_step()
         decoded = self._now()
         output.decode_seconds = decoded - begun
@@ -160,48 +160,55 @@ class ModelRunner:
             torch.cuda.synchronize(self._model.device)
         return time.perf_counter()
 
-    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[Sequence[torch.Tensor], int]:
+    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[Sequence[Tensor], int]:
         """Logits of each chunk, of its last or all tokens, and how many entries were evicted."""
-        chunk = chunks[0]
-        if chunk.start is not None:
-            self._prefilled = self._begin(chunk.start, len(chunks))
+        chunk, start = chunks[0], chunks[0].start
+        if start is not None and start.prefix:
+            self._prefilled = self.prefixes[start.prefix].fork(1)
+        elif start is not None:
+            self._prefilled = self._make_cache(start.budget)
+            self._prefilled.pin(start.pins)
+            if len(chunks) == 1:
+                self._prefilled.expect(start.length)
         cache = self._prefilled
         assert cache is not None
         before = cache.num_cached_tokens
-        if len(chunks) > 1:
-            logits = self._forward(*_padded([list(own.tokens) for own in chunks]), cache)
-        else:
-            if cache.prefill_chunk is None and can_split_blocks(cache):
-                expect_partial_block(cache, not chunk.is_last)
-            tokens = torch.tensor([chunk.tokens])
-            positions = chunk.position + torch.arange(tokens.shape[1]).unsqueeze(0)
-            keep = 0 if chunk.wants_all_logits else 1
-            logits = self._forward(tokens, positions, None, cache, keep)
-        num_tokens = sum(len(own.tokens) for own in chunks)
-        evicted = before + num_tokens - sum(num_cached_by_sequence(cache))
+        if cache.prefill_chunk is None and can_split_blocks(cache):
+            expect_partial_block(cache, not chunk.is_last)
+        lengths = [len(own.tokens) for own in chunks]
+        pads = [max(lengths) - length for length in lengths]
+        # A token of the prompt's own: one whose embedding is no number reaches no other prompt.
+        padded = [own.tokens[:1] * pad + own.tokens for own, pad in zip(chunks, pads, strict=True)]
+        mask = torch.arange(max(lengths)) >= torch.tensor(pads).unsqueeze(1)
+        positions = chunk.position + (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._forward(
+            torch.tensor(padded),
+            positions,
+            cache,
+            mask=mask.long() if any(pads) else None,
+            keep=0 if chunk.wants_all_logits else 1,
+        )
+        evicted = before + sum(lengths) - sum(num_cached_by_sequence(cache))
         return list(logits), evicted * self.pool.num_heads
 
-    def _begin(self, start: PromptStart, num_prompts: int) -> H2OCache:
-        if start.prefix is not None:
-            return self._prefixes[start.prefix].fork(1)
-        cache = self._make_cache(start.budget)
-        cache.pin(start.pins)
-        if num_prompts == 1:
-            cache.expect(start.length)
-        return cache
+    def kept(self, place: int, num_seen: int) -> KeptTokens:
+        """Tells what a sequence in the pool holds; waits for the device."""
+        pool, layers = self.pool, list[Any](self.pool.cache.layers)
+        cache_bytes = 0.0
+        for state in (layer.state for layer in layers):
+            num_held = int((state.positions[place] >= 0).sum())
+            cache_bytes += num_held * state.nbytes / state.positions.numel()
+        scored = [layer.state.positions[place] for layer in layers if layer.window is None]
+        counts = tuple(count_kept(scored, num_seen))
+        return KeptTokens(counts, pool.num_heads, int(cache_bytes), pool.full_bytes_of(num_seen))
 
     @torch.no_grad()
     def _forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: H2OCache,
-        keep: int = 1,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, cache: H2OCache, mask: Any = None, keep: int = 1
+    ) -> Tensor:
         """Logits of the last ``keep`` tokens or, for 0, of all: ``[B, keep or T, V]``."""
         device = self._model.device
-        logits: torch.Tensor = self._model(
+        logits: Tensor = self._model(
             input_ids=tokens.to(device),
             position_ids=positions.to(device),
             attention_mask=None if mask is None else mask.to(device),
@@ -212,15 +219,12 @@ class ModelRunner:
         return logits
 
 
-def _padded(
-    prompts: list[list[int]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Prompts padded on the left, with positions and mask."""
-    width = max(map(len, prompts))
-    # A token of the prompt's own: one whose embedding is no number reaches no other prompt.
-    tokens = torch.tensor([[own[0]] * (width - len(own)) + own for own in prompts])
-    mask = torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in prompts])
-    return tokens, (mask.cumsum(1) - 1).clamp(min=0), None if mask.all() else mask
+def count_kept(positions: Iterable[Tensor], num_tokens: int) -> list[int]:
+    """Counts for each token the heads that hold it, given int positions ``[H, S]`` by layer."""
+    held = torch.cat([own.flatten().cpu() for own in positions]).long()
+    # -1 is an empty slot.
+    counts: list[int] = torch.bincount(held + 1, minlength=num_tokens + 1)[1:].tolist()
+    return counts
 
 
 def check_divides(config: PreTrainedConfig) -> None:
@@ -230,20 +234,17 @@ def check_divides(config: PreTrainedConfig) -> None:
             "tensor parallelism needs one process for each part of the model; start them with "
             "torchrun --nproc-per-node N -m h2okv.cli serve --tensor-parallel ..."
         )
-    count = int(os.environ["WORLD_SIZE"])
     text: Any = config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
         raise ValueError(
             f"model type {config.model_type!r} has no plan for tensor parallelism in transformers; "
             "run one copy on each device instead (h2okv serve --ray --replicas)."
         )
-    heads = text.num_attention_heads
+    heads, count = text.num_attention_heads, int(os.environ["WORLD_SIZE"])
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if kv_heads % count or heads % count:
-        fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and heads % n == 0]
-        *others, last = (str(n) for n in fitting)
+    shared = math.gcd(heads, kv_heads)
+    if shared % count:
+        *others, last = (str(n) for n in range(1, shared + 1) if shared % n == 0)
         start = f"{', '.join(others)} or {last} of them" if others else "a single one"
-        raise ValueError(
-            f"{count} ranks cannot share {kv_heads} KV heads (and {heads} query heads) evenly; "
-            f"start {start}."
-        )
+        unfit = f"{kv_heads} KV heads (and {heads} query heads)"
+        raise ValueError(f"{count} ranks cannot share {unfit} evenly; start {start}.")

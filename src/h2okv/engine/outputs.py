@@ -38,27 +38,18 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What a step of the engine adds to one output of a request.
+    """What a step of the engine adds to one output of a request."""
 
-    Attributes:
-        index: Which of the ``n`` outputs.
-        text: New text; may be empty, while a character or a stop text is incomplete.
-        token_ids: New tokens. Those of a stop text or an end token are among them, though their
-            text is not.
-        logprobs: One for each new token, if asked for.
-        finish_reason: ``"stop"`` or ``"length"`` with the last delta of an output.
-        stop_reason: The stop text, or the token of `SamplingParams.stop_token_ids`, that ended it.
-        prompt: With the first delta of a request.
-        kept: If asked for, from the second token on: what the cache held before the newest token.
-    """
-
-    index: int
-    text: str
+    index: int  # which of the ``n`` outputs
+    text: str  # may be empty, while a character or a stop text is incomplete
+    # Those of a stop text or an end token are among them, though their text is not.
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each new token, if asked for
+    finish_reason: str | None = None  # "stop" or "length" with the last delta of an output
+    # The stop text, or the token of `SamplingParams.stop_token_ids`, that ended it.
     stop_reason: str | int | None = None
-    prompt: PromptRead | None = None
+    prompt: PromptRead | None = None  # with the first delta of a request
+    # If asked for, from the second token on: what the cache held before the newest token.
     kept: KeptTokens | None = None
 
 
@@ -85,15 +76,10 @@ class Completion:
 
 @dataclass
 class RequestOutput:
-    """All that a finished request got.
-
-    Attributes:
-        prompt: What was read.
-        completions: The ``n`` outputs, by index.
-    """
+    """All that a finished request got."""
 
     prompt: PromptRead
-    completions: list[Completion]
+    completions: list[Completion]  # the ``n`` outputs, by index
 
     @property
     def text(self) -> str:
@@ -112,13 +98,9 @@ class QueueFullError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """Something went wrong with this request alone, such as logits that are not numbers.
+    """Something went wrong with this request alone, such as logits that are not numbers."""
 
-    Attributes:
-        outputs: Where `LLM.generate` raises it: those of all its prompts, in their order, with
-            ``None`` for each one that failed.
-    """
-
+    # Where `LLM.generate` raises it: of all its prompts, `None` for each one that failed.
     outputs: Sequence[RequestOutput | None] = ()
 
 

@@ -16,7 +16,6 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -32,42 +31,34 @@ _NOTHING_LEFT = (
     "no token can be chosen: temperature, penalties and biases leave no weight that is a number "
     "above 0; choose others."
 )
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+"""The parameters that transformers' warpers have, of which none looks at the text."""
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Reads the tokens that end a model's texts."""
-    config: Any = model.generation_config or model.config
-    ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return frozenset()
-    return frozenset(ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
+    ids = getattr(model.generation_config or model.config, "eos_token_id", None)
+    listed = ids if isinstance(ids, (list, tuple)) else [ids]
+    return frozenset(int(token) for token in listed if token is not None)
 
 
 def model_sampling(config: GenerationConfig | None) -> dict[str, float]:
     """How a model's authors want it to be sampled, by fields of `SamplingParams`."""
     if config is None:
         return {}
-    names = ["repetition_penalty"]
-    found: dict[str, Any] = {}
-    if config.do_sample:
-        found["temperature"] = 1.0
-        names += ["temperature", "top_p", "top_k", "min_p"]
-    return found | {
-        name: value for name in names if (value := getattr(config, name, None)) is not None
-    }
+    names = ("repetition_penalty", *_DRAWING) if config.do_sample else ("repetition_penalty",)
+    standard = {"temperature": 1.0} if config.do_sample else {}
+    found = {name: getattr(config, name, None) for name in names}
+    return standard | {name: value for name, value in found.items() if value is not None}
 
 
 def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
     """Makes the arguments with which transformers' ``generate`` samples as asked for."""
     options: dict[str, Any] = {"do_sample": not params.is_greedy}
     if not params.is_greedy:  # else transformers warns that they have no effect
-        options |= {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p or None,
-        }
+        options |= {name: getattr(params, name) for name in _DRAWING}
+        options["min_p"] = params.min_p or None
     if params.repetition_penalty != 1:
         options["repetition_penalty"] = params.repetition_penalty
     return options
@@ -75,7 +66,7 @@ def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
     """The processors that do not look at the text, in the order of ``generate``."""
-    warpers: list[LogitsProcessor] = []
+    warpers = LogitsProcessorList()
     if not params.is_greedy:
         warpers.append(TemperatureLogitsWarper(params.temperature))
         if params.top_k:
@@ -84,7 +75,7 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
             warpers.append(TopPLogitsWarper(params.top_p))
         if params.min_p:
             warpers.append(MinPLogitsWarper(params.min_p))
-    return LogitsProcessorList(warpers)
+    return warpers
 
 
 def _text_processors(
@@ -98,12 +89,7 @@ def _text_processors(
     ends = sorted(eos_token_ids(model))
     config._eos_token_tensor = torch.tensor(ends) if ends else None
     untyped: Any = model
-    found = untyped._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=prompt_length,
-        device="cpu",
-        model_kwargs={},
-    )
+    found = untyped._get_logits_processor(config, prompt_length, device="cpu", model_kwargs={})
     processors = LogitsProcessorList(one for one in found if not isinstance(one, _WARPERS))
     if params.presence_penalty or params.frequency_penalty or params.logit_bias:
         processors.insert(0, NewTextPenalty(params, prompt_length))
@@ -136,23 +122,20 @@ class Sampler:
         self.params = params
         self.warpers = _warpers(params)
         # Samplers with equal ones can share a call of the warpers.
-        self.warping = params.temperature, params.top_p, params.top_k, params.min_p
+        self.warping = tuple(getattr(params, name) for name in _DRAWING)
         self._text_processors = _text_processors(model, params, len(prompt))
         self.sees_text = bool(self._text_processors)
         self._prompt = prompt
-        self.generator: torch.Generator | None = None
-        if not params.is_greedy:
-            self.generator = torch.Generator()
-            if params.seed is None:
-                self.generator.seed()
-            else:
-                self.generator.manual_seed((params.seed + index) % 2**63)
+        self.generator = None if params.is_greedy else torch.Generator()
+        if self.generator is not None and params.seed is None:
+            self.generator.seed()
+        elif self.generator is not None:
+            self.generator.manual_seed((params.seed + index) % 2**63)
 
-    def process(self, logits: Any, text: Sequence[int]) -> torch.Tensor:
+    def process(self, logits: Any, text: Sequence[int]) -> Any:
         """Applies what depends on the new tokens so far to fp32 ``[1, V]`` on the CPU."""
         so_far: Any = torch.tensor([[*self._prompt, *text]])
-        processed: torch.Tensor = self._text_processors(so_far, logits)
-        return processed
+        return self._text_processors(so_far, logits)
 
 
 def sample(
@@ -201,14 +184,10 @@ def _draw(samplers: list[Sampler], logits: Any) -> list[int | Exception]:
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """The log-probabilities of n tokens and of the ``count`` likeliest, from ``[n, V]``."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    values, indices = logprobs.topk(min(count, logits.shape[1]), dim=-1)
-    return [
-        TokenLogprob(token, value[0], tuple(zip(places, best, strict=True)))
-        for token, value, places, best in zip(
-            tokens, own.tolist(), indices.tolist(), values.tolist(), strict=True
-        )
-    ]
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))[:, 0]
+    values, indices = (best.tolist() for best in logprobs.topk(min(count, logits.shape[1])))
+    columns = zip(tokens, own.tolist(), indices, values, strict=True)
+    return [TokenLogprob(one, value, tuple(zip(*top, strict=True))) for one, value, *top in columns]
 
 
 class SeededSampling(LogitsProcessor):
@@ -232,24 +211,6 @@ class SeededSampling(LogitsProcessor):
             for own in self._generators
         ]
         return warped + torch.stack(noise).to(warped.device)
-
-
-class PenaltyOfText(RepetitionPenaltyLogitsProcessor):
-    """The repetition penalty; transformers' own takes the padding of a batch for text.
-
-    ``mask`` is ``[B, T]``, 0 where the prompts are padded on their left.
-    """
-
-    def __init__(self, penalty: float, mask: torch.Tensor) -> None:
-        super().__init__(penalty)
-        self._real = mask.bool()
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Lowers the logits ``[B, V]`` of what ``input_ids`` ``[B, N]`` hold."""
-        length = self._real.shape[1]
-        last = input_ids[:, length - 1 : length]
-        prompt = torch.where(self._real.to(input_ids.device), input_ids[:, :length], last)
-        return super().__call__(torch.cat([prompt, input_ids[:, length:]], dim=1), scores)
 
 
 class RefuseNaN(LogitsProcessor):

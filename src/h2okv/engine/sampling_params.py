@@ -31,7 +31,6 @@ _LIMITS: Mapping[str, tuple[type, float, float]] = {
     "presence_penalty": (float, -2.0, 2.0),
     "frequency_penalty": (float, -2.0, 2.0),
 }
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +82,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Checks all values; whole numbers become floats, and lists tuples."""
-        for name, limits in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                self._set(name, check_number(name, value, *limits))
+        check_numbers(self, _LIMITS)
         if self.top_p == 0:
             raise ValueError("top_p=0 leaves no token to draw; give more than 0, at most 1.")
-        if self.temperature < _GREEDY_BELOW:
-            self._set("temperature", 0.0)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={short_repr(self.ignore_eos)} is neither True nor False.")
-        self._set("stop", _texts(self.stop))
-        ends = self.stop_token_ids
-        if not isinstance(ends, (list, tuple)):
-            shown = short_repr(ends)
-            raise ValueError(
-                f"stop_token_ids={shown} is not a list of tokens; give ints in a list."
-            )
-        checked = (check_number("stop_token_ids", own, int, 0, UNLIMITED) for own in ends)
-        self._set("stop_token_ids", tuple(checked))
-        self._set("logit_bias", _biases(self.logit_bias))
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+        own = vars(self)  # which is frozen for everybody else
+        own["temperature"] = 0.0 if self.temperature < _GREEDY_BELOW else self.temperature
+        own["stop"] = _listed("stop", self.stop, "a text, or a list of them")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(
+                    f"stop: {short_repr(text)} is not a text to stop at, and an empty text would"
+                    " end every output; leave it out."
+                )
+        ends = _listed("stop_token_ids", self.stop_token_ids, "tokens")
+        checked = (check_number("stop_token_ids", end, int, 0, UNLIMITED) for end in ends)
+        own["stop_token_ids"] = tuple(checked)
+        own["logit_bias"] = _biases(self.logit_bias)
 
     @property
     def is_greedy(self) -> bool:
@@ -127,14 +121,20 @@ def check_number(name: str, value: Any, kind: type, least: float, most: float) -
     return kind(value)
 
 
-def _texts(stop: Any) -> tuple[str, ...]:
-    """Stop texts, of which none is empty."""
-    texts = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(own, str) for own in texts):
-        raise ValueError(f"stop={short_repr(stop)} is not a text; give a str, or a list of them.")
-    if "" in texts:
-        raise ValueError("stop: an empty text would end every output; leave it out.")
-    return tuple(texts)
+def check_numbers(settings: Any, limits: Mapping[str, tuple[type, float, float]]) -> None:
+    """Checks and converts a frozen dataclass's fields; a default of ``None`` may stay."""
+    for name, limit in limits.items():
+        value = getattr(settings, name)
+        if value is not None or getattr(type(settings), name) is not None:
+            vars(settings)[name] = check_number(name, value, *limit)
+
+
+def _listed(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
+    """What a list has in it, for which a text may stand alone."""
+    listed = (values,) if isinstance(values, str) else values
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError(f"{name}={short_repr(values)} is not a list; give {wanted}.")
+    return tuple(listed)
 
 
 def _biases(biases: Any) -> dict[int, float]:

@@ -1,16 +1,159 @@
-"""Which sequences are prefilled and which decode next."""
+"""Requests, their outputs, and which of them are prefilled and decode next."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from transformers import PreTrainedTokenizerBase
+
+from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.outputs import QueueFullError
-from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
+from h2okv.engine.detokenizer import Detokenizer, StopText
+from h2okv.engine.outputs import (
+    Completion,
+    OutputDelta,
+    PromptRead,
+    QueueFullError,
+    RequestFailedError,
+    RequestOutput,
+    TokenLogprob,
+)
+from h2okv.engine.sampler import Sampler
+from h2okv.engine.sampling_params import SamplingParams
 
 _LEAST_WAIT, _MOST_WAIT = 1.0, 60.0
 """Seconds that a refused client is told to wait; the least before the pace is known."""
+
+Event = OutputDelta | Exception | None
+"""What a client is told: a delta, why its request failed, or ``None`` when all is finished."""
+Pins = Sequence[tuple[int, int]]
+"""Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
+
+
+@dataclass(frozen=True)
+class PromptStart:
+    """How a prompt begins: its length, a budget of its own, the saved prefix it goes on from."""
+
+    length: int
+    budget: Budget | None = None
+    prefix: tuple[int, ...] = ()
+    pins: Pins = ()
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens of a prompt, the first of them at ``position``."""
+
+    tokens: tuple[int, ...]
+    position: int
+    is_last: bool
+    start: PromptStart | None = None  # with the first chunk
+    wants_all_logits: bool = False  # else those of the prompt's last token
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """One step of the engine, in the order of the fields; sent to all ranks."""
+
+    # Sequences that give their slots back, one after the other; the last takes each one's place.
+    release: tuple[int, ...] = ()
+    # Of the prefilled prompts, the number of each that gets slots, once for each of its outputs;
+    # they are dropped then. None before they are prefilled.
+    admit: tuple[int, ...] | None = None
+    # The newest token of each running sequence, and its position.
+    decode: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    # A chunk of one prompt, or several whole prompts with one budget.
+    prefill: tuple[PrefillChunk, ...] = ()
+
+
+class Output:
+    """One of the outputs of a request."""
+
+    def __init__(
+        self, request: Request, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.request, self.sampler = request, sampler
+        self.completion = Completion(index)
+        self.tokens = self.completion.token_ids
+        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+        self._text = StopText(request.params.stop, strips_start=False)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its last token is there."""
+        return self.completion.finish_reason is not None
+
+    def append(
+        self, token: int, eos: frozenset[int], logprobs: tuple[TokenLogprob, ...]
+    ) -> OutputDelta:
+        """Takes the next token; mutates the output."""
+        params, text = self.request.params, self._text
+        is_last = len(self.tokens) + 1 >= self.request.max_new_tokens
+        reason: str | None = "length" if is_last else None
+        ended_by: str | int | None = token if token in params.stop_token_ids else None
+        if ended_by is not None or (token in eos and not params.ignore_eos):
+            reason = "stop"
+            piece = ""
+        else:
+            piece = text.add(self._detokenizer.add([token]))
+        if reason is not None:
+            piece += text.add(self._detokenizer.end()) + text.end()
+        if text.stopped is not None:
+            reason, ended_by = "stop", text.stopped
+        delta = OutputDelta(self.completion.index, piece, (token,), logprobs, reason, ended_by)
+        self.completion.add(delta)
+        return delta
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, what is wanted of it, and how far it is."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_new_tokens: int
+    start: PromptStart
+    notify: Callable[[Event], None]  # called in the engine's thread
+    kept_every: int | None = None  # new tokens between two reports of what the cache holds
+    num_prefilled: int = 0
+    outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
+    error: RequestFailedError | None = None  # why it has failed
+    is_over: bool = False
+    is_alone: bool = False  # whether its prompt is prefilled by itself
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that it needs."""
+        return self.params.n if self.max_new_tokens > 0 else 0
+
+    @property
+    def can_batch(self) -> bool:
+        """Whether others may be prefilled in the same forward, if all are short enough."""
+        special = self.is_alone or self.params.prompt_logprobs is not None
+        return not special and self.start == PromptStart(self.start.length)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the cache has seen the whole prompt."""
+        return self.num_prefilled == len(self.prompt)
+
+    def prompt_read(self) -> PromptRead:
+        """What the client is told of the prompt."""
+        asked = self.params.prompt_logprobs is not None
+        logprobs = tuple(self.logprobs) if asked else None
+        return PromptRead(self.prompt, len(self.start.prefix), logprobs)
+
+    def output(self) -> RequestOutput | None:
+        """All that it got, once it is over; ``None`` if it has failed."""
+        completions = [own.completion for own in self.outputs]
+        if self.max_new_tokens == 0:
+            completions = [Completion(n, finish_reason="length") for n in range(self.params.n)]
+        return None if self.error else RequestOutput(self.prompt_read(), completions)
 
 
 class Scheduler:
@@ -29,7 +172,6 @@ class Scheduler:
         self._max_waiting = config.max_waiting
         self._decode_per_prefill = 1 / config.max_prefill_time_fraction - 1
         self._decode_debt = 0.0  # seconds of decode steps before the next chunk
-        self._holds_prompt = False  # whether the model runner does
         self._pace = 0.0  # seconds between two requests that end, smoothed
         self._last_end: float | None = None
 
@@ -52,18 +194,17 @@ class Scheduler:
     def drop(self, request: Request) -> None:
         """Ends a request, finished or not; its slots are released with the next step."""
         if not request.is_over:
-            now = time.monotonic()
-            if self._last_end is not None:
-                self._pace += 0.2 * (now - self._last_end - self._pace)
-            self._last_end = now
+            before, self._last_end = self._last_end, time.monotonic()
+            if before is not None:
+                self._pace += 0.2 * (self._last_end - before - self._pace)
         request.is_over = True
-        if request in self.waiting:
+        if not request.num_prefilled and request in self.waiting:
             self.waiting.remove(request)
 
     def clear(self) -> list[Request]:
         """Forgets all that has begun; returns it."""
         begun = dict.fromkeys([*(own.request for own in self.running), *self.prefilling])
-        self.running, self.prefilling, self._holds_prompt = [], [], False
+        self.running, self.prefilling = [], []
         return list(begun)
 
     def record_time(self, prefill: float, decode: float) -> None:
@@ -77,49 +218,40 @@ class Scheduler:
             request.is_alone, request.num_prefilled = True, 0
             if not request.is_over:
                 self.waiting.appendleft(request)
-        self.prefilling, self._holds_prompt = [], False
+        self.prefilling = []
 
     def schedule(self) -> ScheduledStep:
         """Decides what is done next; what it returns has to be done."""
-        release = self._release()
-        admit, drop = self._admit()
-        prefill = self._next_chunks()
         return ScheduledStep(
-            release=release,
-            admit=admit,
-            drop=drop,
+            release=self._release(),
+            admit=self._admit(),
             decode=tuple(own.tokens[-1] for own in self.running),
             positions=tuple(len(own.request.prompt) + len(own.tokens) - 1 for own in self.running),
-            prefill=prefill,
+            prefill=self._next_chunks(),
         )
 
     def _release(self) -> tuple[int, ...]:
         released = []
-        number = 0
-        while number < len(self.running):
+        for number in reversed(range(len(self.running))):
             own = self.running[number]
             if own.is_finished or own.request.is_over:
                 released.append(number)
                 # As the slots are released: the last one takes the place.
                 self.running[number] = self.running[-1]
                 self.running.pop()
-            else:
-                number += 1
         return tuple(released)
 
-    def _admit(self) -> tuple[tuple[int, ...], bool]:
-        """Which prefilled prompts get slots, and whether they are done with."""
-        if not all(own.is_over or own.is_prefilled for own in self.prefilling):
-            return (), False
-        admitted = []
-        for number, request in enumerate(self.prefilling):
-            going_on = [own for own in request.outputs if not own.is_finished]
-            if not request.is_over:
-                self.running.extend(going_on)
-                admitted.extend([number] * len(going_on))
-        drop, self._holds_prompt = self._holds_prompt, False
+    def _admit(self) -> tuple[int, ...] | None:
+        prompts = self.prefilling
+        if not prompts or not all(own.is_over or own.is_prefilled for own in prompts):
+            return None
         self.prefilling = []
-        return tuple(admitted), drop
+        admitted: list[int] = []
+        for number, request in enumerate(prompts):
+            going_on = [own for own in request.outputs if not (own.is_finished or request.is_over)]
+            self.running.extend(going_on)
+            admitted.extend([number] * len(going_on))
+        return tuple(admitted)
 
     def _next_chunks(self) -> tuple[PrefillChunk, ...]:
         if self.running and self._decode_debt > 0:
@@ -128,13 +260,12 @@ class Scheduler:
             if not self.waiting or not self._has_slots(self.waiting[0]):
                 return ()
             self._begin()
-        self._holds_prompt = True
         return tuple(self._chunk_of(request) for request in self.prefilling)
 
     def _begin(self) -> None:
         """Takes the next request, and those after it that can be prefilled in the same forward."""
         first = self.waiting.popleft()
-        first.num_prefilled = first.num_reused
+        first.num_prefilled = len(first.start.prefix)
         self.prefilling = [first]
         width, seqs = len(first.prompt), len(self.running) + first.num_seqs
         while self.waiting and first.can_batch and self.waiting[0].can_batch:
@@ -152,6 +283,6 @@ class Scheduler:
             tokens=request.prompt[start:end],
             position=start,
             is_last=request.is_prefilled,
-            start=request.start if start == request.num_reused else None,
+            start=request.start if start == len(request.start.prefix) else None,
             wants_all_logits=request.params.prompt_logprobs is not None,
         )

@@ -15,7 +15,7 @@ import h2okv
 from h2okv.cache import H2OCache
 from h2okv.cache.validation import check_positions, context_window
 from h2okv.config import CacheConfig
-from h2okv.engine.sampler import PenaltyOfText, RefuseNaN, SeededSampling, eos_token_ids
+from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.shared_prefill import read_together
 from h2okv.integration.loading import check_vocabulary
@@ -194,9 +194,9 @@ def _generate(
 ) -> list[Answer]:
     """Generates from ``ids [B, T]``, of which the cache may hold the beginning."""
     model, params = subject.model, prompts[0].params
+    # Padded with a token of the prompt's own, for a repetition penalty takes padding for text.
+    ids = torch.where(mask.bool(), ids, ids[:, -1:])
     processors: list[LogitsProcessor] = [RefuseNaN()]
-    if params.repetition_penalty != 1:
-        processors.append(PenaltyOfText(params.repetition_penalty, mask))
     if not params.is_greedy:
         processors.append(SeededSampling([prompt.params for prompt in prompts]))
     generate: Any = model.generate  # its type gets lost on the way through torch's Module
@@ -207,7 +207,7 @@ def _generate(
         max_new_tokens=max(prompt.params.max_tokens or 1 for prompt in prompts),
         do_sample=False,
         num_beams=1,
-        repetition_penalty=1.0,  # of the model's own config
+        repetition_penalty=params.repetition_penalty,
         logits_processor=processors,
         pad_token_id=subject.pad_token_id,
         stop_strings=list(params.stop) or None,

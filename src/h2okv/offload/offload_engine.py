@@ -286,7 +286,7 @@ def make_planner(
 ) -> Planner:
     """Measures what a plan depends on."""
     config, device, dtype = meta.model.config, request.device, meta.embedding.dtype
-    memory = MemoryModel.of(config, H2OCache.from_config(config, request.cache), dtype)
+    memory = MemoryModel(config, H2OCache.from_config(config, request.cache), dtype)
     # Before measuring: what the libraries keep of it, the first forward would take too, and that
     # is counted. So a refusal and the next try, which measures more, count alike.
     budget = _memory_budget(request)
@@ -374,7 +374,7 @@ def _resident_runner(request: BatchRequest, described: Described) -> Runner:
         micro_batch_tokens=_MICRO_BATCH_TOKENS,
         decode_batch=size,
         cache_bytes=None if free is None else free // 4,
-        memory=MemoryModel.of(model.config, cache, model.dtype),
+        memory=MemoryModel(model.config, cache, model.dtype),
     )
     scheduler, sampling = ForwardScheduler(), request.sampling
     return Runner(model, scheduler, sampling, request.cache, limits, request.device)
