@@ -152,8 +152,8 @@ class Generating(StoppingCriteria):
         """Finishes the text and measures, as far as it came."""
         self._close_bar()
         self._show(self._detokenizer.end())
-        if held := self._shown.end():
-            self._write(held)
+        if rest := self._shown.end():
+            self._write(rest)
         start, *times = self._times
         if isinstance(cache, H2OCache):
             held, full = cache.nbytes, cache.full_nbytes

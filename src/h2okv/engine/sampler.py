@@ -127,10 +127,11 @@ class Sampler:
         self.sees_text = bool(self._text_processors)
         self._prompt = prompt
         self.generator = None if params.is_greedy else torch.Generator()
-        if self.generator is not None and params.seed is None:
-            self.generator.seed()
-        elif self.generator is not None:
-            self.generator.manual_seed((params.seed + index) % 2**63)
+        if self.generator is not None:
+            if params.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed((params.seed + index) % 2**63)
 
     def process(self, logits: Any, text: Sequence[int]) -> Any:
         """Applies what depends on the new tokens so far to fp32 ``[1, V]`` on the CPU."""

@@ -29,10 +29,12 @@ _SECONDS: Mapping[str, tuple[Any, ...]] = {
     "time_to_first_token": (
         (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
         "From a request to the first token of each of its prompts, waiting included.",
+        (),
     ),
     "time_per_token": (
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
         "Mean time between the tokens of an output, after the first.",
+        (),
     ),
 }
 """Histograms: their buckets, what they count, and labels."""
@@ -47,8 +49,10 @@ class Metrics(Collector):
         meaning, labels = "HTTP requests, by what became of them.", ("endpoint", "outcome")
         self.requests = Counter(f"{_PREFIX}requests", meaning, labels, registry=registry)
         self.seconds = {
-            name: Histogram(f"{_PREFIX}{name}_seconds", *own, buckets=buckets, registry=registry)
-            for name, (buckets, *own) in _SECONDS.items()
+            name: Histogram(
+                f"{_PREFIX}{name}_seconds", meaning, labels, buckets=buckets, registry=registry
+            )
+            for name, (buckets, meaning, labels) in _SECONDS.items()
         }
         meaning = "Tokens generated in a second, over the last ten."
         speed = Gauge(f"{_PREFIX}tokens_per_second", meaning, registry=registry)

@@ -44,7 +44,7 @@ class PromptReader:
         self._max_characters = longest * max_tokens
         tokenizer("a")  # the first use may set the tokenizer up, which is best done alone
 
-    def read(self, prompt: str | Sequence[Any], *, special: bool = True) -> Prompt:
+    def read(self, prompt: Sequence[Any], *, special: bool = True) -> Prompt:
         """Reads a text, tokens, or a chat up to where the answer begins."""
         field, stops = "prompt", tuple[str, ...]()
         if isinstance(prompt, str):
