@@ -73,7 +73,7 @@ def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
         "own forward": lambda: triton_prefill.forward(query, key, value, whole, scale),
     }
     if flash.applies(query, value, whole, None):
-        runs["flash"] = lambda: flash.forward(query, key, value, whole, scale)
+        runs["flash"] = lambda: flash.forward(query, key, value, scale)
     if args.tune:
         runs |= {"/".join(map(str, tile)): sums_by(tile) for tile in TILES}
     return time_in_turn(runs, args.rounds, args.device, f"sums, {length}")

@@ -72,13 +72,12 @@ def block(dtype, size, groups=2, **visibility):
     query = torch.zeros(1, 2 * groups, 64, size, dtype=dtype)
     key = torch.zeros(1, 2, 64, size, dtype=dtype)
     triton_prefill.attention_with_scores(query, key, key, Visibility(**visibility), 0.1)
-    triton_decode.compact(key, torch.zeros(1, 2, 5, dtype=torch.int64), 8)
 
 
 def main():
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     for module in (triton_decode, triton_prefill):
-        for name in ("_compact", "_attend", "_finish", "_forward", "_sums"):
+        for name in ("_attend", "_finish", "_forward", "_sums"):
             if hasattr(module, name):
                 setattr(module, name, Compiler(getattr(module, name), target))
     # What differs between GPUs is the product of half precision; fp32 is slow to compile.
@@ -88,7 +87,7 @@ def main():
             step(dtype, size, 4, width)
         for size in (64, 128, 256):
             block(dtype, size)
-    block(torch.float16, 96, 1, window=100, queries=torch.ones(1, 64, dtype=torch.bool))
+    block(torch.float16, 96, 1, queries=torch.ones(1, 64, dtype=torch.bool))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from h2okv.ops import expected
+from h2okv.ops import attention as expected
 
 
 @pytest.mark.parametrize("groups", [1, 3])

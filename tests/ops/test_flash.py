@@ -4,16 +4,13 @@ import pytest
 import torch
 
 from h2okv.ops import attention as flash
+from h2okv.ops import dispatch
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
 
 
-def hidden_keys(num_queries, num_keys, left, right):
-    own, columns = (
-        torch.arange(num_keys - num_queries, num_keys).unsqueeze(1),
-        torch.arange(num_keys),
-    )
-    hidden = columns > own + right
-    return hidden if left < 0 else hidden | (columns < own - left)
+def hidden_keys(num_queries, num_keys):
+    own = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
+    return torch.arange(num_keys) > own
 
 
 def varlen_attn(
@@ -22,6 +19,7 @@ def varlen_attn(
 ):  # fmt: skip
     """Sequence by sequence; the causal diagonal ends in the last corner."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and return_aux == "lse"
+    assert window_size == (-1, 0)
     assert enable_gqa or query.shape[1] == key.shape[1]
     outputs, limits = [], []
     for row in range(len(cu_seq_q) - 1):
@@ -29,7 +27,7 @@ def varlen_attn(
         k, v = (part[cu_seq_k[row] : cu_seq_k[row + 1]].transpose(0, 1) for part in (key, value))
         assert (q.shape[1], k.shape[1]) == (max_q, max_k)
         k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
-        hidden = hidden_keys(max_q, max_k, *window_size)
+        hidden = hidden_keys(max_q, max_k)
         logits = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
         outputs.append((logits.softmax(dim=-1) @ v).transpose(0, 1))
         limits.append(logits.logsumexp(dim=-1))
@@ -38,17 +36,15 @@ def varlen_attn(
 
 @pytest.mark.parametrize("past", [0, 20])
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("window", [None, 17])
-def test_a_block_by_flash_and_sums(monkeypatch, past, groups, window):
+def test_a_block_by_flash_and_sums(monkeypatch, past, groups):
     monkeypatch.setattr(flash, "_varlen", lambda: (varlen_attn, "lse"))
     query = torch.randn(2, 50, 2 * groups, 16).transpose(1, 2)
     key, value = torch.randn(2, 2, past + 50, 16), torch.randn(2, 2, past + 50, 16)
-    visibility = Visibility(past, window=window)
-    output, limits = flash.forward(query, key, value, visibility, 0.3)
-    expected, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.3)
+    output, limits = flash.forward(query, key, value, 0.3)
+    expected, sums = blockwise_attention_with_scores(query, key, value, Visibility(past), 0.3)
     torch.testing.assert_close(output, expected)
     keys = key.repeat_interleave(groups, dim=1)
-    hidden = hidden_keys(50, past + 50, -1 if window is None else window - 1, 0)
+    hidden = hidden_keys(50, past + 50)
     shares = (query @ keys.mT * 0.3 - limits.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
     made = shares.sum(dim=2).unflatten(1, (2, groups)).sum(dim=2)
     torch.testing.assert_close(made, sums, atol=1e-4, rtol=1e-4)
@@ -61,3 +57,15 @@ def test_a_cpu_has_no_flash():
 
 def test_this_release_of_pytorch_has_it():
     assert flash._varlen() is not None
+
+
+@pytest.mark.parametrize("fault", [0.0, 0.5])
+def test_flash_is_tried_on_a_block_before_it_is_used(monkeypatch, fault):
+    def attend(*args, **options):
+        output, limits = varlen_attn(*args, **options)
+        return output + fault, limits
+
+    monkeypatch.setattr(flash, "_varlen", lambda: (attend, "lse"))
+    monkeypatch.setattr(flash, "applies", lambda *_: True)
+    case = torch.device("cpu"), torch.float32, 16, 16, 2
+    assert dispatch._flash_agrees.__wrapped__(case) is (not fault)

@@ -142,7 +142,7 @@ def test_what_a_compiler_gets_is_the_same(bits, size):
 
 def test_a_packed_entry_is_read_through_views():
     packed = pack(torch.randn(4, 6, 128), 4)
-    part = packed.with_parts(packed.codes[1:3], packed.grid[1:3])
+    part = packed._replace(codes=packed.codes[1:3], grid=packed.grid[1:3])
     assert isinstance(part, Packed) and torch.equal(unpack(part), unpack(packed)[1:3])
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from h2okv.ops.decode import choose_free_slot, keep_indices, protected_entries
+from h2okv.ops.decode import choose_free_slot, compact, keep_indices, protected_entries
 
 
 @st.composite
@@ -115,3 +115,13 @@ def test_equal_priorities_lose_the_oldest_wherever_it_lies():
     protected = positions > 8
     chosen = choose_free_slot(torch.zeros(1, 1, 4), positions, protected, None, full=True)
     assert chosen.item() == 1
+
+
+def test_whole_entries_are_copied_whatever_their_strides():
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        entries = torch.randn(2, 63, 3, 40).abs().mul(9).to(dtype).transpose(1, 2)
+        indices = torch.rand(2, 3, 63).argsort(dim=-1)[..., :35]
+        made = compact(entries, indices, 41)
+        expected = entries.gather(2, indices.unsqueeze(-1).expand(-1, -1, -1, 40))
+        assert made.is_contiguous() and torch.equal(made[:, :, :35], expected)
+        assert not made[:, :, 35:].any()

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from h2okv.ops import triton_decode, triton_prefill
+from h2okv.ops import triton_prefill
 from h2okv.ops.attention import Visibility
-from h2okv.ops.decode import compact
 from h2okv.ops.reference import attention_with_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
@@ -28,8 +27,6 @@ def visible_of(visibility, shape, length, device):
     own = visibility.past + torch.arange(length, device=device).unsqueeze(1)
     columns = torch.arange(shape[2], device=device)
     seen = (columns <= own).expand(*shape[:2], -1, -1).clone()
-    if visibility.window is not None:
-        seen &= columns > own - visibility.window
     if visibility.entries is not None:
         seen &= visibility.entries.unsqueeze(2)
     if visibility.queries is not None:
@@ -95,11 +92,6 @@ def test_padding(device, past):
     check(query, key, value, Visibility(past, queries=real), dirty=dirty)
 
 
-@pytest.mark.parametrize("window", [1, 33, 64, 500])
-def test_a_sliding_window(device, window):
-    check(*draw(device, 1, 2, 2, 30, 111, 32), Visibility(30, window=window))
-
-
 def test_queries_of_unequal_weight(device):
     weights = torch.rand(2, 111, device=device)
     check(*draw(device, 2, 2, 2, 0, 111, 32), Visibility(), weights=weights)
@@ -118,7 +110,7 @@ def test_nothing_to_see_gives_zeros(device):
 def test_all_at_once(device, softcap):
     real = torch.rand(2, 150, device=device) < 0.8
     weights = torch.rand(2, 150, device=device)
-    visibility = Visibility(20, queries=real, window=90)
+    visibility = Visibility(20, queries=real)
     check(*draw(device, 2, 2, 3, 20, 150, 32), visibility, softcap, weights)
 
 
@@ -129,12 +121,3 @@ def test_two_runs_are_equal_to_the_last_bit(device):
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("size", [1, 40, 96, 128])
-def test_compaction(device, dtype, size):
-    entries = torch.randn(2, 63, 3, size).mul(9).to(device, dtype).transpose(1, 2)
-    indices = torch.rand(2, 3, 63, device=device).argsort(dim=-1)[..., :35]
-    made = triton_decode.compact(entries, indices, 41)
-    assert made.is_contiguous() and torch.equal(made, compact(entries, indices, 41))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache.layer import CacheLayer
+from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.cache.validation import check_loaded, config_of, unwrap
 from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import Policy, get_policy
@@ -24,22 +26,17 @@ if TYPE_CHECKING:
     from h2okv.cache.h2o_cache import H2OCache
 
 
-CONTRACT = 1
-"""Counts up when entries written by an older version would be evicted by another rule."""
-FORMAT = 2
-"""Counts up when the file is laid out differently; 1 had no number."""
+CONTRACT = 1  # counts up when older entries would be evicted by another rule
+FORMAT = 2  # counts up when the file is laid out differently; 1 had no number
 _KEY = "h2okv"
 _NOTES = "h2okv.notes"
+# Parts of a config that say nothing about what the keys are.
 _VOLATILE = (
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "return_dict",
     "id2label", "label2id", "problem_type", "initializer_range", "attention_dropout",
     "chunk_size_feed_forward",
 )  # fmt: skip
-"""Parts of a config that say nothing about what the keys are."""
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-}
+_DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
 
 def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
@@ -50,9 +47,9 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        held, rest = _layer_state(layer) if isinstance(layer, CacheLayer) else _foreign_state(layer)
+        held, values = _layer_state(layer)
         tensors |= {f"{index}.{name}": t.detach().contiguous() for name, t in held.items()}
-        layers.append({"tensors": sorted(held), "values": rest})
+        layers.append({"tensors": sorted(held), "values": values})
     head = {
         "format": FORMAT,
         "contract": CONTRACT,
@@ -79,16 +76,35 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         ) from error
 
 
-def _layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a file must hold of a layer to go on from there: tensors, and values for the header."""
-    tensors = layer.state.tensors() | {"cumulative_length": layer.cumulative_length}
-    return tensors, {
-        "budgets": [astuple(own) for own in layer.state.budgets],
-        "weights": layer.weights(),
-        # What packed entries do not tell.
-        "dtype": str(layer.dtype).removeprefix("torch."),
-        "sizes": [layer.key_size, layer.value_size],
-    }
+    if isinstance(layer, CacheLayer):
+        tensors = layer.state.tensors() | {"cumulative_length": layer.cumulative_length}
+        return tensors, {
+            "budgets": [astuple(own) for own in layer.state.budgets],
+            "weights": layer.weights(),
+            # What packed entries do not tell.
+            "dtype": str(layer.dtype).removeprefix("torch."),
+            "sizes": [layer.key_size, layer.value_size],
+        }
+    # Of transformers' own; linear attention has dicts by a number, whose parts are ``name.number``.
+    parts: dict[str, Any] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            parts |= {f"{name}.{index}": own for index, own in value.items()}
+        else:
+            parts[name] = value
+    tensors = {name: value for name, value in parts.items() if isinstance(value, Tensor)}
+    rest = {}
+    for name, value in parts.items():
+        if value is None or isinstance(value, bool | int | float | str):
+            rest[name] = value
+        elif not isinstance(value, Tensor | torch.dtype | torch.device):
+            raise ValueError(
+                f"a {type(layer).__name__} with {name} of type {type(value).__name__} cannot be "
+                "saved; this model's cache can only be kept in memory."
+            )
+    return tensors, rest
 
 
 def read_head(path: str | Path) -> dict[str, Any]:
@@ -119,23 +135,25 @@ def load_cache(
     """Reads what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
     parts = {"config": dict, "cache_config": dict, "simulate": bool, "policy": dict, "layers": list}
-    for name, kind in parts.items():
-        if type(head.get(name)) is not kind:
-            _refuse(path, f"its header has no {name}")
-    config = _saved_config(path, head["config"]) if model is None else config_of(model)
+    with _whole(path):
+        for name, kind in parts.items():
+            if type(head.get(name)) is not kind:
+                raise ValueError(f"its header has no {name}")
+        if model is None:
+            config = AutoConfig.for_model(**head["config"])
     if model is not None:
+        config = config_of(model)
         check_same_model(path, head["config"], config)
     if policy is None:
         policy = _saved_policy(path, head["policy"])
-    try:
+    with _whole(path):
         options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
         cache = cache_class(config, simulate=head["simulate"], **options)
-    except (TypeError, ValueError, OverflowError) as error:
-        _refuse(path, error)
     base = None if model is None or isinstance(model, PreTrainedConfig) else unwrap(model)
     # An offloaded model has no device of its own; the cache follows the keys when they come.
     offloaded = base is None or base.device.type == "meta"
-    _fill(cache, path, head, torch.device("cpu") if offloaded else base.device)
+    with _whole(path):
+        _fill(cache, path, head["layers"], torch.device("cpu") if offloaded else base.device)
     dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, CacheLayer))
     if base is not None and base.dtype != dtype:
         raise ValueError(
@@ -145,29 +163,35 @@ def load_cache(
     return cache
 
 
-def _saved_config(path: str | Path, saved: dict[str, Any]) -> PreTrainedConfig:
-    rest = {name: value for name, value in saved.items() if name != "model_type"}
+@contextmanager
+def _whole(path: str | Path) -> Iterator[None]:
+    """Whatever goes wrong with what is in the file says that it is damaged."""
     try:
-        return AutoConfig.for_model(saved["model_type"], **rest)
-    except Exception as error:  # whatever a config makes of values that nobody gave it
-        _refuse(path, f"{type(error).__name__} in the model's config: {error}")
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a library makes of values that nobody gave it
+        raise ValueError(
+            f"'{path}' is no whole saved cache, or damaged; save it again or give another file "
+            f"({error})."
+        ) from error
 
 
 def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Policy:
     name, settings = saved.get("name"), saved.get("settings")
-    if not isinstance(name, str) or not isinstance(settings, dict):
-        _refuse(path, "its header does not name a policy")
+    with _whole(path):
+        if not isinstance(name, str) or not isinstance(settings, dict):
+            raise ValueError("its header does not name a policy")
     fresh = get_policy(name)
-    kinds = {key: type(value) for key, value in vars(fresh).items()}
-    if kinds != {key: type(value) for key, value in settings.items()}:
-        _refuse(path, f"policy={name!r} has no settings {settings}")
-    try:
-        return get_policy(type(fresh)(**settings), settings.get("seed", 0))
-    except TypeError:  # settings that its constructor does not take
-        vars(fresh).update(settings)
-        return fresh
-    except ValueError as error:
-        _refuse(path, error)
+    with _whole(path):
+        kinds = {key: type(value) for key, value in vars(fresh).items()}
+        if kinds != {key: type(value) for key, value in settings.items()}:
+            raise ValueError(f"policy={name!r} has no settings {settings}")
+        try:
+            return get_policy(type(fresh)(**settings), settings.get("seed", 0))
+        except TypeError:  # settings that its constructor does not take
+            vars(fresh).update(settings)
+    return fresh
 
 
 def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
@@ -194,45 +218,35 @@ def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrained
             )
 
 
-def _fill(cache: H2OCache, path: str | Path, head: dict[str, Any], device: torch.device) -> None:
-    """Fills an empty cache, made with the file's options; mutates it."""
+def _fill(
+    cache: H2OCache, path: str | Path, told: list[dict[str, Any]], device: torch.device
+) -> None:
     held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
-    if len(head["layers"]) != len(held):
-        _refuse(path, f"it tells of {len(head['layers'])} layers, and the model has {len(held)}")
-    try:
-        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            safe_open(str(path), framework="pt", device=str(device)) as file,
-        ):
-            for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
-                index, _, part = name.partition(".")
-                if not index.isdecimal() or int(index) >= len(held):
-                    raise ValueError(f"{name} belongs to no layer")
-                held[int(index)][part] = file.get_tensor(name)
-            for layer, tensors, told in zip(cache.layers, held, head["layers"], strict=True):
-                odd = set(told["tensors"]) ^ tensors.keys()
-                if odd:
-                    raise ValueError(f"{min(odd)} is missing, or too much")
-                if isinstance(layer, CacheLayer):
-                    _fill_layer(layer, tensors, told["values"])
-                else:
-                    _fill_foreign(layer, tensors, told["values"])
-            cache.check_integrity()
-    except (
-        SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError,
-        OverflowError,
-    ) as error:  # fmt: skip
-        _refuse(path, error)
+    if len(told) != len(held):
+        raise ValueError(f"it tells of {len(told)} layers, and the model has {len(held)}")
+    with ordinary_tensors(), safe_open(str(path), framework="pt", device=str(device)) as file:
+        for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
+            index, _, part = name.partition(".")
+            if not index.isdecimal() or int(index) >= len(held):
+                raise ValueError(f"{name} belongs to no layer")
+            held[int(index)][part] = file.get_tensor(name)
+        for layer, tensors, own in zip(cache.layers, held, told, strict=True):
+            odd = set(own["tensors"]) ^ tensors.keys()
+            if odd:
+                raise ValueError(f"{min(odd)} is missing, or too much")
+            fill = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
+            fill(layer, tensors, own["values"])
+        cache.check_integrity()
 
 
 def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Fills a layer of slots or of masked tokens with what has been checked."""
-    dtype, seen = _DTYPES[values["dtype"]], tensors.pop("cumulative_length")
+    seen, dtype = tensors.pop("cumulative_length"), values["dtype"]
+    if dtype not in _DTYPES:
+        raise ValueError(f"layer {layer.layer_idx} is in {dtype}, which is no dtype of a cache")
     batch, heads, num_slots = tensors["positions"].shape
     key, value = (
-        torch.empty(batch, heads, 1, size, dtype=dtype, device="meta") for size in values["sizes"]
+        torch.empty(batch, heads, 1, size, dtype=getattr(torch, dtype), device="meta")
+        for size in values["sizes"]
     )
     expected = layer.empty_state(key, value).like(batch, num_slots)
     optional = {
@@ -257,71 +271,32 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:
     """An entry of the header, which is an object of JSON."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-    except FileNotFoundError as error:
-        reason = f"'{path}' does not exist; give a file that a cache was saved to."
-        raise ValueError(reason) from error
-    except (SafetensorError, OSError) as error:
-        _refuse(path, error)
+    if not Path(path).exists():
+        raise ValueError(f"'{path}' does not exist; give a file that a cache was saved to.")
+    with _whole(path), safe_open(str(path), framework="pt") as file:
+        metadata = file.metadata() or {}
     if _KEY not in metadata:
         raise ValueError(
             f"'{path}' holds tensors but no H2OCache; give a file that a cache was saved to."
         )
-    try:
+    with _whole(path):
         values = json.loads(metadata.get(key, ""))
-    except (json.JSONDecodeError, RecursionError) as error:
-        _refuse(path, f"its header is no JSON: {error}")
-    if not isinstance(values, dict):
-        _refuse(path, "its header is no JSON object")
+        if not isinstance(values, dict):
+            raise ValueError("its header is no JSON object")
     return values
 
 
-def _refuse(path: str | Path, reason: object) -> NoReturn:
-    cause = reason if isinstance(reason, Exception) else None
-    raise ValueError(
-        f"'{path}' is no whole saved cache, or damaged; save it again or give another file "
-        f"({reason})."
-    ) from cause
-
-
-def _foreign_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of a layer of transformers' own: its tensors, and its values.
-
-    Linear attention has dicts of them by a number; a part of one is called ``name.number``.
-    """
-    tensors, rest = {}, {}
-    parts: dict[str, Any] = {}
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):
-            parts |= {f"{name}.{index}": part for index, part in value.items()}
-        else:
-            parts[name] = value
-    for name, value in parts.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif value is None or isinstance(value, bool | int | float | str):
-            rest[name] = value
-        elif not isinstance(value, torch.dtype | torch.device):
-            raise ValueError(
-                f"a {type(layer).__name__} with {name} of type {type(value).__name__} cannot be "
-                "saved; this model's cache can only be kept in memory."
-            )
-    return tensors, rest
-
-
 def _fill_foreign(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Takes what `_foreign_state` gave, of attributes that a fresh layer has."""
+    """Takes what `_layer_state` gave of a layer of transformers' own."""
     fresh = vars(layer)
     for name, value in {**values, **tensors}.items():
         whole, _, index = name.partition(".")
-        if index:
-            if not isinstance(fresh.get(whole), dict) or int(index) not in fresh[whole]:
-                raise ValueError(f"a {type(layer).__name__} has no {name}")
-            fresh[whole][int(index)] = value
-        elif whole not in fresh or isinstance(fresh[whole], dict):
+        parts: Any = fresh.get(whole)
+        is_dict = isinstance(parts, dict)
+        if whole not in fresh or is_dict != bool(index) or (is_dict and int(index) not in parts):
             raise ValueError(f"a {type(layer).__name__} has no {name}")
+        if is_dict:
+            parts[int(index)] = value
         else:
             fresh[whole] = value
     for tensor in tensors.values():

@@ -17,7 +17,7 @@ from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
-from h2okv.cache.slot_state import KVStorage, SlotBytes, slots_for
+from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.slots import SlotLayer
 from h2okv.cache.validation import (
     check_integrity,
@@ -132,34 +132,32 @@ class H2OCache(Cache):
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
-        kinds = sorted({type(layer).__name__ for layer in layers})
         places = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if layer_budgets is not None and len(self.cache_config.layer_budgets or ()) != len(places):
             raise ValueError(
                 f"layer_budgets has {len(layer_budgets)} factors, and the model {len(places)}"
                 " layers with H2O entries; give one for each."
             )
+        alike = self.policy, self.rule, self.scoring, kv_bits
         for number, index in enumerate(places):
-            budget = self.cache_config.layer_budget(number)
-            layers[index] = layer_class(
-                index, budget, self.policy, self.rule, self.scoring, kv_bits
-            )
-        self._last_updated: CacheLayer | None = None
-        self._expects_turn = False
+            layers[index] = layer_class(index, self.cache_config.layer_budget(number), *alike)
         self._scored = [layer for layer in layers if isinstance(layer, CacheLayer)]
-        self._share_rotations()
+        kind = config.model_type
         if not self._scored:
+            kinds = sorted({type(layer).__name__ for layer in layers})
             raise ValueError(
-                f"model type {config.model_type!r} has no full-attention layer (its cache layers: "
+                f"model type {kind!r} has no full-attention layer (its cache layers: "
                 f"{', '.join(kinds)}), so there is nothing for H2O to evict; use transformers' own "
                 "cache."
             )
         if self.rule.rewrites and len(self._scored) != len(layers):
             raise ValueError(
-                f"positions={positions!r} would give the layers of model type "
-                f"{config.model_type!r} that are not full attention other positions too; use "
-                "positions='original' for it."
+                f"positions={positions!r} would give the layers of model type {kind!r} that are "
+                "not full attention other positions too; use positions='original' for it."
             )
+        self._last_updated: CacheLayer | None = None
+        self._expects_turn = False
+        self._share_rotations()
         super().__init__(layers=layers)
 
     @classmethod
@@ -216,10 +214,7 @@ class H2OCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_goes_on(self, length: int) -> None:
-        """Refuses to go on where the last forward ended before the last layer.
-
-        Warns where fractions of the prompt may have been taken of its first part alone.
-        """
+        """Refuses to go on after half a forward; warns of fractions of a first part alone."""
         first, last = self._scored[0], self._scored[-1]
         if first.num_forwards != last.num_forwards:
             raise ValueError(
@@ -334,18 +329,15 @@ class H2OCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
         """Copies the entries; the model's config and what was learned of it are shared."""
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         shared = (self.config, self.policy, self.rule, self.scoring)
         memo.update({id(part): part for part in shared})
-        # Ordinary tensors even under torch.inference_mode, so that a later step outside may write.
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors():
             for name, value in vars(self).items():
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles; layers that are rotated alike share what is learned of a model again."""
         vars(self).update(state)
         self._share_rotations()
 
@@ -396,7 +388,7 @@ class H2OCache(Cache):
         """Says where the model shall put tokens ``[B or 1, T]`` of the text; for `h2okv.enable`."""
         for layer in self._scored:
             layer.is_placed = True
-        return self.rule.place(position_ids)
+        return position_ids.clamp(max=self.rule.window - 1) if self.needs_enabling else position_ids
 
     def expect(self, length: int | None) -> None:
         """Announces a prompt that comes in several forwards, for budgets in fractions.
@@ -475,12 +467,9 @@ class H2OCache(Cache):
         return sum(layer.full_nbytes for layer in self._scored) + self._other_nbytes()
 
     def _other_nbytes(self) -> int:
-        total = 0
-        for layer in self.layers:
-            if not isinstance(layer, CacheLayer):
-                held = (vars(layer).get("keys"), vars(layer).get("values"))
-                total += sum(tensor.nbytes for tensor in held if tensor is not None)
-        return total
+        others = (vars(layer) for layer in self.layers if not isinstance(layer, CacheLayer))
+        held = [own.get(name) for own in others for name in ("keys", "values")]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def kept_positions(self, layer_idx: int) -> Tensor:
         """Returns which tokens a layer holds.

@@ -14,9 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
-from h2okv.cache.validation import check_match, check_pins, check_whole_prompt, check_window
+from h2okv.cache.validation import check_match, check_prompt, check_window
 from h2okv.config import Budget, TokenBudget
-from h2okv.ops.expected import expected_attention
+from h2okv.ops.attention import expected_attention
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import Policy
 from h2okv.policy.scoring import Scoring
@@ -36,10 +36,9 @@ class Block(NamedTuple):
     softcap: float | None
 
     def split(self, chunk: int) -> Iterator[tuple[tuple[Any, Any], Block]]:
-        """Cuts a long block; every sequence by its own real tokens, whatever its padding.
+        """Parts of a block, each sequence cut as if it were alone, and their indices ``[B, T]``.
 
-        A sequence is then cut at the same tokens as alone. Those with fewer real tokens than others
-        get padding in the last blocks. With each part comes its index in ``[B, T, ...]``.
+        Sequences with fewer real tokens than others get padding in the last parts.
         """
         batch, length, device = self.query.shape[0], self.query.shape[2], self.query.device
         if self.real is None:
@@ -67,16 +66,11 @@ class Block(NamedTuple):
         return Block(query, key, value, real, undo, places, self.scale, self.softcap)
 
 
+# How far behind a block's last token its queries are asked again (`Scoring`, ``expected``).
 AHEAD = 16
-"""How far behind a block's last token its queries are asked again (`Scoring`, ``expected``)."""
-
+# Attribute on the key tensor by which the attention function finds the cache layer.
 LAYER_ATTRIBUTE = "_h2okv_layer"
-"""Attribute on the key tensor by which the attention function finds the cache layer."""
-
-_NO_WAY_BACK = (
-    "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; generate "
-    "without assistant_model, prompt_lookup_num_tokens and other speculative modes."
-)
+_NOT_PICKLED = ("owner", "rotation", "text_rotation", "rotary", "operations")
 
 
 class CacheLayer(CacheLayerMixin):
@@ -88,13 +82,12 @@ class CacheLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = False
-    drops = True
-    """Whether what is evicted is dropped and the rest stored as `storage` says; else masked."""
-    window: int | None = None
-    """The sliding window that the entries stand for; ``None`` for full attention."""
+    drops = True  # what is evicted, and stores the rest as `storage` says; else it masks
+    window: int | None = None  # the sliding window that the entries stand for
+    rotation: Rotation | None
+    text_rotation: Rotation | None
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
-    state: SlotState
-    """What is held of each sequence; no slots before the first block."""
+    state: SlotState  # no slots before the first block
 
     def __init__(
         self,
@@ -121,7 +114,6 @@ class CacheLayer(CacheLayerMixin):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops all entries; the subclass drops its own too."""
         vars(self).pop("state", None)
         self.is_initialized = False
         self.is_cast = False
@@ -135,14 +127,9 @@ class CacheLayer(CacheLayerMixin):
 
     def _forget_rotation(self) -> None:
         """Has the model asked anew, at its next forward, how it rotates this layer's keys."""
-        self.rotation: Rotation | None = None
-        # The same where keys stay rotated, for queries that are asked again.
-        self.text_rotation: Rotation | None = None
-        self.knows_rotation = not self._needs_rotation
-
-    @property
-    def _needs_rotation(self) -> bool:
-        return self.rule.rolls or self.scoring.looks_ahead
+        # The other one is for queries that are asked again, where keys stay rotated.
+        self.rotation = self.text_rotation = None
+        self.knows_rotation = not (self.rule.rolls or self.scoring.looks_ahead)
 
     def learn_rotation(self, found: Rotation | None) -> None:
         """Notes how the model rotates this layer's keys, if it does; mutates the layer."""
@@ -151,34 +138,25 @@ class CacheLayer(CacheLayerMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: not what was learned of the model, whose weights are compared later."""
-        return {
-            **vars(self),
-            "owner": None,
-            "expected_weights": self.weights(),
-            "rotation": None,
-            "text_rotation": None,
-            "knows_rotation": not self._needs_rotation,
-            "known_rotations": [],
-        }
+        learned = dict.fromkeys(_NOT_PICKLED) | {"known_rotations": []}
+        return {**vars(self), **learned, "expected_weights": self.weights()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles; ordinary tensors even under inference_mode, so that a step may write."""
         vars(self).update(state)
+        self._forget_rotation()
         with ordinary_tensors():
             self.cumulative_length = self.cumulative_length.clone()
             if self.is_initialized:
                 self.state = self.state.map(Tensor.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
-        """A copy goes on with the same model."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        twin = memo[id(self)] = type(self).__new__(type(self))
         vars(twin).update({name: copy.deepcopy(held, memo) for name, held in vars(self).items()})
         return twin
 
     @property
     def holds_entries(self) -> bool:
-        """Whether a block has been read."""
         return self.is_initialized and self.state.num_slots > 0
 
     @property
@@ -193,17 +171,14 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """``[B, H, S, Dv]``, likewise."""
         return self.state.stored("values") if self.holds_entries else None
 
     @property
     def batch_size(self) -> int:
-        """B."""
         return self.state.batch_size
 
     @property
     def device(self) -> torch.device:
-        """Where the entries are."""
         return self.state.device
 
     # --- transformers' side: batches, lengths, going back -----------------------------------------
@@ -245,7 +220,6 @@ class CacheLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence."""
         indices = torch.arange(self.batch_size, device=self.device)
         self.batch_select_indices(indices.repeat_interleave(repeats))
 
@@ -259,7 +233,6 @@ class CacheLayer(CacheLayerMixin):
         self.state = self.state.index_select(indices)
 
     def move(self, device: torch.device) -> None:
-        """Brings all entries to another device; mutates the layer."""
         with ordinary_tensors():
             self.state = self.state.map(lambda tensor: tensor.to(device))
             self.cumulative_length = self.cumulative_length.to(device)
@@ -277,32 +250,28 @@ class CacheLayer(CacheLayerMixin):
         return query_length, self.cumulative_length
 
     def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
-        """Returns the tokens seen, padding included (not the tokens held): an int.
-
-        Under ``torch.compile`` a tensor, as a number that changes would be compiled anew.
-        """
+        """Returns the tokens seen, padding included (not the tokens held)."""
         if not self.is_initialized:
             return 0
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # where a number that changes would be compiled anew
             return self.cumulative_length.clone()
         return int(self.cumulative_length)
 
     def get_max_length(self) -> int:
-        """Returns -1: any number of tokens may pass."""
-        return -1
+        return -1  # any number of tokens may pass
 
     def reset(self) -> None:
-        """Forgets everything; the next forward is a prompt."""
         self._forget()
         self.awaits_attention = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuses: evicted entries cannot come back."""
-        raise ValueError(_NO_WAY_BACK)
+        raise ValueError(
+            "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
+            "generate without assistant_model, prompt_lookup_num_tokens or other speculative modes."
+        )
 
     def activate_past_recording(self) -> None:
-        """Refuses what transformers asks for before it generates tokens that it may take back."""
-        raise ValueError(_NO_WAY_BACK)
+        self.crop(0)  # transformers asks for it before it generates tokens that it may take back
 
     # --- the attention function's side ------------------------------------------------------------
 
@@ -317,7 +286,6 @@ class CacheLayer(CacheLayerMixin):
             )
 
     def claim(self, module: torch.nn.Module) -> None:
-        """Ties the entries to the attention module that wrote them."""
         if self.owner is None:
             expected, found = self.expected_weights, None
             if expected is not None:
@@ -350,22 +318,11 @@ class CacheLayer(CacheLayerMixin):
         softcap: float | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Attends, scores and evicts, block by block of the contract. Mutates the layer.
+        """Attends, scores and evicts, block by block of the contract; ``[B, HQ, T, Dv]``.
 
-        No gradient passes: what is evicted could not be trained through.
-
-        Args:
-            query: ``[B, HQ, T, D]``.
-            key: ``[B, H, T, D]``, the new tokens' keys.
-            value: ``[B, H, T, Dv]``, the new tokens' values.
-            real: bool ``[B, T]``, False for padding; ``None`` if there is none.
-            scale: factor on the logits.
-            softcap: soft cap of the logits (Gemma 2) or ``None``.
-            position_ids: int ``[B, T]`` or ``[1, T]``, where the model put the tokens; only read
-                when positions roll. ``None``: one after the other.
-
-        Returns:
-            ``[B, HQ, T, Dv]`` in the dtype of the values given.
+        Shapes as in `Block`. The positions ``[B or 1, T]`` are where the model put the tokens, one
+        after the other if ``None``. Mutates the layer. No gradient passes: what is evicted could
+        not be trained through.
         """
         if torch.is_autocast_enabled(query.device.type):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
@@ -378,9 +335,9 @@ class CacheLayer(CacheLayerMixin):
             counts = [self.expected_length or length] * self.batch_size
             if real is not None and self.expected_length is None:
                 counts = real.sum(dim=1).tolist()
-            check_whole_prompt(self, length)
-            check_pins(self, counts)
-            self._resolve_budget(counts)
+            check_prompt(self, counts, length)
+            budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in counts]
+            self.state.set_budgets(budgets, self.has_static_mask)
         undo = places = None
         if self.rule.rolls and (is_first or length > 1):  # a single token always finds room
             try:
@@ -412,7 +369,6 @@ class CacheLayer(CacheLayerMixin):
         return output.to(dtype)
 
     def _attend_block(self, block: Block) -> Tensor:
-        """One block: attend, score, evict; ``[B, HQ, T, Dv]``."""
         if self.policy.prompt_only and self.holds_entries:  # which keeps what follows the prompt
             length, real = block.query.shape[2], block.real
             count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
@@ -420,10 +376,10 @@ class CacheLayer(CacheLayerMixin):
             self.state.total += count
         if self.rotation is not None:
             width, layout = self.rotation.width, self.rotation.layout
-            query, key, value, real, undo, _, scale, softcap = block
             # Together: for a single token it is the number of operations that takes time.
-            both = interleave_pairs(torch.cat([query, key], dim=1), width, layout)
-            query, key = rotate(both, undo).split([query.shape[1], key.shape[1]], dim=1)
+            both = torch.cat([block.query, block.key], dim=1)
+            both = rotate(interleave_pairs(both, width, layout), block.undo)
+            query, key = both.split([block.query.shape[1], block.key.shape[1]], dim=1)
             block = block._replace(query=query, key=key.to(self.dtype))
         return self._attend(block).to(self.dtype)
 
@@ -439,16 +395,6 @@ class CacheLayer(CacheLayerMixin):
     @abstractmethod
     def _attend(self, block: Block) -> Tensor:
         """The subclass's part of `attend`; rolling layers get queries and keys un-rotated."""
-
-    def _resolve_budget(self, lengths: list[int]) -> None:
-        """Fixes the budget of each sequence from its prompt's real tokens; mutates the layer."""
-        if 0 in lengths:
-            raise ValueError(
-                f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
-                "token, or leave it out."
-            )
-        budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in lengths]
-        self.state.set_budgets(budgets, self.has_static_mask)
 
     # --- policy and scoring; H2O's own sums (`is_plain`) need none of it -----------------------
 
@@ -492,28 +438,29 @@ class CacheLayer(CacheLayerMixin):
             return (later < self.state.recent.flatten(1)).to(torch.float32)
         return self.scoring.query_weights(later)
 
-    def _first_scores(self, positions: Tensor) -> Tensor:
-        """Scores of new entries ``[B, H, N]``: zero, or infinite where they are pinned.
-
-        An infinite score stays so whatever is added to it, and none is lower, so that no step needs
-        to know of pins; and it goes wherever the entry goes.
-        """
+    def _block_entries(self, length: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scores so far and positions of a block's tokens, ``[B, H, T]``."""
+        seen = self.state.num_real_tokens.unsqueeze(1)
+        if real is None:
+            positions = seen + torch.arange(length, device=self.device)
+        else:
+            positions = torch.where(real, seen + real.cumsum(dim=1) - 1, -1)
+        positions = positions.to(torch.int32).unsqueeze(1)
+        positions = positions.expand(self.batch_size, self.num_kv_heads, length)
         scores = torch.zeros(positions.shape, dtype=torch.float32, device=self.device)
+        # An infinite score stays so whatever is added to it, and none is lower, so that no step
+        # needs to know of pins; and it goes wherever the entry goes.
         for start, stop in self.pins:
             scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
-        return scores
+        return scores, positions
 
     def _expected(
         self, block: Block, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
     ) -> Tensor:
         """What a block adds to the scores if its queries are asked again behind all entries.
 
-        Args:
-            block: T tokens, un-rotated where positions roll.
-            sums: ``[B, H, N]``, what it adds otherwise, as for a sequence's single token.
-            keys: ``[B, H, N, D]``, as they were attended to.
-            entries: bool ``[B, H, N]``; ``None`` if all keys are.
-            limit: what all ranks are below, where positions roll.
+        Instead of the sums ``[B, H, N]``, but for a sequence's single token. All ranks of the keys
+        ``[B, H, N, D]`` are below `limit`.
         """
         query, real = block.query, block.real
         if self.rotation is not None:
@@ -548,11 +495,7 @@ class CacheLayer(CacheLayerMixin):
     def _ranking(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None = None
     ) -> Tensor:
-        """Ranks entries ``[B, H, N]`` as `Policy.priority` does, by the scores of the scoring.
-
-        ``newest`` is ``[B, 1, 1]``; `norms` those of the layer if ``None``. The result is infinite
-        where the policy's pattern keeps an entry, or a pin.
-        """
+        """Ranks entries ``[B, H, N]`` as `Policy.priority` does; infinite where one is pinned."""
         if not self.scoring.is_sum:
             norms = self.state.norms if norms is None else norms
             scores = self.scoring.eviction_scores(scores, positions, newest, norms)
@@ -581,7 +524,7 @@ class CacheLayer(CacheLayerMixin):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held: keys, values, scores and positions."""
+        """Bytes held: keys, values, and what there is beside them."""
 
     @property
     def full_nbytes(self) -> int:
@@ -597,5 +540,4 @@ class CacheLayer(CacheLayerMixin):
         return int((self.key_size + self.value_size) * self.dtype.itemsize)
 
     def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
-        """Takes what was saved, after `lazy_initialization`; mutates the layer."""
         self.state, self.cumulative_length, self.expected_weights = state, seen, weights

@@ -16,14 +16,11 @@ from h2okv.ops.reference import attention_with_scores
 def choose_by_query(
     query: Tensor, key: Tensor, visible: Tensor, always: Tensor, most: Tensor, scale: float
 ) -> Tensor:
-    """Takes from each query ``[B, HQ, T, D]`` all but the entries that it attends to most.
+    """Which keys each query ``[B, HQ, T, D]`` attends to most, bool ``[B, HQ, T, N]``.
 
     Of the keys ``[B, H, N, D]`` in the order of the text, `visible` ``[B, H, T, N]`` is what
     causality and padding leave, and `always` ``[B, H, N]`` is seen without being chosen. Of the
     others each query head chooses so many, `most` ``[B, 1, 1]``; of equals the newer.
-
-    Returns:
-        bool ``[B, HQ, T, N]``.
     """
     groups = query.shape[1] // key.shape[1]
     seen, kept = (t.repeat_interleave(groups, dim=1) for t in (visible, always.unsqueeze(2)))
@@ -33,10 +30,7 @@ def choose_by_query(
     ranks = logits.masked_fill(~open_to_choice, -torch.inf)
     # Stable, from the newest on: among equals the newer comes first.
     order = ranks.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    places = torch.empty_like(order)
-    counted = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    places.scatter_(-1, order, counted)
-    best = places.flip(-1) < most.unsqueeze(-1)
+    best = order.argsort(dim=-1).flip(-1) < most.unsqueeze(-1)
     return (seen & kept) | (open_to_choice & best)
 
 
@@ -50,7 +44,6 @@ class MaskedLayer(CacheLayer):
     drops = False
 
     def _attend(self, block: Block) -> Tensor:
-        """See `CacheLayer.attend`."""
         query, key, value, real, _, _, scale, softcap = block
         held, length, given = self.state, key.shape[2], real
         past = held.num_slots
@@ -90,11 +83,9 @@ class MaskedLayer(CacheLayer):
         return output
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
-        """All keys and values, never packed."""
-        return self.state.stored("keys"), self.state.stored("values")
+        return self.state.stored("keys"), self.state.stored("values")  # never packed
 
     def _rotated(self, query: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """The block's queries and all keys at the ranks of those alive."""
         assert self.rotation is not None
         alive = self.state.positions >= 0
         # Tokens are held in the order of the text, so those alive before count the rank.
@@ -104,17 +95,12 @@ class MaskedLayer(CacheLayer):
         if length == 1 and past:
             limit = max(own.total for own in self.state.budgets) + 1
         factors = self.rotation.of_ranks(limit)
-        return (
-            rotate_to_ranks(query, ranks[:, :1, past:], factors),
-            rotate_to_ranks(self._tensors()[0], ranks, factors),
-        )
+        keys = rotate_to_ranks(self._tensors()[0], ranks, factors)
+        return rotate_to_ranks(query, ranks[:, :1, past:], factors), keys
 
     def _append(self, key: Tensor, value: Tensor, real: Tensor) -> None:
-        """Adds the block's entries; mutates the layer."""
-        held, shape = self.state, key.shape[:3]
-        positions = held.num_real_tokens.unsqueeze(1) + real.cumsum(dim=1) - 1
-        positions = torch.where(real, positions, -1).to(torch.int32).unsqueeze(1).expand(shape)
-        scores = self._first_scores(positions)
+        held = self.state
+        scores, positions = self._block_entries(key.shape[2], real)
         keys, values = self._tensors()
         held.keys, held.values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
         held.scores = torch.cat([held.scores, scores], dim=2)
@@ -131,16 +117,11 @@ class MaskedLayer(CacheLayer):
         held, newest = self.state, self.newest()
         priority = self._ranking(held.scores, held.positions, newest)
         protected = protected_entries(held.positions, newest, held.sink, held.recent)
-        alive = (held.positions >= 0).cpu().numpy()
         # Last key first: the dead, then the unprotected, then by priority, then by age.
-        order = np.lexsort(
-            (held.positions.cpu().numpy(), priority.cpu().numpy(), protected.cpu().numpy(), alive),
-            axis=-1,
-        )
-        place = np.empty_like(order)
-        np.put_along_axis(place, order, np.arange(order.shape[-1])[None, None], axis=-1)
-        best = alive & (place >= order.shape[-1] - total.cpu().numpy())
-        return torch.from_numpy(best).to(self.device)
+        keys = (held.positions, priority, protected, held.positions >= 0)
+        order = np.lexsort([key.cpu().numpy() for key in keys], axis=-1)
+        place = torch.from_numpy(order).argsort(dim=-1).to(self.device)
+        return (held.positions >= 0) & (place >= order.shape[-1] - total)
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from transformers.cache_utils import DynamicCache
 from h2okv.config import Positions
 from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, rotate
 
-_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies depend on the longest position."""
+# Kinds of RoPE whose frequencies depend on the longest position.
+BY_LENGTH = ("dynamic", "longrope")
 
 
 class Rotation:
@@ -31,29 +30,20 @@ class Rotation:
         device: torch.device,
     ) -> None:
         self.layout = layout
+        # Equal for layers of one model that are rotated alike.
         self.key = (rotary, layer_type, layout, dtype, device)
-        """Equal for layers of one model that are rotated alike."""
-        self._rotary = rotary
-        self._layer_type = layer_type
-        self._dtype = dtype
-        self._device = device
-        kind: Any = rotary.rope_type
-        self._kind: str = kind if layer_type is None else kind[layer_type]
+        self._rotary, self._layer_type = rotary, layer_type
+        self._dtype, self._device = dtype, device
         self._tables: dict[int, Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
+        # R, how many numbers of a head are rotated.
         self.width = 2 * self._frequencies(rotary)[0].shape[0]
-        """R, how many numbers of a head are rotated."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
-        """Copies of a cache share what was learned about its model."""
         return self
 
     def of_text(self, position_ids: Tensor) -> Tensor:
-        """Factors that undo the model's rotation at the positions ``[B or 1, T]`` of this forward.
-
-        Returns:
-            fp32 ``[B or 1, 1, T, R / 2, 2]``, for `rotate`.
-        """
+        """Factors that undo it at positions ``[B or 1, T]``, fp32 ``[B or 1, 1, T, R / 2, 2]``."""
         # All layers of a forward get the same object.
         last = self._last
         if last is None or last[0] is not position_ids:
@@ -62,11 +52,7 @@ class Rotation:
         return last[1]
 
     def moved(self, position_ids: Tensor, end: Tensor) -> Tensor:
-        """Factors from the rotations at the positions ``[B or 1, T]`` to those at ``[B or 1, 1]``.
-
-        Returns:
-            fp32 ``[B or 1, 1, T, R / 2, 2]``, for `rotate`.
-        """
+        """Likewise factors from those rotations to that at the position ``[B or 1, 1]``."""
         there = self._factors(self._rotary, end.to(self._device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
 
@@ -81,9 +67,10 @@ class Rotation:
                 self._tables.clear()
             with torch.inference_mode(False):
                 ranks = torch.arange(length, device=self._device).unsqueeze(0)
-                fresh = like_new(self._rotary, self._device)
-                if self._kind in _BY_LENGTH:
-                    options = {"layer_type": self._layer_type} if self._layer_type else {}
+                fresh = _like_new(self._rotary, self._device)
+                options = {"layer_type": self._layer_type} if self._layer_type else {}
+                kind: Any = fresh.rope_type
+                if (kind[self._layer_type] if options else kind) in BY_LENGTH:
                     fresh(torch.empty(0, device=self._device), ranks, **options)
                 self._tables[length] = self._factors(fresh, ranks)[0]
         return self._tables[length]
@@ -91,9 +78,8 @@ class Rotation:
     def _frequencies(self, rotary: Any) -> tuple[Tensor, float]:
         """Frequencies ``[R / 2]``, and the scale of the cosines (YaRN)."""
         prefix = f"{self._layer_type}_" if self._layer_type else ""
-        scaling = getattr(rotary, f"{prefix}attention_scaling", None)
-        if scaling is None:
-            scaling = rotary.attention_scaling
+        own = f"{prefix}attention_scaling"
+        scaling = getattr(rotary, own if hasattr(rotary, own) else "attention_scaling")
         return getattr(rotary, f"{prefix}inv_freq"), scaling
 
     def _factors(self, rotary: Any, positions: Tensor) -> Tensor:
@@ -105,16 +91,12 @@ class Rotation:
         return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
 
 
-def like_new(rotary: Any, device: torch.device) -> Any:
-    """Makes a module of rotary embeddings as its config has it, with nothing met yet."""
-    return type(rotary)(rotary.config).to(device)
+def _like_new(rotary: Any, device: torch.device) -> Any:
+    return type(rotary)(rotary.config).to(device)  # with nothing met yet
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
-    """Rotates un-rotated queries or keys ``[B, H, N, D]`` to their ranks, by `Rotation.of_ranks`.
-
-    The ranks are broadcast to ``[B, H, N]`` and may be anything for what is no entry.
-    """
+    """Rotates states ``[B, H, N, D]`` to ranks, which may be anything for what is no entry."""
     return rotate(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
 
 
@@ -134,11 +116,9 @@ class PositionRule:
 
     positions: Positions = "original"
     prefill_chunk: int | None = None
-    window: int | None = None
-    """Positions that the model was trained on; ``None`` if its config does not say."""
+    window: int | None = None  # positions that the model was trained on, if its config says so
 
     def __post_init__(self) -> None:
-        """Refuses what makes no sense."""
         chunk = self.prefill_chunk
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int)):
             raise ValueError(f"prefill_chunk={chunk!r} is not a number of tokens; give an int.")
@@ -146,28 +126,19 @@ class PositionRule:
             raise ValueError(f"prefill_chunk={chunk} reads nothing; give 1 or more, or None.")
 
     @property
-    def rolls(self) -> bool:
-        """Whether entries sit at their ranks."""
+    def rolls(self) -> bool:  # entries sit at their ranks
         return self.positions == "rolling"
 
     @property
-    def rewrites(self) -> bool:
-        """Whether the model must be given other positions than those in the text."""
+    def rewrites(self) -> bool:  # the model must be given other positions than those in the text
         return self.positions == "clamped"
-
-    def place(self, position_ids: Tensor) -> Tensor:
-        """Says where the model shall put tokens ``[B or 1, T]`` of the text."""
-        if not self.rewrites or self.window is None:
-            return position_ids
-        return position_ids.clamp(max=self.window - 1)
 
 
 # --- how a model rotates its keys -----------------------------------------------------------------
 
 _PROBED = (5, 11)
-_LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+# Largest relative difference that rounding to bf16 leaves; a wrong layout gives about 1.
 _CLOSE = 0.03
-"""Largest relative difference that rounding to bf16 leaves; a wrong layout gives about 1."""
 
 
 class _KeysTakenError(Exception):
@@ -178,7 +149,6 @@ class _KeyTaker(DynamicCache):
     """Takes the keys that an attention module hands to its cache."""
 
     def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the keys and goes no further."""
         self.taken = key_states.float()
         raise _KeysTakenError
 
@@ -203,7 +173,7 @@ def find_rotation(
     hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
     hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
     # Not the running one: its frequencies may depend on what it has met.
-    fresh = like_new(rotary, device)
+    fresh = _like_new(rotary, device)
 
     def keys_at(positions: tuple[int, int]) -> tuple[Tensor, Any]:
         ids = torch.tensor([positions], device=device)
@@ -217,62 +187,52 @@ def find_rotation(
     # Some families hold complex numbers, which are never rounded to the model's dtype.
     held = torch.float32 if torch.is_tensor(embeddings) else dtype
     ids = torch.tensor([_PROBED], device=device)
-    for layout in _LAYOUTS:
-        layer_type = options.get("layer_type")
+    layer_type = options.get("layer_type")
+    for layout in get_args(Layout):
         trial = Rotation(fresh, layer_type, layout, held, device)
-        back = rotate(interleave_pairs(rotated, trial.width, layout), trial.of_text(ids))
-        start = rotate(
-            interleave_pairs(plain, trial.width, layout), trial.of_text(torch.zeros_like(ids))
+        start, back = (
+            rotate(interleave_pairs(keys, trial.width, layout), trial.of_text(places))
+            for keys, places in ((plain, torch.zeros_like(ids)), (rotated, ids))
         )
         if (back - start).norm() <= _CLOSE * start.norm():
             rotation = Rotation(rotary, layer_type, layout, held, device)
-            for other in known:
-                if other.key == rotation.key:
-                    return other
-            known.append(rotation)
-            return rotation
+            alike = [other for other in known if other.key == rotation.key]
+            known += [] if alike else [rotation]
+            return (alike or [rotation])[0]
     raise _unknown(module)
 
 
 def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
-    """The keys ``[1, H, 2, D]`` that the module makes of hidden states and rotary embeddings."""
     taker = _KeyTaker()
     names = inspect.signature(module.forward).parameters
-    cache_name = "layer_past" if "layer_past" in names else "past_key_values"
-    arguments = {
-        "hidden_states": hidden,
-        "position_embeddings": embeddings,
-        "attention_mask": None,
-        cache_name: taker,
-    }
+    arguments = {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
+    arguments["layer_past" if "layer_past" in names else "past_key_values"] = taker
     try:
         with torch.no_grad():
             module(**arguments)
     except _KeysTakenError:
         return taker.taken
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise _unknown(module) from error
     raise _unknown(module)
 
 
 def _running_rotary(module: torch.nn.Module) -> Any:
-    """The rotary embeddings of the model whose forward is running.
+    """The rotary embeddings of the model around an attention module, of which that knows nothing.
 
-    An attention module does not know the model around it. Its forward, which has called the
-    rotary embeddings, is further up the stack; this is looked at once for each layer.
+    Its forward, which has called them, is further up the stack, looked at once for each layer.
     """
     family = type(module).__module__
     # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
     # hold, hidden states and logits among it.
-    frame: FrameType | None = sys._getframe(1)
+    frame = sys._getframe(1)
     try:
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if isinstance(caller, torch.nn.Module):
-                for child in caller.children():
-                    name = type(child).__name__
-                    if name.endswith("RotaryEmbedding") and type(child).__module__ == family:
-                        return child
+            for child in caller.children() if isinstance(caller, torch.nn.Module) else ():
+                kind = type(child)
+                if kind.__name__.endswith("RotaryEmbedding") and kind.__module__ == family:
+                    return child
             frame = frame.f_back
     finally:
         del frame

@@ -31,42 +31,26 @@ def is_window_layer(layer: Any, layer_idx: int, config: PreTrainedConfig) -> boo
 def window_slots(
     layer: DynamicSlidingWindowLayer, layer_idx: int, sequence: int, seen: int
 ) -> SlotLayer:
-    """Makes slots of what a sliding layer holds of one sequence.
-
-    A token sees itself and the ``W - 1`` before it, which is a step over ``W`` slots.
-    """
-    window = layer.sliding_window
-    budget = Budget(heavy=0, recent=window - 1)
-    rule = PositionRule("original", None, None)
-    made = SlotLayer(layer_idx, budget, get_policy("recent"), rule)
-    made.window = window
-    made.capacity = window
-    num_held = min(seen, layer.keys.shape[2])
+    """Makes slots of what a sliding layer holds of a sequence: a token's own and all before."""
+    window, num_held = layer.sliding_window, min(seen, layer.keys.shape[2])
+    budget, policy = Budget(heavy=0, recent=window - 1), get_policy("recent")
+    made = SlotLayer(layer_idx, budget, policy, PositionRule())
+    made.window = made.capacity = window
     with ordinary_tensors():
-        keys, values = (
-            torch.nn.functional.pad(
-                part[sequence : sequence + 1, :, part.shape[2] - num_held :],
-                (0, 0, 0, window - num_held),
-            )
-            for part in (layer.keys, layer.values)
-        )
-        made.lazy_initialization(keys, values)
-        held = made.state
-        held.set_budgets([made.policy.allocate_budget(budget.resolve(seen))], False)
-        slots = torch.arange(window, device=keys.device)
-        positions = torch.where(slots < num_held, seen - num_held + slots, -1).to(torch.int32)
-        shape = (1, keys.shape[1], window)
-        held.keys, held.values = keys.contiguous(), values.contiguous()
-        held.positions = positions.expand(shape).contiguous()
-        held.scores = torch.zeros(shape, dtype=torch.float32, device=keys.device)
-        held.free_slot.fill_(min(num_held, window - 1))
-        held.num_real_tokens += seen
+        made.lazy_initialization(layer.keys, layer.values)
         made.cumulative_length += seen
+        held = made.state = made.state.like(1, window)
+        held.set_budgets([policy.allocate_budget(budget.resolve(seen))], False)
+        for slots, own in ((held.keys, layer.keys), (held.values, layer.values)):
+            slots[:, :, :num_held] = own[sequence, :, own.shape[2] - num_held :]
+        held.positions[..., :num_held] = torch.arange(seen - num_held, seen)
+        held.free_slot.fill_(min(num_held, window - 1))
+        held.num_real_tokens.fill_(seen)
     return made
 
 
 class SlotBookkeeping:
-    """The budgets in use of layers that are alike, and how far they are filled."""
+    """The budgets in use of layers that are alike, and how many entries each has still room for."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -74,7 +58,6 @@ class SlotBookkeeping:
         self._room: list[int] = []
 
     def admit(self, budget: TokenBudget, num_held: int) -> None:
-        """Takes note of one more sequence."""
         self.budgets.append(budget)
         self._room.append(budget.total - num_held)
 
@@ -84,14 +67,13 @@ class SlotBookkeeping:
         del self.budgets[-1], self._room[-1]
 
     def count_step(self) -> int:
-        """Notes a step; returns how many sequences were full before."""
-        full = sum(room == 0 for room in self._room)
+        """Returns how many sequences were full before it."""
+        full = self._room.count(0)
         self._room = [max(room - 1, 0) for room in self._room]
         return full
 
     @property
     def num_held(self) -> int:
-        """Entries of all sequences in use, of one KV head."""
         return sum(own.total for own in self.budgets) - sum(self._room)
 
     @property
@@ -101,10 +83,9 @@ class SlotBookkeeping:
 
     def set_flags(self, layer: SlotLayer) -> None:
         """Tells a layer what its steps may leave out; mutates it."""
-        left = max(self._room)
-        layer.is_full = self.fills_all_slots and left == 0
-        layer.filled = None
-        layer.steps_left = left if self.fills_all_slots and left else -1
+        left, is_even = max(self._room), self.fills_all_slots
+        layer.is_full, layer.filled = is_even and left == 0, None
+        layer.steps_left = left if is_even and left else -1
         layer.has_sinks = any(budget.sink for budget in self.budgets)
 
 
@@ -114,7 +95,6 @@ class SlotPool:
     Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
     when one is released the last one takes its place. Shapes, dtype and devices are read off a
     cache that the model has written to, so that each rank of a model in parts holds its own heads.
-    Layers with a sliding window hold its tokens in slots of their own.
     """
 
     def __init__(self, like: H2OCache, max_num_seqs: int, budget: int) -> None:
@@ -124,7 +104,7 @@ class SlotPool:
         self.max_num_seqs = max_num_seqs
         self.budget = budget  # K of the largest sequence
         layers: list[Any] = self.cache.layers
-        layers[:] = _as_slots(self.cache, 0)
+        layers[:] = [layer for layer, _ in _as_slots(self.cache, 0)]
         self._layers: list[SlotLayer] = layers
         # By the window; None for the layers of H2O.
         windows = {own.window for own in self._layers}
@@ -148,16 +128,6 @@ class SlotPool:
                 self._masks[layer.device, layer.num_kv_heads] = mask
 
     @property
-    def num_used(self) -> int:
-        """Sequences in use, the first ones."""
-        return len(self._num_seen)
-
-    @property
-    def num_held(self) -> int:
-        """Entries of the sequences in use, of one KV head of a layer that evicts by H2O."""
-        return self._books[None].num_held
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of the slots that hold an entry."""
         total = 0.0
@@ -167,13 +137,16 @@ class SlotPool:
             total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
         return int(total)
 
+    def _tensors(self) -> list[Tensor]:
+        states = [tensor for own in self._states for tensor in own.tensors().values()]
+        return [*states, *self._masks.values()]
+
     @property
     def full_bytes(self) -> int:
         """Bytes of the keys and values that a full cache would hold for the same tokens."""
-        return sum(self.full_bytes_of(seen) for seen in list(self._num_seen))
+        return sum(map(self.full_bytes_of, list(self._num_seen)))
 
     def full_bytes_of(self, length: int) -> int:
-        """Bytes that a full cache would hold for a sequence."""
         total = 0
         for layer in self._layers:
             held = length if layer.window is None else min(length, layer.window - 1)
@@ -182,43 +155,40 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, in use or not."""
-        tensors = [tensor for own in self._states for tensor in own.tensors().values()]
-        return sum(tensor.nbytes for tensor in (*tensors, *self._masks.values()))
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
         """Copies a sequence of a cache into free slots; returns its place."""
         layers = _as_slots(source, sequence)
-        kinds = {own.window: own for own in layers}
-        budget = kinds[None].state.budgets[_place(kinds[None], sequence)]
+        kinds = {layer.window: (layer, index) for layer, index in layers}
+        first, index = kinds[None]
+        budget = first.state.budgets[index]
         if budget.total > self.budget:
             raise ValueError(
                 f"a budget of {budget.total} entries does not fit a pool of {self.budget} for each "
                 "sequence; lower it, or make the pool larger."
             )
-        if self.num_used == self.max_num_seqs:
+        place = len(self._num_seen)
+        if place == self.max_num_seqs:
             raise ValueError(f"all {self.max_num_seqs} sequences are in use; release one first.")
-        place = self.num_used
-        for own, layer, state in zip(self._layers, layers, self._states, strict=True):
-            state.copy_sequence(place, layer.state, _place(layer, sequence))
+        for own, (layer, index), state in zip(self._layers, layers, self._states, strict=True):
+            state.copy_sequence(place, layer.state, index)
             own.owner = layer.owner
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
         for mask in self._masks.values():
             mask[place] = torch.arange(mask.shape[2], device=mask.device) <= budget.total
-        for window, layer in kinds.items():
-            theirs, index = layer.state, _place(layer, sequence)
-            num_held = int((theirs.positions[index, 0] >= 0).sum())
-            self._books[window].admit(theirs.budgets[index], num_held)
-        self._num_seen.append(int(kinds[None].state.num_real_tokens[sequence]))
+        for window, (layer, index) in kinds.items():
+            num_held = int((layer.state.positions[index, 0] >= 0).sum())
+            self._books[window].admit(layer.state.budgets[index], num_held)
+        self._num_seen.append(int(first.state.num_real_tokens[sequence]))
         self._show()
         return place
 
     def release(self, place: int) -> int | None:
         """Frees a sequence's slots; the last one in use takes its place, which is returned."""
-        last = self.num_used - 1
+        last = len(self._num_seen) - 1
         if place != last:
-            tensors = [tensor for own in self._states for tensor in own.tensors().values()]
-            for tensor in (*tensors, *self._masks.values()):
+            for tensor in self._tensors():
                 tensor[place].copy_(tensor[last])
         for books in self._books.values():
             books.release(place)
@@ -235,12 +205,13 @@ class SlotPool:
 
     def _show(self) -> None:
         """Lets the cache's layers see the sequences in use; mutates them."""
-        used = self.num_used
+        used = len(self._num_seen)
         if used == 0:
             return
         for layer, state in zip(self._layers, self._states, strict=True):
             books = self._books[layer.window]
-            layer.state = state.first(used, list(books.budgets))
+            layer.state = state.map(lambda tensor: tensor[:used])
+            layer.state.budgets = list(books.budgets)
             books.set_flags(layer)
             if not books.fills_all_slots:
                 layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads][:used]
@@ -248,28 +219,22 @@ class SlotPool:
                 layer.make_rotary()
 
 
-def _as_slots(cache: H2OCache, sequence: int) -> list[Any]:
-    """A cache's layers; those with a sliding window as slots of the one sequence."""
+def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
+    """A cache's layers, and where each has a sequence: alone in those with a sliding window."""
     layers: list[Any] = cache.layers
     lengths = next(own for own in layers if isinstance(own, SlotLayer)).state.num_real_tokens
     return [
-        window_slots(layer, index, sequence, int(lengths[sequence]))
+        (window_slots(layer, index, sequence, int(lengths[sequence])), 0)
         if isinstance(layer, DynamicSlidingWindowLayer)
-        else layer
+        else (layer, sequence)
         for index, layer in enumerate(layers)
     ]
-
-
-def _place(layer: SlotLayer, sequence: int) -> int:
-    """Where a layer of `_as_slots` has the sequence."""
-    return sequence if layer.window is None else 0
 
 
 def num_cached_by_sequence(cache: H2OCache) -> list[int]:
     """Entries that each of a cache's sequences holds; waits for the device."""
     layer = next(own for own in cache.layers if isinstance(own, SlotLayer))
-    counts: list[int] = (layer.state.positions[:, 0] >= 0).sum(dim=-1).tolist()
-    return counts
+    return (layer.state.positions[:, 0] >= 0).sum(dim=-1).tolist()
 
 
 def check_poolable(cache: H2OCache) -> None:
@@ -311,12 +276,7 @@ def can_split_blocks(cache: H2OCache) -> bool:
 
 
 def expect_partial_block(cache: H2OCache, is_partial: bool) -> None:
-    """Says whether the next forward brings a part of a block that a later one ends.
-
-    Every query of a part attends to what was kept before the block and to the block up to itself,
-    and nothing is evicted, so that all is in the end as after the block in one forward. Meanwhile
-    the block is held whole.
-    """
+    """Says whether the next forward brings part of a block, after which nothing is evicted yet."""
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
             layer.is_partial_block = is_partial

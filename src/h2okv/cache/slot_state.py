@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
-from h2okv.ops.decode import Slots
-from h2okv.ops.decode import compact as compact_entries
+from h2okv.ops.decode import Slots, compact
 from h2okv.ops.quant import Entries, Packed, pack, packed_bytes, rounded, unpack
 
+# Fields ``[B, H, S, ...]``.
 PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms")
-"""Fields ``[B, H, S, ...]``."""
 _COUNTED = {*PER_SLOT} - {"slot_mask"}
-MIN_GROWN_SLOTS = 64
-"""A budget of fewer slots is never worth growing into."""
-
-Compact = Callable[[Tensor, Tensor, int], Tensor]
+MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
 
 @contextmanager
@@ -48,7 +44,7 @@ def slots_for(entries: int, capacity: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class KVStorage:
-    """Keys and values as they are held: in the model's dtype, or packed into 8 or 4 bits.
+    """Keys and values as they are held: in the model's dtype, or packed into few bits.
 
     A number is rounded once, when its token becomes an entry. A block attends to itself in full
     precision, and to what is held as it unpacks; a single token is an entry from its own step on.
@@ -57,7 +53,6 @@ class KVStorage:
     bits: int | None = None
 
     def store(self, states: Tensor) -> Entries:
-        """Makes entries of states ``[B, H, N, D]``."""
         return states if self.bits is None else pack(states, self.bits)
 
     def read(self, entries: Entries, dtype: torch.dtype) -> Tensor:
@@ -68,14 +63,7 @@ class KVStorage:
         """What is left of states once they are entries."""
         return states if self.bits is None else rounded(states, self.bits)
 
-    def compact(
-        self,
-        states: Tensor,
-        held: Entries,
-        indices: Tensor,
-        num_slots: int,
-        compact: Compact = compact_entries,
-    ) -> Entries:
+    def compact(self, states: Tensor, held: Entries, indices: Tensor, num_slots: int) -> Entries:
         """Fills S new slots with the K entries that stay; what was held keeps its codes.
 
         Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
@@ -89,7 +77,7 @@ class KVStorage:
             places = indices.clamp(max=past - 1)
             for new, before in ((made.codes, held.codes), (made.grid, held.grid)):
                 own = new[:, :, :count]
-                own.copy_(torch.where(old, compact_entries(before, places, count), own))
+                own.copy_(torch.where(old, compact(before, places, count), own))
         return made
 
     def head_bytes(self, size: int, dtype: torch.dtype) -> int:
@@ -118,10 +106,7 @@ class SlotBytes:
 
 @dataclass
 class SlotState(Slots):
-    """All that a layer holds of each sequence; the first dimension of every tensor is the sequence.
-
-    Before the first block there are no slots, and the budgets are zero.
-    """
+    """All that a layer holds of each sequence, which is the first dimension of every tensor."""
 
     sink: Tensor = field(kw_only=True)  # protected first positions, int64 [B, 1, 1]
     recent: Tensor = field(kw_only=True)  # protected newest positions, likewise
@@ -137,47 +122,35 @@ class SlotState(Slots):
         """No slots yet, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` like these."""
         batch, heads = key.shape[:2]
         with ordinary_tensors():
+            entries = [
+                storage.store(states.new_zeros(batch, heads, 0, states.shape[-1]))
+                for states in (key, value)
+            ]
             scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
             seen = torch.zeros(batch, dtype=torch.int64, device=key.device)
-            once = seen.view(-1, 1, 1)
-            return cls(
-                storage.store(key.new_zeros(batch, heads, 0, key.shape[-1])),
-                storage.store(value.new_zeros(batch, heads, 0, value.shape[-1])),
-                scores,
-                scores.to(torch.int32),
-                once.repeat(1, heads, 1),
-                seen,
-                sink=once.clone(),
-                recent=once.clone(),
-                total=once.clone(),
-            )
+            column = seen.view(-1, 1, 1)
+            free, parts = column.repeat(1, heads, 1), ("sink", "recent", "total")
+            budget = {part: column.clone() for part in parts}
+            return cls(*entries, scores, scores.to(torch.int32), free, seen, **budget)
 
     def set_budgets(self, budgets: list[TokenBudget], has_static_mask: bool) -> None:
-        """Fixes what each sequence keeps; mutates the state."""
-
-        def column(part: str) -> Tensor:
-            counts = [getattr(tokens, part) for tokens in budgets]
-            return torch.tensor(counts, dtype=torch.int64, device=self.device).view(-1, 1, 1)
-
-        with ordinary_tensors():
-            self.sink, self.recent, self.total = column("sink"), column("recent"), column("total")
-            if has_static_mask:
-                self.num_static = column("num_static")
         self.budgets = budgets
+        parts = [(own.sink, own.recent, own.total, own.num_static) for own in budgets]
+        with ordinary_tensors():
+            counts = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, 4, 1, 1)
+            self.sink, self.recent, self.total, static = (part.clone() for part in counts.unbind(1))
+            self.num_static = static if has_static_mask else None
 
     @property
     def batch_size(self) -> int:
-        """B."""
         return self.positions.shape[0]
 
     @property
     def num_slots(self) -> int:
-        """S."""
         return self.positions.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
         return self.positions.device
 
     @property
@@ -225,12 +198,6 @@ class SlotState(Slots):
         made.budgets = [self.budgets[index] for index in indices.tolist()] if self.budgets else []
         return made
 
-    def first(self, count: int, budgets: list[TokenBudget]) -> SlotState:
-        """A view of the first sequences."""
-        made = self.map(lambda tensor: tensor[:count])
-        made.budgets = budgets
-        return made
-
     def like(self, num_sequences: int, num_slots: int) -> SlotState:
         """Empty slots of the same kind, for other numbers of sequences and slots; no slot mask."""
         made = copy.copy(self)
@@ -256,10 +223,7 @@ class SlotState(Slots):
                 self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
 
     def cat(self, other: SlotState) -> None:
-        """Puts another state's sequences behind these; mutates this state and uses up the other.
-
-        One tensor of both is there twice at a time, not the whole layer.
-        """
+        """Puts another's sequences behind these, tensor by tensor; uses up the other."""
         num_slots = max(self.num_slots, other.num_slots)
         for state in (self, other):
             if state.num_slots < num_slots:

@@ -14,7 +14,6 @@ from h2okv.cache.slot_state import SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import (
-    Priority,
     RotaryTables,
     StepRules,
     decode_step,
@@ -39,12 +38,12 @@ class SlotLayer(CacheLayer):
     roll, keys are un-rotated, pairs next to each other.
     """
 
+    # Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
+    # a model one alone must not stop in the middle.
     checks_numbers = True
-    """Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
-    a model one alone must not stop in the middle."""
+    # Called with the operation and its arguments in the place of a block's attention, where other
+    # caches read the same block.
     shared: Any = None
-    """Called with the operation and its arguments in the place of a block's attention, where other
-    caches read the same block."""
 
     def _forget(self) -> None:
         super()._forget()
@@ -72,17 +71,11 @@ class SlotLayer(CacheLayer):
         """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
         return self.policy.is_bounded and not self.rule.rewrites
 
-    def __getstate__(self) -> dict[str, Any]:
-        """See `CacheLayer.__getstate__`; what tokens run through is chosen anew."""
-        return {**super().__getstate__(), "operations": None, "rotary": None}
-
     def move(self, device: torch.device) -> None:
-        """See `CacheLayer.move`."""
         super().move(device)
         self.operations = self.filled = None
 
     def _attend(self, block: Block) -> Tensor:
-        """See `CacheLayer.attend`."""
         in_parts = self.had_partial_block or self.is_partial_block
         if block.query.shape[2] == 1 and self.holds_entries and not in_parts and not self.pins:
             return self._decode(block)
@@ -91,7 +84,6 @@ class SlotLayer(CacheLayer):
     # --- a single token ---------------------------------------------------------------------------
 
     def _decode(self, block: Block) -> Tensor:
-        """A block of one token: tensor code without a host sync."""
         query, key, value, real, _, _, scale, softcap = block
         # In a compiled step a count that changes would compile it anew each time.
         filled = None
@@ -99,22 +91,17 @@ class SlotLayer(CacheLayer):
             self.make_static()
         else:
             self.count_down()
-            filled = self._count_filled(real)
+            filled = self.filled
+        if filled is not None:  # after padding the slots may no longer be taken in their order
+            self.filled = filled + 1 if real is None else None
         if not self.is_plain:
             self._prepare_step(value, real)
         if self.rotation is not None and self.rotary is None:
             self.make_rotary()
-        sink = self.state.sink if self.has_sinks else None
-        rules = StepRules(
-            scale,
-            self.state.recent,
-            sink,
-            softcap,
-            self.rotary,
-            self._priority(),
-            self.is_full,
-            filled,
-        )
+        recent, sink = self.state.recent, self.state.sink if self.has_sinks else None
+        # A ranking by the scores alone is what a kernel can do.
+        rank = None if self.ranks_by_scores else self._ranking
+        rules = StepRules(scale, recent, sink, softcap, self.rotary, rank, self.is_full, filled)
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
         if query.is_cuda or not torch.compiler.is_compiling():
@@ -125,25 +112,11 @@ class SlotLayer(CacheLayer):
         self.cumulative_length += 1
         return output
 
-    def _count_filled(self, real: Tensor | None) -> int | None:
-        """Slots that are taken in their order before a step that takes one more; mutates the layer.
-
-        ``None`` if they are not, or after this step may not be.
-        """
-        filled = self.filled
-        if filled is not None:
-            self.filled = filled + 1 if real is None else None
-        return filled
-
     def _choose_operations(self, query: Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""
+        groups, is_packed = query.shape[1] // self.num_kv_heads, self.storage.bits is not None
         self.operations = operations(
-            query.device,
-            self.dtype,
-            self.key_size,
-            self.value_size,
-            query.shape[1] // self.num_kv_heads,
-            is_packed=self.storage.bits is not None,
+            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
         )
 
     def _prepare_step(self, value: Tensor, real: Tensor | None) -> None:
@@ -154,12 +127,6 @@ class SlotLayer(CacheLayer):
             held.scores.copy_(self.scoring.apply_decay(held.scores, one))
         if held.norms is not None:
             held.norms.scatter_(-1, held.free_slot, self._norms_of(self.storage.round(value)))
-
-    def _priority(self) -> Priority | None:
-        """How the policy ranks entries; ``None`` if by their scores, which a kernel can do."""
-        if self.ranks_by_scores:
-            return None
-        return self._ranking
 
     def make_rotary(self) -> None:
         """Makes the tables that all decode steps share; mutates the layer."""
@@ -179,7 +146,6 @@ class SlotLayer(CacheLayer):
     # --- a prompt, or a later turn ----------------------------------------------------------------
 
     def _append_block(self, block: Block) -> Tensor:
-        """Attends, scores, and evicts down to the budget once."""
         query, key, value, real, _, _, scale, softcap = block
         held, length = self.state, key.shape[2]
         scores, positions = self._block_entries(length, real)
@@ -232,19 +198,7 @@ class SlotLayer(CacheLayer):
         factors = self.rotation.of_ranks(self._rank_limit(query.shape[2]))
         return rotate_to_ranks(query, own, factors), rotate_to_ranks(key, ranks, factors)
 
-    def _block_entries(self, length: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scores so far and positions of the block's tokens, ``[B, H, T]``."""
-        shape = (self.batch_size, self.num_kv_heads, length)
-        start = self.state.num_real_tokens.unsqueeze(1)
-        if real is None:
-            positions = start + torch.arange(length, device=self.device)
-        else:
-            positions = torch.where(real, start + real.cumsum(dim=1) - 1, -1)
-        positions = positions.to(torch.int32).unsqueeze(1).expand(shape)
-        return self._first_scores(positions), positions
-
     def _compact(self, key: Tensor, value: Tensor, scores: Tensor, positions: Tensor) -> None:
-        """Moves what stays into slots; mutates the layer."""
         newest, held = self.newest(), self.state
         total, limit = held.total, max(own.total for own in held.budgets)
         self.capacity = limit + 1 if self.policy.is_bounded else None
@@ -264,9 +218,8 @@ class SlotLayer(CacheLayer):
             num_slots = self.capacity
         empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
-            compact = self.operations.compact
-            held.keys = self.storage.compact(key, held.keys, indices, num_slots, compact)
-            held.values = self.storage.compact(value, held.values, indices, num_slots, compact)
+            held.keys = self.storage.compact(key, held.keys, indices, num_slots)
+            held.values = self.storage.compact(value, held.values, indices, num_slots)
             held.scores = pad(scores.gather(2, indices), empty)
             places = torch.where(kept, positions.gather(2, indices), -1)
             held.positions = pad(places, empty, value=-1)
@@ -288,11 +241,9 @@ class SlotLayer(CacheLayer):
 
     @property
     def _is_static(self) -> bool:
-        """Whether shapes must not change from step to step."""
         return self.device.type == "cuda" or torch.compiler.is_compiling()
 
     def make_static(self) -> None:
-        """Makes all slots that the budget allows, for compiled steps; mutates the layer."""
         if self.capacity is not None and self.state.num_slots < self.capacity:
             self._add_slots(self.capacity)
             if not torch.compiler.is_compiling():
@@ -307,10 +258,7 @@ class SlotLayer(CacheLayer):
             self.steps_left -= 1
 
     def _refresh_static_flags(self) -> None:
-        """Notes what decode steps may leave out, and makes slots where none is left for them.
-
-        Waits for the device, so it is asked for once a block and then as seldom as can be.
-        """
+        """Notes what steps may leave out, and makes slots for them; seldom, as the device waits."""
         held, counts = self.state, self._counts()
         self.has_sinks = any(own.sink for own in held.budgets)
         # Sequences with budgets of their own are never full all together.
@@ -327,7 +275,7 @@ class SlotLayer(CacheLayer):
         self.filled = None if self.is_full or not self.steps_left else self._find_filled(counts)
 
     def _find_filled(self, counts: Tensor) -> int | None:
-        """Entries of every sequence and head, where they stand in the first slots; or ``None``.
+        """Entries of every sequence and head, where they stand in the first slots; else ``None``.
 
         On a CPU a step that takes the next slot has half as many operations as one that looks for
         it. The slots' scores are zero then; mutates the state.
@@ -337,15 +285,13 @@ class SlotLayer(CacheLayer):
         if self._is_static or not is_plain or self.policy.is_bounded and held.slot_mask is not None:
             return None
         filled = int(counts.flatten()[0])
-        if not bool(((counts == filled) & (held.free_slot == filled)).all()):
-            return None
-        if not bool((held.positions[..., :filled] >= 0).all()):
+        in_order = (counts == filled) & (held.free_slot == filled)
+        if not bool(in_order.all() & (held.positions[..., :filled] >= 0).all()):
             return None
         held.scores[..., filled:] = 0.0
         return filled
 
     def _add_slots(self, num_slots: int) -> None:
-        """Makes room for more entries; mutates the layer."""
         self.state.resize(num_slots)
         if self.policy.is_bounded:
             self.state.slot_mask = self._slots_within_budget()
@@ -367,14 +313,9 @@ class SlotLayer(CacheLayer):
     @property
     def is_ready(self) -> bool:
         """Whether a decode step needs nothing that only a block finds out."""
-        known = self.rotation is None or self.rotary is not None
-        return (
-            self.holds_entries
-            and self.policy.is_bounded
-            and self.owner is not None
-            and self.operations is not None
-            and known
-        )
+        is_known = self.operations is not None and self.owner is not None
+        is_known &= self.rotation is None or self.rotary is not None
+        return is_known and self.holds_entries and self.policy.is_bounded
 
     def join(self, other: SlotLayer) -> None:
         """Puts another layer's sequences behind these; mutates this layer, uses up the other."""
@@ -390,13 +331,12 @@ class SlotLayer(CacheLayer):
         other.reset()
 
     def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
-        """See `CacheLayer.load_state`."""
         super().load_state(state, seen, weights)
         if self.policy.is_bounded:
             self.capacity = max(*(own.total + 1 for own in state.budgets), state.num_slots)
+            state.slot_mask = self._slots_within_budget()
         self._refresh_static_flags()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, scores, positions, ranks and norms."""
         return self.state.nbytes if self.holds_entries else 0

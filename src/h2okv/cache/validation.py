@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from h2okv.cache.rope import ranks_of
+from h2okv.cache.rope import BY_LENGTH, ranks_of
 from h2okv.ops.decode import protected_entries
 from h2okv.ops.quant import BITS
 
@@ -52,7 +54,6 @@ _REASONS = {
 }
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
 """Model types that are known not to work, with the reason."""
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
@@ -150,7 +151,7 @@ def window_by_length(config: PreTrainedConfig) -> int | None:
         or getattr(text_config, "original_max_position_embeddings", None)
         or context_window(config)
         for part in kinds
-        if part.get("rope_type") in _BY_LENGTH
+        if part.get("rope_type") in BY_LENGTH
     ]
     return min((length for length in lengths if length), default=None)
 
@@ -214,13 +215,19 @@ def check_policy(policy: Policy, rule: PositionRule, scoring: Scoring, simulate:
         )
 
 
-def check_whole_prompt(layer: CacheLayer, length: int) -> None:
-    """Refuses the first part of a prompt where a policy must see all of it."""
-    if layer.policy.prompt_only and (layer.expected_length or length) > length:
+def check_prompt(layer: CacheLayer, lengths: Sequence[int], block: int) -> None:
+    """Refuses a first block, for prompts of so many real tokens, that cannot be read as asked."""
+    if 0 in lengths:
+        raise ValueError(
+            f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
+            "token, or leave it out."
+        )
+    if layer.policy.prompt_only and (layer.expected_length or block) > block:
         raise ValueError(
             f"policy={layer.policy.name!r} decides once, by the end of the whole prompt, and got "
-            f"{length} of its {layer.expected_length} tokens; read it in one forward."
+            f"{block} of its {layer.expected_length} tokens; read it in one forward."
         )
+    check_pins(layer, lengths)
 
 
 def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
@@ -304,16 +311,6 @@ def check_follows(
         )
 
 
-def check_placed(layer: CacheLayer) -> None:
-    """Refuses a forward whose positions nobody has set as the cache needs them."""
-    if not layer.is_placed:
-        raise ValueError(
-            f"positions={layer.rule.positions!r} changes the positions that this model gets; run "
-            "it inside `with h2okv.enable(model):`."
-        )
-    layer.is_placed = False
-
-
 def check_window(layer: CacheLayer, length: int) -> None:
     """Refuses a block whose ranks would go past the positions that the model was trained on."""
     window, chunk = layer.rule.window, layer.rule.prefill_chunk
@@ -383,23 +380,34 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
         raise ValueError(f"{name} does not tell how many tokens it has seen")
     if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
         raise ValueError(f"{name} holds {state.batch_size} sequences, which are not those it tells")
-    wanted = {
-        "norms": layer.scoring.uses_values,
-        "num_static": layer.has_static_mask,
+    for part, tensor, is_wanted in (
+        ("norms", state.norms, layer.scoring.uses_values),
+        ("num_static", state.num_static, layer.has_static_mask),
         # A layer may have no rotary positions though the model has.
-        "ranks": state.ranks is not None and layer.rule.rolls and layer.drops,
-        "slot_mask": state.slot_mask is not None and layer.drops and layer.policy.is_bounded,
-    }
-    optional = (state.norms, state.num_static, state.ranks, state.slot_mask)
-    for (part, is_wanted), tensor in zip(wanted.items(), optional, strict=True):
+        ("ranks", state.ranks, state.ranks is not None and layer.rule.rolls and layer.drops),
+    ):
         if is_wanted != (tensor is not None):
             raise ValueError(f"{name} has {part}, or has none, against its options")
-    _check_budgets(layer, state)
-    taken = state.positions >= 0
-    real, free = state.num_real_tokens, state.free_slot
+    for own in state.budgets:
+        parts = astuple(own)
+        if any(type(part) is not int or not 0 <= part < 1 << 60 for part in parts) or not own.total:
+            raise ValueError(f"{name} has the budget {parts}, which is none")
+        wanted = layer.policy.allocate_budget(layer.budget.resolve(1))
+        if not layer.budget.is_relative and own != wanted:
+            raise ValueError(f"{name} has the budget {parts}, not its options'")
+    told = copy.copy(state)
+    told.set_budgets(state.budgets, layer.has_static_mask)
+    # Where whatever follows the prompt is kept, the budget has grown with it.
+    grown = state.total - told.total if layer.policy.prompt_only else torch.zeros_like(told.total)
+    differs = (state.sink != told.sink) | (state.recent != told.recent + grown) | (grown < 0)
+    differs |= state.total != told.total + grown
+    if state.num_static is not None:
+        differs |= state.num_static != told.num_static
     numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]
     numbers += [] if state.norms is None else [state.norms]
+    real, free, last = state.num_real_tokens, state.free_slot, state.num_slots - 1
     problems = {
+        "contradicts its budgets": differs,
         "has seen another number of tokens": (real < 1) | (real > seen) | (seen >= 1 << 30),
         "has positions that are none": state.positions < -1,
         "holds numbers that are not finite": torch.stack([~n.isfinite().all() for n in numbers]),
@@ -407,47 +415,12 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
         "holds scores that are none": ~(state.scores >= 0),
     }
     if layer.drops:
-        inside = (free >= 0) & (free < state.num_slots)
-        problems["has a free slot that is none"] = ~inside | taken.gather(
-            -1, free.clamp(0, state.num_slots - 1)
-        )
-        problems["has slots beyond its budget"] = _beyond_budget(layer, state, taken)
+        is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
+        problems["has a free slot that is none"] = (free < 0) | (free > last) | is_taken
     else:
         problems["holds another number of tokens than it has seen"] = seen != state.num_slots
     if state.ranks is not None:
-        problems["has ranks beyond its slots"] = (state.ranks < 0) | (
-            state.ranks >= state.num_slots
-        )
+        problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)
     for problem, found in problems.items():
         if bool(found.any()):
             raise ValueError(f"{name} {problem}")
-
-
-def _check_budgets(layer: CacheLayer, state: SlotState) -> None:
-    """Refuses budgets that do not follow from the cache's options."""
-    for index, own in enumerate(state.budgets):
-        parts = (own.sink, own.heavy, own.recent, own.num_static)
-        if any(type(part) is not int or not 0 <= part < 1 << 60 for part in parts) or not own.total:
-            raise ValueError(f"layer {layer.layer_idx} has the budget {parts}, which is none")
-        if not layer.budget.is_relative and own != layer.policy.allocate_budget(
-            layer.budget.resolve(1)
-        ):
-            raise ValueError(f"layer {layer.layer_idx} has the budget {parts}, not its options'")
-        # Where whatever follows the prompt is kept, the budget has grown with it.
-        grown = int(state.total[index]) - own.total if layer.policy.prompt_only else 0
-        expected = (own.sink, own.recent + grown, own.total + grown)
-        told = tuple(int(part[index]) for part in (state.sink, state.recent, state.total))
-        static = own.num_static if state.num_static is None else int(state.num_static[index])
-        if grown < 0 or told != expected or static != own.num_static:
-            raise ValueError(f"layer {layer.layer_idx} contradicts its budgets")
-
-
-def _beyond_budget(layer: CacheLayer, state: SlotState, taken: Tensor) -> Tensor:
-    """Where a step could fill slots that the budget has not."""
-    if not layer.policy.is_bounded:
-        return torch.zeros(())
-    mask = state.slot_mask
-    if mask is None:
-        return state.num_slots > state.total + 1
-    open_slots = mask.sum(dim=-1, keepdim=True)
-    return (taken & ~mask) | ~mask.gather(-1, state.free_slot) | (open_slots > state.total + 1)

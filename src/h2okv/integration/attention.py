@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from h2okv.cache.layer import LAYER_ATTRIBUTE, CacheLayer
 from h2okv.cache.rope import find_rotation
-from h2okv.cache.validation import check_follows, check_placed
+from h2okv.cache.validation import check_follows
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores, windowed_attention
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.reference import attention_with_scores, causal
 
 ATTENTION_NAME = "h2o"
 logger = logging.get_logger(__name__)
@@ -24,12 +24,10 @@ logger = logging.get_logger(__name__)
 # the keys that an indexer chose.
 _IGNORED_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
 
+# A mask of this dtype holds for each key the window in which it is seen; 0 for padding. The window
+# travels in the numbers because nothing else survives on all ways: not every model gives its
+# attention a ``sliding_window``, and an attribute is lost when a mask is moved to another device.
 WINDOW_DTYPE = torch.int32
-"""A mask of this dtype holds for each key the window in which it is seen; 0 for padding.
-
-The window travels in the numbers because nothing else survives on all ways: not every model gives
-its attention a ``sliding_window``, and an attribute is lost when a mask is moved to another device.
-"""
 
 
 def h2o_mask(
@@ -40,22 +38,12 @@ def h2o_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """Makes the mask of a block; registered as ``"h2o"`` in ``AttentionMaskInterface``.
+    """Makes the mask of a block of T tokens; registered as ``"h2o"`` in ``AttentionMaskInterface``.
 
     A causal block over itself (every block of an `H2OCache`, and the first one of any cache) needs
-    no T x T mask, only to know which tokens are padding; a sliding window adds one number.
-    Everything else gets SDPA's mask.
-
-    Args:
-        q_length: T.
-        kv_length: N, keys that the cache's layer will return; T for an H2O layer.
-        mask_function: transformers' description of the mask.
-        attention_mask: bool ``[B, tokens seen + T]`` or ``None``.
-        **options: what else transformers gives a mask function.
-
-    Returns:
-        bool ``[B, 1, 1, T]`` (False for padding); ``None`` if there is no padding; for a sliding
-        window `WINDOW_DTYPE` ``[B, 1, 1, N]``; or SDPA's mask, bool ``[B, 1, T, N]``.
+    no T x T mask, only to know which tokens are padding, bool ``[B, 1, 1, T]``, or `None` if none
+    is. A sliding window adds one number: `WINDOW_DTYPE` ``[B, 1, 1, N]``. Everything else gets
+    SDPA's mask, bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T]``.
     """
     is_causal = mask_function is causal_mask_function
     window = None if is_causal else _sliding_window(mask_function, q_length, kv_length, options)
@@ -66,7 +54,12 @@ def h2o_mask(
         return sdpa_mask(q_length=q_length, kv_length=kv_length, **given)
     if window >= kv_length == q_length:
         return _padding_mask(attention_mask, q_length)
-    return _window_mask(window, attention_mask, kv_length, options)
+    shape = (options["batch_size"], 1, 1, kv_length)
+    mask = torch.full(shape, window, dtype=WINDOW_DTYPE, device=options.get("device"))
+    if attention_mask is None:
+        return mask
+    start = options.get("kv_offset", 0)
+    return mask * attention_mask[:, start : start + kv_length].to(torch.bool)[:, None, None, :]
 
 
 def _padding_mask(attention_mask: Tensor | None, length: int) -> Tensor | None:
@@ -86,16 +79,14 @@ def _sliding_window(
 ) -> int | None:
     """The window, if the pattern is a causal sliding window and nothing else."""
     window = options.get("local_size")
+    offsets = options.get("q_offset", 0), options.get("kv_offset", 0)
     # transformers withdraws the skip when it lays another pattern over the window.
-    if window is None or not options.get("allow_is_causal_skip", True):
-        return None
+    is_plain = window is not None and options.get("allow_is_causal_skip", True)
     # A decode step's mask is small; a compiled one must not look at numbers.
-    if q_length == 1 or torch.compiler.is_compiling():
+    is_readable = q_length > 1 and not torch.compiler.is_compiling()
+    if not is_plain or not is_readable or not all(isinstance(own, int) for own in offsets):
         return None
-    query_offset, key_offset = options.get("q_offset", 0), options.get("kv_offset", 0)
-    if not isinstance(query_offset, int) or not isinstance(key_offset, int):
-        return None
-    if query_offset + q_length != key_offset + kv_length:
+    if offsets[0] + q_length != offsets[1] + kv_length:
         return None
     # Chunked attention gives its chunk as local_size too: ask the pattern itself. A window moves
     # with the query; of two neighbours one lies in another chunk than the key it reaches back to.
@@ -103,19 +94,6 @@ def _sliding_window(
     keys = torch.tensor([1, 2, 0, window + 1])
     seen = mask_function(0, 0, queries, keys)
     return window if seen.tolist() == [True, True, False, False] else None
-
-
-def _window_mask(
-    window: int, attention_mask: Tensor | None, kv_length: int, options: dict[str, Any]
-) -> Tensor:
-    """`WINDOW_DTYPE` ``[B, 1, 1, N]``: the window, or 0 where a key is padding."""
-    shape = (options["batch_size"], 1, 1, kv_length)
-    mask = torch.full(shape, window, dtype=WINDOW_DTYPE, device=options.get("device"))
-    if attention_mask is not None:
-        start = options.get("kv_offset", 0)
-        real = attention_mask[:, start : start + kv_length].to(torch.bool)
-        mask = mask * real[:, None, None, :]
-    return mask
 
 
 def plain_attention(
@@ -129,16 +107,12 @@ def plain_attention(
     softcap: float | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits.
-
-    Shapes as in `h2o_attention`, with ``[B, H, N, ...]`` for key and value; ``options`` is what
-    else the model gives its attention.
-    """
+    """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
     if softcap is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
-            mask = mask & _causal(query, key)
+            mask = mask & causal(query, key)
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
         )
@@ -169,7 +143,7 @@ def _capped(
         entries = None if real is None else real[:, None, :]
         visibility = Visibility(past=past, entries=entries, window=window)
         return blockwise_attention_with_scores(query, key, value, visibility, scale, softcap)[0]
-    visible = _causal(query, key)
+    visible = causal(query, key)
     if window is not None:
         visible = visible & ~visible.tril(past - window)
     if real is not None:
@@ -181,13 +155,6 @@ def _read_window(mask: Any) -> tuple[Any, Tensor]:
     """Takes a compact mask apart: the window or ``None``, and the real keys, bool ``[B, N]``."""
     window = int(mask.max()) if mask.dtype == WINDOW_DTYPE else None
     return window, mask[:, 0, 0, :] > 0
-
-
-def _causal(query: Tensor, key: Tensor) -> Tensor:
-    """Mask, bool ``[1, 1, T, N]``: each query sees the keys up to itself, one of the last T."""
-    length, total = query.shape[2], key.shape[2]
-    mask = torch.ones(1, 1, length, total, dtype=torch.bool, device=query.device)
-    return mask.tril(total - length)
 
 
 def h2o_attention(
@@ -203,18 +170,8 @@ def h2o_attention(
 ) -> tuple[Tensor, None]:
     """Attends through the H2O cache; registered as ``"h2o"`` in ``AttentionInterface``.
 
-    Without an `H2OCache` (another cache, none, or a sliding-window layer) it is plain SDPA.
-
-    Args:
-        module: the model's attention module.
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, T, D]``; an H2O layer's `update` has marked it.
-        value: ``[B, H, T, Dv]``.
-        attention_mask: what `h2o_mask` made.
-        dropout: only without an `H2OCache`.
-        scaling: factor on the logits; ``D ** -0.5`` if ``None``.
-        softcap: soft cap of the logits (Gemma 2).
-        **options: what else the model gives its attention.
+    Without an `H2OCache` (another cache, none, or a sliding-window layer) it is plain SDPA. An H2O
+    layer's `update` has marked the keys; the mask is `h2o_mask`'s.
     """
     layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
@@ -243,10 +200,14 @@ def h2o_attention(
     real = None if attention_mask is None else attention_mask[:, 0, 0, :]
     if not torch.compiler.is_compiling():
         layer.claim(module)
-        if layer.rule.rewrites:
-            check_placed(layer)
-        else:
+        if not layer.rule.rewrites:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
+        elif not layer.is_placed:
+            raise ValueError(
+                f"positions={layer.rule.positions!r} changes the positions that this model gets; "
+                "run it inside `with h2okv.enable(model):`."
+            )
+        layer.is_placed = False
     if not layer.knows_rotation:
         found = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
         layer.learn_rotation(found)

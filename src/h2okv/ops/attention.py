@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # The CPU computes 2 ** x four times as fast as e ** x.
 _LOG2_E = math.log2(math.e)
+# A tile of fp32 logits takes about 1 MiB, half of the cache that a core has to itself.
 _TILE_ROWS, _TILE_KEYS = 288, 1024
-"""A tile of fp32 logits takes about 1 MiB, half of the cache that a core has to itself."""
+# All tiles of one block of queries take at most 32 MiB, if need be with fewer rows.
 _SCRATCH_ELEMENTS = 1 << 23
-"""All tiles of one block of queries take at most 32 MiB, if need be with fewer rows."""
+# In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = -1e30
-"""In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
 _MOST_POWER = 100
 
 
@@ -115,19 +115,10 @@ def _attend_heads(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """One sequence's tiles of some heads, in fp32; mutates the output and the sums, which are zero.
+    """One sequence's tiles of h heads, in fp32; mutates the output and the sums, which are zero.
 
-    Args:
-        output: ``[h, G, T, Dv]``.
-        sums: ``[h, N]``.
-        query: ``[h, G, T, D]``, scaled.
-        key: ``[h, N, D]``.
-        value: ``[h, N, Dv]``.
-        bias: ``[h, 1, N]``, added to the logits, or ``None``.
-        weights: ``[T]``, what a query's attention counts for in the sums; ``None`` for one.
-        past: as in `Visibility`.
-        window: as in `Visibility`.
-        softcap: soft cap of the logits or ``None``.
+    Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, scaled, key and value
+    ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits, weights ``[T]``.
     """
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
@@ -213,19 +204,64 @@ def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | Non
     those from ``first`` up to ``last``.
     """
     own = torch.arange(first, last, device=tile.device).unsqueeze(1)
-    # Most columns are seen by all rows; only the others are touched.
-    begin = max(columns.start, first + 1)
-    if begin < columns.stop:
-        future = torch.arange(begin, columns.stop, device=tile.device) > own
-        tile[..., begin - columns.start :] += _minus_infinity(future)
-    if window is not None and columns.start < last - window:
-        end = min(columns.stop, last - window)
-        gone = torch.arange(columns.start, end, device=tile.device) <= own - window
-        tile[..., : end - columns.start] += _minus_infinity(gone)
+
+    def hide(start: int, stop: int, hidden: Callable[[Tensor], Tensor]) -> None:
+        # Most columns are seen by all rows; only the others are touched.
+        if start < stop:
+            unseen = hidden(torch.arange(start, stop, device=tile.device))
+            added = torch.zeros(unseen.shape, device=tile.device).masked_fill_(unseen, -torch.inf)
+            tile[..., start - columns.start : stop - columns.start] += added
+
+    hide(max(columns.start, first + 1), columns.stop, lambda keys: keys > own)
+    if window is not None:
+        hide(columns.start, min(columns.stop, last - window), lambda keys: keys <= own - window)
 
 
-def _minus_infinity(hidden: Tensor) -> Tensor:
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+# Numbers of a tile of expected attention: on a CPU 2 MiB in fp32, which its cache holds.
+_TILE_ELEMENTS, _TILE_ELEMENTS_GPU = 1 << 19, 1 << 26
+
+
+def expected_attention(
+    query: Tensor,
+    key: Tensor,
+    entries: Tensor | None,
+    queries: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Lets every query attend to all entries, whichever came first.
+
+    Args:
+        query: ``[B, HQ, T, D]``, where the next queries will be: behind all keys.
+        key: ``[B, H, N, D]``; anything finite where there is no entry.
+        entries: bool ``[B, H, N]``, keys that are entries; ``None`` if all are.
+        queries: bool ``[B, T]``, queries that are real tokens; ``None`` if all are.
+        scale: factor on the logits.
+        softcap: as in `reference.attention_with_scores`.
+
+    Returns:
+        fp32 ``[B, H, N]``: for each key the L2 norm of its probabilities, over the queries and the
+        heads of the KV head's group. A key that one query needs weighs more than one to which many
+        give a little.
+    """
+    batch, heads, count, _ = key.shape
+    sums = torch.zeros(batch, heads, count, dtype=torch.float32, device=key.device)
+    bias = None
+    if entries is not None:
+        bias = torch.zeros_like(sums).masked_fill_(~entries, torch.finfo(torch.float32).min)
+    limit = _TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS
+    for row in range(batch):
+        own: Any = slice(None) if queries is None else queries[row]
+        asked = query[row].unflatten(0, (heads, -1))[:, :, own].float().flatten(1, 2) * scale
+        seen = key[row].float().transpose(1, 2)
+        for part in asked.split(max(1, limit // (heads * count)), dim=1):
+            logits = part @ seen
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
+            if bias is not None:
+                logits += bias[row].unsqueeze(1)
+            sums[row] += logits.softmax(dim=-1).square_().sum(dim=1)
+    return sums.sqrt_() if entries is None else sums.sqrt_().masked_fill_(~entries, 0.0)
 
 
 _MIN_BLOCK, _MAX_BLOCK = 64, 512
@@ -249,7 +285,7 @@ def windowed_attention(
         real: bool ``[B, N]``, False for padding; ``None`` if there is none.
         window: keys that a query sees, itself included.
         scale: factor on the logits.
-        dropout: share of the probabilities that is dropped.
+        dropout: fraction of the probabilities that is dropped.
 
     Returns:
         ``[B, HQ, T, Dv]``; gradients pass.
@@ -266,17 +302,10 @@ def windowed_attention(
         visible = (columns <= own) & (columns > own - window)
         if real is not None:
             visible = visible & real[:, None, None, reach]
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, start:stop],
-                key[:, :, reach],
-                value[:, :, reach],
-                attn_mask=visible,
-                dropout_p=dropout,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        )
+        parts = query[:, :, start:stop], key[:, :, reach], value[:, :, reach]
+        has_groups = query.shape[1] != key.shape[1]
+        options = {"dropout_p": dropout, "scale": scale, "enable_gqa": has_groups}
+        outputs.append(scaled_dot_product_attention(*parts, attn_mask=visible, **options))
     return torch.cat(outputs, dim=2)
 
 
@@ -285,14 +314,10 @@ _LARGEST_HEAD = 256
 
 @functools.cache
 def _varlen() -> tuple[Any, Any] | None:
-    """`varlen_attn` and the request for the log-sum-exp; ``None`` in releases that lack either."""
+    """`varlen_attn` and the request for the log-sum-exp; ``None`` in releases without it."""
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
-        return None
-    if not {"window_size", "enable_gqa", "return_aux"} <= set(
-        inspect.signature(varlen_attn).parameters
-    ):
         return None
     return varlen_attn, AuxRequest(lse=True)
 
@@ -312,13 +337,10 @@ def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float
     )
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row, by PyTorch's own kernel.
 
-    Arguments and results as in `h2okv.ops.triton_prefill.forward`; of the visibility ``past`` and
-    ``window`` count.
+    As `h2okv.ops.triton_prefill.forward`, for queries that are the last of the keys' tokens.
     """
     found = _varlen()
     assert found is not None, "applies() was not asked"
@@ -326,14 +348,13 @@ def forward(
     batch, num_heads, length, size = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    window = -1 if visibility.window is None else visibility.window - 1
     # The last query sees the last key: shorter blocks stand at the end of what is held.
     output, limits = attend(
         query.transpose(1, 2).reshape(-1, num_heads, size),
         key.transpose(1, 2).reshape(-1, num_kv_heads, size),
         value.transpose(1, 2).reshape(-1, num_kv_heads, size),
         edges * length, edges * num_keys, length, num_keys,
-        return_aux=request, scale=scale, window_size=(window, 0),
+        return_aux=request, scale=scale, window_size=(-1, 0),
         enable_gqa=num_heads != num_kv_heads,
     )  # fmt: skip
     if limits.shape[0] != num_heads:  # as it is documented, and not as it is

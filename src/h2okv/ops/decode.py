@@ -12,16 +12,16 @@ from torch import Tensor
 
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
-from h2okv.ops.rope import Scratch, rotate, rotate_gathered
+from h2okv.ops.rope import rotate, rotate_rows
 
+# Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds.
 _ROTATE_ELEMENTS = 5 << 17
-"""Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds."""
-
+# Query heads of a KV head up to which its keys are better read for each of them than once.
 _FUSED_GROUPS = 8
-"""Query heads of a KV head up to which its keys are better read for each of them than once."""
-
+# Slots by which the products of a step that fills them grow, in dtypes other than fp32.
 _SHAPE_STEP = 64
-"""Slots by which the products of a step that fills them grow, in dtypes other than fp32."""
+# Added to a position, it sorts behind every other; no sequence is that long.
+_BEHIND_ALL = 1 << 30
 
 
 class Ranks(NamedTuple):
@@ -48,16 +48,13 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
         write_slot(slots.grid, free, packed.grid)
         return
     batch, heads, num_slots, size = slots.shape
-    first = _first_slots(batch * heads, num_slots, slots.device)
+    # Where each row's slots begin, as all rows stand one behind the other.
+    if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+        first = _first_slots_of(batch * heads, num_slots)
+    else:
+        first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
     # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
     slots.view(-1, size).index_copy_(0, first + free.flatten(), entry.reshape(-1, size))
-
-
-def _first_slots(rows: int, num_slots: int, device: torch.device) -> Tensor:
-    """Each row's first slot where all rows stand one behind the other, int64 ``[rows]``."""
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.arange(0, rows * num_slots, num_slots, device=device)
-    return _first_slots_of(rows, num_slots)
 
 
 @functools.lru_cache(maxsize=64)
@@ -127,15 +124,12 @@ def _by_row(entries: Entries | Indexed) -> Entries | Indexed:
     if isinstance(entries, Indexed):
         return entries
     if isinstance(entries, Packed):
-        return entries.with_parts(entries.codes.flatten(0, 1), entries.grid.flatten(0, 1))
+        return entries._replace(codes=entries.codes.flatten(0, 1), grid=entries.grid.flatten(0, 1))
     return entries.view(-1, *entries.shape[2:])
 
 
 def _fuses(groups: int, device: torch.device) -> bool:
-    """Whether products are written as loops.
-
-    Inductor makes one loop of conversion, product and sum, which a matrix product breaks up.
-    """
+    """Whether products are loops, of which inductor makes one with conversion and sum."""
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
@@ -151,9 +145,8 @@ def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks |
         assert ranks is None, "indexed keys come rotated"
         return keys.logits(scaled)
     if isinstance(keys, Packed):
-        if ranks is None:
-            return packed_logits(scaled, keys)
-        return packed_logits(scaled, keys, ranks.factors, ranks.ranks.flatten(0, 1))
+        rolled = () if ranks is None else (ranks.factors, ranks.ranks.flatten(0, 1))
+        return packed_logits(scaled, keys, *rolled)
     if ranks is not None and not torch.compiler.is_compiling():
         return _logits_at_ranks(scaled, keys, ranks)
     rotated = keys.float()
@@ -179,22 +172,14 @@ def _output(weights: Tensor, values: Entries | Indexed, dtype: torch.dtype) -> T
 def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` at their ranks, piece by piece; eager."""
     count, num_slots, size = keys.shape
-    table = ranks.factors
-    index = ranks.ranks.reshape(count, num_slots)
     step = count
     if keys.device.type == "cpu":
         step = max(1, min(count, _ROTATE_ELEMENTS // (num_slots * size)))
     logits = query.new_empty(count, query.shape[1], num_slots)
-    scratch = Scratch.for_keys(keys, table, step)
-    for start in range(0, count, step):
-        at = slice(start, start + step)
-        rotated = rotate_gathered(keys[at], table, index[at], scratch)
+    index = ranks.ranks.reshape(count, num_slots)
+    for at, rotated in rotate_rows(keys, ranks.factors, index, step):
         torch.bmm(query[at], rotated.transpose(1, 2), out=logits[at])
     return logits
-
-
-_BEHIND_ALL = 1 << 30
-"""Added to a position, it sorts behind every other; no sequence is that long."""
 
 
 def protected_entries(
@@ -426,11 +411,9 @@ def rank_new(
     full: bool,
     real: Tensor | None = None,
 ) -> tuple[Tensor, Ranks]:
-    """Ranks the new token behind all; mutates the ranks.
+    """Ranks the new token behind all; padding takes no rank. Mutates the ranks.
 
-    Returns:
-        The query ``[B, HQ, 1, D]``, and what all keys are rotated by. The free slot's entry has the
-        last rank; padding takes none.
+    Gives the query ``[B, HQ, 1, D]``, and what all keys are rotated by.
     """
     if full:
         # The free slot has the last rank already, and the keys are rotated as seen from there.
@@ -457,15 +440,11 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
     )
     slots.positions.scatter_(-1, slots.free_slot, -1)
     if slots.ranks is not None:
-        _close_gap(slots.ranks, slots.free_slot)
-
-
-def _close_gap(ranks: Tensor, free: Tensor) -> None:
-    """Moves the entries behind the freed slot's one rank down; mutates the ranks."""
-    # Slots that stay closed (`slot_mask`) move too, but never below a rank that is freed.
-    behind = ranks > ranks.gather(-1, free)
-    ranks.add_(behind, alpha=-1)
-    ranks.scatter_(-1, free, ranks.shape[-1] - 1)
+        # The entries behind the freed slot move one rank down. Slots that stay closed (`slot_mask`)
+        # move too, but never below a rank that is freed.
+        behind = slots.ranks > slots.ranks.gather(-1, slots.free_slot)
+        slots.ranks.add_(behind, alpha=-1)
+        slots.ranks.scatter_(-1, slots.free_slot, slots.ranks.shape[-1] - 1)
 
 
 def compact(entries: Tensor, indices: Tensor, num_slots: int) -> Tensor:

@@ -17,18 +17,14 @@ from torch import Tensor
 from h2okv.ops import attention as flash
 from h2okv.ops import decode as step
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
-from h2okv.ops.decode import Slots, StepRules, compact
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.decode import Slots, StepRules
+from h2okv.ops.reference import attention_with_scores, causal
 
-VARIABLE = "H2OKV_OPS"
-"""Environment variable that names the implementation for a whole process."""
+VARIABLE = "H2OKV_OPS"  # of the environment: the implementation for a whole process
 IMPLEMENTATIONS = ("auto", "plain", "triton")
-
 _override: ContextVar[str | None] = ContextVar("h2okv_ops", default=None)
-
-
+# Device, dtype, D, Dv and G: what decides whether the kernels can run.
 Case = tuple[torch.device, torch.dtype, int, int, int]
-"""Device, dtype, D, Dv and G: what decides whether the kernels can run."""
 
 
 class Operations(NamedTuple):
@@ -37,7 +33,6 @@ class Operations(NamedTuple):
     name: str  # of the implementation
     why: str  # in a few words
     attend: Callable[..., tuple[Tensor, Tensor]]  # as `blockwise_attention_with_scores`
-    compact: Callable[[Tensor, Tensor, int], Tensor]  # as `h2okv.ops.decode.compact`
     step: Callable[..., Tensor]  # a single token, as `h2okv.ops.decode.decode_step`
 
 
@@ -93,7 +88,7 @@ def operations(
     if name == "triton" and why is not None:
         raise ValueError(f"ops='triton': {why}; {remedy}.")
     if why is not None:
-        return Operations("plain", why, blockwise_attention_with_scores, compact, step.decode_step)
+        return Operations("plain", why, blockwise_attention_with_scores, step.decode_step)
     kernels = _load_kernels(device)
     if _flash_agrees(case):
         attend = functools.partial(kernels.attend, uses_flash=True)
@@ -126,14 +121,12 @@ def _interprets() -> bool:
 def _load_kernels(device: torch.device) -> Operations:
     from h2okv.ops import triton_decode, triton_prefill
 
-    cores = 1
-    if device.type == "cuda":
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    is_gpu = device.type == "cuda"
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
     return Operations(
         "triton",
         "the kernels agreed with plain PyTorch here",
         _there(triton_prefill.attention_with_scores),
-        _there(triton_decode.compact),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
     )
 
@@ -155,28 +148,24 @@ def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
 def _flash_agrees(case: Case) -> bool:
     """Tries PyTorch's own fused attention, whose sums come from our kernel, likewise."""
     query, key, value, _ = _example_block(case)
-    visibility, scale = Visibility(key.shape[2] - query.shape[2]), query.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5
+    visibility = Visibility(key.shape[2] - query.shape[2])
     if not flash.applies(query, value, visibility, None):
         return False
     try:
-        attend = functools.partial(_load_kernels(case[0]).attend, uses_flash=True)
-        made = attend(query, key, value, visibility, scale)
+        attend = _load_kernels(case[0]).attend
+        made = attend(query, key, value, visibility, scale, uses_flash=True)
     except Exception:  # a failure of any kind leaves the kernel of our own
         return False
-    return _same(made, attention_with_scores(query, key, value, _causal(query, key), scale))
+    return _same(made, attention_with_scores(query, key, value, causal(query, key), scale))
 
 
 @functools.cache
 def _disagreement(case: Case) -> str | None:
-    """Tries the kernels on next to nothing; what is wrong with them, or ``None``.
-
-    No kernel decides a user's text before it has agreed with plain PyTorch on this very device.
-    """
+    """Tries the kernels, before they decide a user's text; what is wrong with them, or ``None``."""
     device, dtype, size = case[:3]
     query, key, value, entries = _example_block(case)
-    length, heads = query.shape[2], key.shape[1]
-    past, scale = key.shape[2] - length, size**-0.5
-    indices = torch.arange(past, past + length, device=device).expand(1, heads, -1).contiguous()
+    past, scale = key.shape[2] - query.shape[2], size**-0.5
     held = _example_slots(key, value)
     twins = [part.clone() for part in held]
     rules = StepRules(scale, torch.full((1, 1, 1), 30, device=device), full=True)
@@ -185,16 +174,14 @@ def _disagreement(case: Case) -> str | None:
         kernels = _load_kernels(device)
         made = (
             *kernels.attend(query, key, value, Visibility(past, entries), scale),
-            kernels.compact(key, indices, length + 1),
             kernels.step(*token, Slots(*held), rules),
             *held,
         )
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    visible = _causal(query, key) & entries.unsqueeze(2)
+    visible = causal(query, key) & entries.unsqueeze(2)
     expected = (
         *attention_with_scores(query, key, value, visible, scale),
-        compact(key, indices, length + 1),
         step.decode_step(*token, Slots(*twins), rules),
         *twins,
     )
@@ -214,21 +201,10 @@ def _example_block(case: Case) -> tuple[Tensor, ...]:
     """Query, key and value of 70 tokens after 20, and which keys are entries, ``[1, H, N]``."""
     device, dtype, size, value_size, groups = case
     generator = torch.Generator().manual_seed(0)
-    length, num_keys, heads = 70, 90, 2
-    query, key, value = (
-        torch.randn(1, *shape, generator=generator).to(device, dtype)
-        for shape in (
-            (heads * groups, length, size), (heads, num_keys, size), (heads, num_keys, value_size)
-        )
-    )  # fmt: skip
-    entries = torch.arange(num_keys, device=device) % 7 > 0
-    return query, key, value, entries.expand(1, heads, -1)
-
-
-def _causal(query: Tensor, key: Tensor) -> Tensor:
-    """Which keys each query may see, bool ``[T, N]``; the last query sees the last key."""
-    columns = torch.arange(key.shape[2], device=key.device)
-    return columns <= columns[-query.shape[2] :].unsqueeze(1)
+    shapes = ((2 * groups, 70, size), (2, 90, size), (2, 90, value_size))
+    drawn = [torch.randn(1, *shape, generator=generator).to(device, dtype) for shape in shapes]
+    entries = torch.arange(90, device=device) % 7 > 0
+    return (*drawn, entries.expand(1, 2, -1))
 
 
 def _example_slots(key: Tensor, value: Tensor) -> list[Tensor]:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from h2okv.ops.rope import rotate
 
-BITS = (8, 4)
-"""What can be packed into."""
+BITS = (8, 4)  # what can be packed into
 _LARGEST_GROUP = 64
+# An fp32 number is a bf16 number followed by 16 more bits.
 _ROUND_UP, _KEEP = 0xFFFF, ~0xFFFF
-"""An fp32 number is a bf16 number followed by 16 more bits."""
 
 
 class Packed(NamedTuple):
@@ -37,12 +36,7 @@ class Packed(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Numbers in a group."""
         return 2 * self.size // self.grid.shape[-1]
-
-    def with_parts(self, codes: Tensor, grid: Tensor) -> Packed:
-        """The same of other entries."""
-        return Packed(codes, grid, self.bits, self.size)
 
 
 Entries = Tensor | Packed
@@ -75,7 +69,11 @@ def pack(entries: Tensor, bits: int) -> Packed:
     steps = (numbers - low) / torch.where(scale > 0, scale, 1.0)
     codes = steps.round().clamp(0, levels).to(torch.uint8)
     if bits == 4:
-        codes = _join_nibbles(codes)
+        half = (codes.shape[-1] + 1) // 2
+        second = codes[..., half:]
+        if second.shape[-1] < half:
+            second = torch.nn.functional.pad(second, (0, 1))
+        codes = codes[..., :half] | (second << 4)
     grid = torch.cat([scale, low], dim=-2).squeeze(-1).to(torch.bfloat16)
     return Packed(codes.flatten(-2), grid, bits, size)
 
@@ -88,17 +86,16 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def scales_and_lows(packed: Packed) -> tuple[Tensor, Tensor]:
-    """Takes the grids apart: ``(scales, lows)``, fp32 ``[..., N, groups]``."""
+    """The grids' parts, fp32 ``[..., N, groups]``."""
     scale, low = packed.grid.float().chunk(2, dim=-1)
     return scale, low
 
 
 def halves(packed: Packed) -> tuple[Tensor, ...]:
-    """Reads the codes, in parts that follow one another in each group.
+    """The codes, in parts that follow one another in each group.
 
-    Returns:
-        uint8: of 8 bits ``[..., N, groups, group]``; of 4 bits twice ``[..., N, groups, half]``, of
-        which the second has a number too many, zero, if the group's size is odd.
+    Of 8 bits uint8 ``[..., N, groups, group]``; of 4 bits twice ``[..., N, groups, half]``, of
+    which the second has a number too many, zero, if the group's size is odd.
     """
     codes = packed.codes.unflatten(-1, (packed.size // packed.group, -1))
     return (codes,) if packed.bits == 8 else (codes & 15, codes >> 4)
@@ -107,15 +104,6 @@ def halves(packed: Packed) -> tuple[Tensor, ...]:
 def rounded(entries: Tensor, bits: int) -> Tensor:
     """What is left of entries ``[..., N, D]`` that were packed and unpacked."""
     return unpack(pack(entries, bits)).to(entries.dtype)
-
-
-def _join_nibbles(codes: Tensor) -> Tensor:
-    """Two codes ``[..., group]`` to a byte."""
-    half = (codes.shape[-1] + 1) // 2
-    first, second = codes[..., :half], codes[..., half:]
-    if second.shape[-1] < half:
-        second = torch.nn.functional.pad(second, (0, 1))
-    return first | (second << 4)
 
 
 # With integers, not by a cast: a compiler may leave out a cast to bf16 and back.
@@ -132,24 +120,17 @@ def _rounded_down(numbers: Tensor) -> Tensor:
     return ((numbers.view(torch.int32) + more) & _KEEP).view(torch.float32)
 
 
+# Numbers unpacked at a time: on a CPU 640 KiB in fp32.
 _PIECE = {"cpu": 5 << 15}
-"""Numbers unpacked at a time: on a CPU 640 KiB in fp32."""
 _LARGE_PIECE = 1 << 24
 
 
 def packed_logits(
     query: Tensor, keys: Packed, factors: Tensor | None = None, ranks: Tensor | None = None
 ) -> Tensor:
-    """Products of queries and packed keys.
+    """Logits fp32 ``[rows, G, S]`` of queries, fp32 ``[rows, G, D]`` and scaled, and packed keys.
 
-    Args:
-        query: fp32 ``[rows, G, D]``, scaled.
-        keys: ``[rows, S, D]``.
-        factors: fp32 ``[n, R / 2, 2]``, rotations that the keys still need; ``None`` if none.
-        ranks: int ``[rows, S]``, below n; with `factors`.
-
-    Returns:
-        fp32 ``[rows, G, S]``.
+    These may still need rotations, fp32 ``[n, R / 2, 2]``, to the ranks, int ``[rows, S]``.
     """
     if torch.compiler.is_compiling():
         if factors is None:
@@ -166,15 +147,7 @@ def packed_logits(
 
 
 def packed_output(weights: Tensor, values: Packed) -> Tensor:
-    """Sums of packed values by weight.
-
-    Args:
-        weights: fp32 ``[rows, G, S]``.
-        values: ``[rows, S, Dv]``.
-
-    Returns:
-        fp32 ``[rows, G, Dv]``.
-    """
+    """Sums fp32 ``[rows, G, Dv]`` of packed values, by weights, fp32 ``[rows, G, S]``."""
     if torch.compiler.is_compiling():
         return _fused_output(weights, values)
     output = weights.new_empty(*weights.shape[:2], values.size)
@@ -190,7 +163,7 @@ def _pieces(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, min(rows, most // (num_slots * size)))
     for start in range(0, rows, step):
         at = slice(start, start + step)
-        yield at, unpack(packed.with_parts(packed.codes[at], packed.grid[at]))
+        yield at, unpack(packed._replace(codes=packed.codes[at], grid=packed.grid[at]))
 
 
 def _numbers(packed: Packed) -> list[Tensor]:

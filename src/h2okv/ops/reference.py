@@ -38,10 +38,16 @@ def attention_with_scores(
     logits = grouped @ key.to(compute).unsqueeze(2).transpose(-1, -2) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = ~visible.unsqueeze(2)
+    hidden = ~visible.unsqueeze(-3)
     probabilities = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
     probabilities = probabilities.masked_fill(hidden, 0.0)
     output = probabilities @ value.to(compute).unsqueeze(2)
     if weights is not None:
         probabilities = probabilities * weights[:, None, None, :, None]
     return output.flatten(1, 2).to(query.dtype), probabilities.sum(dim=(2, 3))
+
+
+def causal(query: Tensor, key: Tensor) -> Tensor:
+    """Which keys each query sees, bool ``[T, N]``; the last query sees the last key."""
+    columns = torch.arange(key.shape[2], device=key.device)
+    return columns <= columns[-query.shape[2] :].unsqueeze(1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,33 +12,11 @@ Layout = Literal["half", "interleaved"]
 """Which two numbers of a head are rotated together: d and d + R / 2, or 2 d and 2 d + 1."""
 
 
-class Scratch(NamedTuple):
-    """Memory for the rotated keys of some rows."""
-
-    rotated: Tensor  # fp32 [rows * S, R / 2, 2]
-    converted: Tensor | None  # fp32 [rows, S, R / 2, 2] for keys of another dtype
-
-    @classmethod
-    def for_keys(cls, keys: Tensor, factors: Tensor, rows: int) -> Scratch:
-        """Room for so many rows of keys ``[B * H, S, D]`` at a time."""
-        num_slots, pair = keys.shape[1], factors.shape[1:]
-        rotated = factors.new_empty(rows * num_slots, *pair)
-        fits = keys.dtype == factors.dtype
-        return cls(rotated, None if fits else factors.new_empty(rows, num_slots, *pair))
-
-
 def interleave_pairs(states: Tensor, width: int, layout: Layout) -> Tensor:
-    """Brings the two numbers of each pair next to each other.
+    """Brings the two numbers of each pair next to each other, in states ``[..., D]``.
 
-    Done to queries and keys alike it changes no attention.
-
-    Args:
-        states: ``[..., D]``.
-        width: R <= D, numbers of a head that are rotated (partial rotary).
-        layout: how the model lays out its pairs.
-
-    Returns:
-        ``[..., D]``.
+    Done to queries and keys alike it changes no attention. The first ``width`` numbers of a head
+    are rotated (partial rotary), R <= D.
     """
     if layout == "interleaved":
         return states
@@ -46,14 +25,11 @@ def interleave_pairs(states: Tensor, width: int, layout: Layout) -> Tensor:
 
 
 def rotate(states: Tensor, factors: Tensor) -> Tensor:
-    """Rotates the first R numbers of each head, in pairs; the others pass.
+    """Rotates the first R numbers of each head, in pairs; the others pass. Fp32 ``[..., T, D]``.
 
     Args:
         states: ``[..., T, D]``, pairs next to each other.
         factors: fp32, broadcastable to ``[..., T, R / 2, 2]``.
-
-    Returns:
-        fp32 ``[..., T, D]``.
     """
     width = 2 * factors.shape[-2]
     pairs = states[..., :width].float().unflatten(-1, (-1, 2))
@@ -62,30 +38,32 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
 
 
-def rotate_gathered(states: Tensor, factors: Tensor, ranks: Tensor, scratch: Scratch) -> Tensor:
-    """Rotates each entry by its own rank, in memory that is used again; for eager code.
+def rotate_rows(
+    states: Tensor, factors: Tensor, ranks: Tensor, step: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rotates each entry by its own rank, some rows at a time; for eager code.
 
     Args:
         states: ``[rows, S, D]``, pairs next to each other.
         factors: fp32 ``[n, R / 2, 2]``, the rotation to each rank.
         ranks: int ``[rows, S]``.
-        scratch: mutated.
-
-    Returns:
-        fp32 ``[rows, S, D]``, in the scratch's memory if all of a head is rotated.
+        step: rows at a time. Yielded are which, and fp32 ``[step, S, D]``, in the same memory.
     """
-    width = 2 * factors.shape[-2]
-    rows, num_slots = ranks.shape
-    rotated = scratch.rotated[: rows * num_slots]
-    torch.index_select(factors, 0, ranks.flatten(), out=rotated)
-    rotated = rotated.view(rows, num_slots, width // 2, 2)
-    pairs = states[..., :width].unflatten(-1, (-1, 2))
-    if scratch.converted is not None:
-        pairs = scratch.converted[:rows].copy_(pairs)
-    # A product in place takes two thirds of the time of one into new memory.
-    torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
-    rotated, rest = rotated.flatten(-2), states[..., width:]
-    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
+    num_slots, width = ranks.shape[1], 2 * factors.shape[-2]
+    gathered = factors.new_empty(step * num_slots, *factors.shape[1:])
+    converted = None if states.dtype == factors.dtype else torch.empty_like(gathered)
+    for start in range(0, len(states), step):
+        at = slice(start, start + step)
+        own, index = states[at], ranks[at].flatten()
+        torch.index_select(factors, 0, index, out=gathered[: len(index)])
+        pairs = own[..., :width].unflatten(-1, (-1, 2))
+        rotated = gathered[: len(index)].view(pairs.shape)
+        if converted is not None:
+            pairs = converted[: len(index)].view(pairs.shape).copy_(pairs)
+        # A product in place takes two thirds of the time of one into new memory.
+        torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
+        whole, rest = rotated.flatten(-2), own[..., width:]
+        yield at, whole if rest.shape[-1] == 0 else torch.cat([whole, rest.float()], dim=-1)
 
 
 def inverse(factors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of the decode step and of compaction."""
+"""Triton kernels of the decode step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from h2okv.ops.decode import Slots, StepRules, evict_one, rank_new
 
+# What a program of the first kernel reads at a time, in the dtype that it computes with.
 _BLOCK_BYTES = 32 << 10
-"""What a program of the first kernel reads at a time, in the dtype that it computes with."""
+# Slots that a program of the second kernel reads at a time: single numbers, not entries.
 _FINISH_SLOTS = 256
-"""Slots that a program of the second kernel reads at a time: single numbers, not entries."""
-_PROGRAMS_PER_CORE = 4
-"""Fewer leave the memory idle between two loads."""
+_PROGRAMS_PER_CORE = 4  # fewer leave the memory idle between two loads
+# In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _NOTHING = tl.constexpr(-1e30)
-"""In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
 
 
 @triton.jit
@@ -252,11 +251,7 @@ def decode_step(
     *,
     num_cores: int = 1,
 ) -> Tensor:
-    """Runs one token of each sequence through the slots.
-
-    Returns:
-        ``[B, HQ, 1, Dv]`` in the values' dtype.
-    """
+    """Runs one token of each sequence through the slots, as `h2okv.ops.decode.decode_step`."""
     full = rules.full and real is None
     factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is rotated
     if rules.rotary is not None and slots.ranks is not None:
@@ -312,7 +307,7 @@ def decode_step(
 
 
 def block_slots(size: int, value_size: int, itemsize: int) -> int:
-    """Says how many slots a program reads at a time."""
+    """How many slots a program reads at a time."""
     fitting = _BLOCK_BYTES // ((side(size) + side(value_size)) * itemsize)
     return max(16, min(64, 1 << (fitting.bit_length() - 1)))
 
@@ -331,46 +326,3 @@ def _part_size(num_slots: int, parts: int, block: int) -> int:
 def side(size: int) -> int:
     """Side of a block that a matrix product takes."""
     return max(16, triton.next_power_of_2(size))
-
-
-_BLOCK = 32
-"""Slots that a program fills."""
-
-
-@triton.jit
-def _compact(
-    entries, indices, slots, entry_b, entry_h, entry_n, count, num_slots,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    batch, head = row // HEADS, row % HEADS
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    numbers = tl.arange(0, BLOCK_D)
-    kept = places < count
-    index = tl.load(indices + row * count + places, mask=kept, other=0)
-    some = tl.load(
-        entries + batch * entry_b + head * entry_h + index[:, None] * entry_n + numbers[None, :],
-        mask=kept[:, None] & (numbers < D)[None, :], other=0.0,
-    )  # fmt: skip
-    tl.store(
-        slots + (row * num_slots + places)[:, None] * D + numbers[None, :], some,
-        mask=(places < num_slots)[:, None] & (numbers < D)[None, :],
-    )  # fmt: skip
-
-
-def compact(entries: Tensor, indices: Tensor, num_slots: int) -> Tensor:
-    """Copies whole entries into the first of new slots.
-
-    Returns:
-        ``[B, H, S, D]``, contiguous; zero beyond K.
-    """
-    if entries.stride(-1) != 1:
-        entries = entries.contiguous()
-    batch, heads, count = indices.shape
-    size = entries.shape[-1]
-    slots = entries.new_empty(batch, heads, num_slots, size)
-    _compact[(batch * heads, triton.cdiv(num_slots, _BLOCK))](
-        entries, indices.contiguous(), slots, *entries.stride()[:3], count, num_slots,
-        HEADS=heads, D=size, BLOCK_D=triton.next_power_of_2(size), BLOCK=_BLOCK,
-    )  # fmt: skip
-    return slots

@@ -9,7 +9,7 @@ shared between programs, so the results are the same in every run.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,8 +22,8 @@ from h2okv.ops.triton_decode import side
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
+# In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = tl.constexpr(-1e30)
-"""In place of -inf for the maximum of what sees nothing, so that no inf - inf arises."""
 
 
 class Tile(NamedTuple):
@@ -46,56 +46,16 @@ def _logits(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
-def _mix(
-    highest, total, mixed, some_queries, key_base, value_base, entry_base, rows, first, last,
-    key_n, value_n, past, window, scale, softcap, num_keys,
-    D: tl.constexpr, DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, COMPARES: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the tiles of some keys."""
-    numbers, wide = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    for start in range(first, last, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        inside = columns < num_keys
-        if HAS_ENTRIES:
-            inside = inside & (tl.load(entry_base + columns, mask=inside, other=0) != 0)
-        some_keys = tl.load(
-            key_base + columns.to(tl.int64)[None, :] * key_n + numbers[:, None],
-            mask=inside[None, :] & (numbers < D)[:, None], other=0.0,
-        )  # fmt: skip
-        logits = _logits(some_queries, some_keys, scale, softcap, HAS_SOFTCAP, PRECISION)
-        if HAS_ENTRIES or COMPARES:
-            visible = inside[None, :]
-            if COMPARES:
-                visible = visible & (columns[None, :] <= past + rows[:, None])
-            if HAS_WINDOW:
-                visible = visible & (columns[None, :] > past + rows[:, None] - window)
-            logits = tl.where(visible, logits, -float("inf"))
-        higher = tl.maximum(highest, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - higher[:, None])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        some_values = tl.load(
-            value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
-            mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
-        )  # fmt: skip
-        mixed = mixed * fade[:, None]
-        mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
-        highest = higher
-    return highest, total, mixed
-
-
-@triton.jit
 def _forward(
     query, key, value, entries, real, output, log_sum_exp,
     query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n,
-    output_b, output_h, output_t, length, num_keys, past, window, scale, softcap,
+    output_b, output_h, output_t, length, num_keys, past, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, HAS_REAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Online softmax of a tile of queries over the keys that they see."""
     # The last queries see most: they go first, and short programs fill what is left.
     top = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch = (tl.program_id(1) // (HEADS * GROUPS)).to(tl.int64)
@@ -117,24 +77,36 @@ def _forward(
     highest = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(0, (past + top - window + 1) // BLOCK_N * BLOCK_N)
     last = past + tl.minimum(top + BLOCK_M, length)
-    # Tiles whose keys all queries see need no comparison.
-    edge = first
-    if not HAS_WINDOW:
-        edge = (past + top + 1) // BLOCK_N * BLOCK_N
-    highest, total, mixed = _mix(
-        highest, total, mixed, some_queries, key_base, value_base, entry_base, rows, first, edge,
-        key_n, value_n, past, window, scale, softcap, last, D, DV, HAS_ENTRIES, HAS_WINDOW,
-        HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_DV, BLOCK_N, False,
-    )  # fmt: skip
-    highest, total, mixed = _mix(
-        highest, total, mixed, some_queries, key_base, value_base, entry_base, rows, edge, last,
-        key_n, value_n, past, window, scale, softcap, last, D, DV, HAS_ENTRIES, HAS_WINDOW,
-        HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_DV, BLOCK_N, True,
-    )  # fmt: skip
+    # Tiles whose keys all queries see come first, and need no comparison.
+    edge = (past + top + 1) // BLOCK_N * BLOCK_N
+    for COMPARES in tl.static_range(2):
+        for start in range(edge if COMPARES else 0, last if COMPARES else edge, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            inside = columns < last
+            if HAS_ENTRIES:
+                inside = inside & (tl.load(entry_base + columns, mask=inside, other=0) != 0)
+            some_keys = tl.load(
+                key_base + columns.to(tl.int64)[None, :] * key_n + numbers[:, None],
+                mask=inside[None, :] & (numbers < D)[:, None], other=0.0,
+            )  # fmt: skip
+            logits = _logits(some_queries, some_keys, scale, softcap, HAS_SOFTCAP, PRECISION)
+            if HAS_ENTRIES or COMPARES:
+                visible = inside[None, :]
+                if COMPARES:
+                    visible = visible & (columns[None, :] <= past + rows[:, None])
+                logits = tl.where(visible, logits, -float("inf"))
+            higher = tl.maximum(highest, tl.max(logits, axis=1))
+            weights = tl.exp2(logits - higher[:, None])
+            fade = tl.exp2(highest - higher)
+            total = total * fade + tl.sum(weights, axis=1)
+            some_values = tl.load(
+                value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
+                mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
+            )  # fmt: skip
+            mixed = mixed * fade[:, None]
+            mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
+            highest = higher
     sees = (total > 0.0) & is_row
     safe = tl.where(sees, total, 1.0)
     mixed = tl.where(sees[:, None], mixed / safe[:, None], 0.0)
@@ -150,45 +122,15 @@ def _forward(
 
 
 @triton.jit
-def _receive(
-    received, some_keys, query_base, limit_base, share_base, columns, first, last, query_t, length,
-    past, window, scale, softcap, log2_e,
-    D: tl.constexpr, HAS_SHARES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, COMPARES: tl.constexpr,
-):  # fmt: skip
-    """Adds what some queries give to a tile of keys."""
-    numbers = tl.arange(0, BLOCK_D)
-    for top in range(first, last, BLOCK_M):
-        rows = top + tl.arange(0, BLOCK_M)
-        limit = tl.load(limit_base + rows, mask=rows < length, other=float("inf"))
-        some_queries = tl.load(
-            query_base + rows.to(tl.int64)[None, :] * query_t + numbers[:, None],
-            mask=(rows < length)[None, :] & (numbers < D)[:, None], other=0.0,
-        )  # fmt: skip
-        logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
-        weights = tl.exp2(logits - (limit * log2_e)[None, :])
-        if HAS_SHARES:
-            share = tl.load(share_base + rows, mask=rows < length, other=0.0)
-            weights = weights * share[None, :]
-        # A query that is padding may be NaN; the load does not wait to find out.
-        visible = (limit < float("inf"))[None, :]
-        if COMPARES:
-            visible = visible & (columns[:, None] <= past + rows[None, :])
-        if HAS_WINDOW:
-            visible = visible & (columns[:, None] > past + rows[None, :] - window)
-        received += tl.sum(tl.where(visible, weights, 0.0), axis=1)
-    return received
-
-
-@triton.jit
 def _sums(
     query, key, entries, log_sum_exp, shares, sums,
     query_b, query_h, query_t, key_b, key_h, key_n,
-    length, num_keys, past, window, scale, softcap, log2_e,
+    length, num_keys, past, scale, softcap, log2_e,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_ENTRIES: tl.constexpr,
-    HAS_SHARES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SHARES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Adds up what the queries that see a tile of keys give to each."""
     begin = tl.program_id(0) * BLOCK_N
     batch = (tl.program_id(1) // (HEADS * GROUPS)).to(tl.int64)
     query_head = tl.program_id(1) % (HEADS * GROUPS)
@@ -209,24 +151,29 @@ def _sums(
     received = tl.zeros([BLOCK_N], tl.float32)
     # The first query that sees any of these keys; the tile of its neighbours begins with it.
     first = tl.maximum(0, (begin - past) // BLOCK_M * BLOCK_M)
-    last = length
-    if HAS_WINDOW:
-        last = tl.minimum(length, tl.maximum(0, begin + BLOCK_N - 1 - past + window))
-    # Tiles whose queries all see all of these keys need no comparison.
-    edge = last
-    if not HAS_WINDOW:
-        behind = tl.maximum(0, begin + BLOCK_N - 1 - past)
-        edge = tl.minimum(last, (behind + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    received = _receive(
-        received, some_keys, query_base, limit_base, share_base, columns, first, edge, query_t,
-        length, past, window, scale, softcap, log2_e, D, HAS_SHARES, HAS_WINDOW, HAS_SOFTCAP,
-        PRECISION, BLOCK_D, BLOCK_M, True,
-    )  # fmt: skip
-    received = _receive(
-        received, some_keys, query_base, limit_base, share_base, columns, tl.maximum(first, edge),
-        last, query_t, length, past, window, scale, softcap, log2_e, D, HAS_SHARES, HAS_WINDOW,
-        HAS_SOFTCAP, PRECISION, BLOCK_D, BLOCK_M, False,
-    )  # fmt: skip
+    # Tiles whose queries all see all of these keys come last, and need no comparison.
+    behind = tl.maximum(0, begin + BLOCK_N - 1 - past)
+    edge = tl.minimum(length, (behind + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    for SEES_ALL in tl.static_range(2):
+        for top in range(
+            tl.maximum(first, edge) if SEES_ALL else first, length if SEES_ALL else edge, BLOCK_M
+        ):
+            rows = top + tl.arange(0, BLOCK_M)
+            limit = tl.load(limit_base + rows, mask=rows < length, other=float("inf"))
+            some_queries = tl.load(
+                query_base + rows.to(tl.int64)[None, :] * query_t + numbers[:, None],
+                mask=(rows < length)[None, :] & (numbers < D)[:, None], other=0.0,
+            )  # fmt: skip
+            logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
+            weights = tl.exp2(logits - (limit * log2_e)[None, :])
+            if HAS_SHARES:
+                share = tl.load(share_base + rows, mask=rows < length, other=0.0)
+                weights = weights * share[None, :]
+            # A query that is padding may be NaN; the load does not wait to find out.
+            visible = (limit < float("inf"))[None, :]
+            if not SEES_ALL:
+                visible = visible & (columns[:, None] <= past + rows[None, :])
+            received += tl.sum(tl.where(visible, weights, 0.0), axis=1)
     row = tl.program_id(1).to(tl.int64)
     tl.store(
         sums + row * num_keys + columns, tl.where(inside, received, 0.0), mask=columns < num_keys
@@ -245,8 +192,9 @@ def attention_with_scores(
     uses_flash: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, and sums the columns."""
+    assert visibility.window is None, "no layer with entries asks for it"
     if uses_flash and flash.applies(query, value, visibility, softcap):
-        output, log_sum_exp = flash.forward(query, key, value, visibility, scale)
+        output, log_sum_exp = flash.forward(query, key, value, scale)
     else:
         output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
     return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap, weights)
@@ -259,18 +207,11 @@ def forward(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row.
 
-    Args:
-        query: ``[B, HQ, T, D]``.
-        key: ``[B, H, N, D]`` with N = past + T; what is no entry may be anything.
-        value: ``[B, H, N, Dv]``, likewise.
-        visibility: who sees what.
-        scale: factor on the logits.
-        softcap: as in `reference.attention_with_scores`.
-        tile: for tuning; chosen by the head size if ``None``.
+    Arguments as in `h2okv.ops.attention.blockwise_attention_with_scores`, but that keys and values
+    which are no entries may be anything.
 
     Returns:
         ``(output, log_sum_exp)``: ``[B, HQ, T, Dv]`` in the query's dtype, laid out as
@@ -278,24 +219,17 @@ def forward(
     """
     query, key, value = (_rows_whole(states) for states in (query, key, value))
     batch, num_heads, length, size = query.shape
-    num_kv_heads, num_keys, value_size = key.shape[1], key.shape[2], value.shape[3]
-    tile = tile or _forward_tile(max(size, value_size), query.dtype)
+    value_size, real = value.shape[3], visibility.queries
+    tile = _forward_tile(max(size, value_size), query.dtype)
     output = query.new_empty(batch, length, num_heads, value_size).transpose(1, 2)
     limits = query.new_empty((batch, num_heads, length), dtype=torch.float32)
-    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys))
-    real = visibility.queries
-    factor, cap = _factors(scale, softcap)
+    entries, numbers, constants = _shared_arguments(query, key, visibility, scale, softcap)
     _forward[(triton.cdiv(length, tile.queries), batch * num_heads)](
         query, key, value, limits if entries is None else entries,
         limits if real is None else real.to(torch.uint8).contiguous(), output, limits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
-        length, num_keys, visibility.past, visibility.window or 0, factor, cap,
-        HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size, DV=value_size,
-        HAS_ENTRIES=entries is not None, HAS_REAL=real is not None,
-        HAS_WINDOW=visibility.window is not None, HAS_SOFTCAP=softcap is not None,
-        PRECISION=_precision(query), BLOCK_D=side(size), BLOCK_DV=side(value_size),
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        *numbers, DV=value_size, HAS_REAL=real is not None, BLOCK_DV=side(value_size),
+        **constants, **_launch(tile),
     )  # fmt: skip
     return output, limits
 
@@ -310,31 +244,20 @@ def score_sums(
     weights: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Sums the probability that each key received.
-
-    Returns:
-        fp32 ``[B, H, N]``.
-    """
+    """Sums the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning."""
     query, key = _rows_whole(query), _rows_whole(key)
-    batch, num_heads, length, size = query.shape
-    num_kv_heads, num_keys = key.shape[1], key.shape[2]
-    tile = tile or _sums_tile(size, query.dtype)
+    batch, num_heads, num_keys = *query.shape[:2], key.shape[2]
+    tile = tile or _sums_tile(query.shape[3], query.dtype)
     sums = query.new_empty((batch, num_heads, num_keys), dtype=torch.float32)
-    entries = _entry_bytes(visibility, (batch, num_kv_heads, num_keys))
-    factor, cap = _factors(scale, softcap)
+    entries, numbers, constants = _shared_arguments(query, key, visibility, scale, softcap)
     _sums[(triton.cdiv(num_keys, tile.keys), batch * num_heads)](
         query, key, sums if entries is None else entries, log_sum_exp.contiguous(),
         sums if weights is None else weights.contiguous(), sums,
-        *query.stride()[:3], *key.stride()[:3],
-        length, num_keys, visibility.past, visibility.window or 0, factor, cap, _LOG2_E,
-        HEADS=num_kv_heads, GROUPS=num_heads // num_kv_heads, D=size,
-        HAS_ENTRIES=entries is not None, HAS_SHARES=weights is not None,
-        HAS_WINDOW=visibility.window is not None, HAS_SOFTCAP=softcap is not None,
-        PRECISION=_precision(query), BLOCK_D=side(size), BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        *query.stride()[:3], *key.stride()[:3], *numbers, _LOG2_E,
+        HAS_SHARES=weights is not None, **constants, **_launch(tile),
     )  # fmt: skip
     # Each query head has its own row, so that no two programs add to one number.
-    return sums.unflatten(1, (num_kv_heads, -1)).sum(dim=2)
+    return sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
 
 
 def _forward_tile(size: int, dtype: torch.dtype) -> Tile:
@@ -355,24 +278,34 @@ def _sums_tile(size: int, dtype: torch.dtype) -> Tile:
     return Tile(64, 128, 8, 3) if size <= 128 else Tile(32, 64, 4, 2)
 
 
-def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What `_logits` multiplies by, so that powers of two come out."""
-    return (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
+def _launch(tile: Tile) -> dict[str, int]:
+    queries, keys, num_warps, num_stages = tile
+    return {
+        "BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": num_stages,
+    }  # fmt: skip
 
 
-def _precision(states: Tensor) -> str:
-    """Products of fp32 in three parts, which is as exact as fp32; others are exact in fp32."""
-    return "tf32x3" if states.dtype == torch.float32 else "tf32"
+def _shared_arguments(
+    query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None
+) -> tuple[Tensor | None, tuple[float, ...], dict[str, Any]]:
+    """What both kernels get: the keys that are entries, as bytes, numbers, and constants."""
+    (_, num_heads, length, size), (batch, heads, num_keys) = query.shape, key.shape[:3]
+    entries, own = visibility.entries, visibility.queries
+    if entries is None and own is not None:
+        before = own.new_ones(batch, visibility.past)
+        entries = torch.cat([before, own], dim=1).unsqueeze(1)
+    if entries is not None:
+        entries = entries.expand(batch, heads, num_keys).to(torch.uint8).contiguous()
+    # What `_logits` multiplies by, so that powers of two come out.
+    factors = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
+    constants = {
+        "HEADS": heads, "GROUPS": num_heads // heads, "D": size, "BLOCK_D": side(size),
+        "HAS_ENTRIES": entries is not None, "HAS_SOFTCAP": softcap is not None,
+        # Products of fp32 in three parts, which is as exact as fp32; others are exact in fp32.
+        "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return entries, (length, num_keys, visibility.past, *factors), constants
 
 
 def _rows_whole(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
-
-
-def _entry_bytes(visibility: Visibility, shape: tuple[int, int, int]) -> Tensor | None:
-    """Which keys ``[B, H, N]`` are entries, as bytes; ``None`` if all are."""
-    entries, own = visibility.entries, visibility.queries
-    if entries is None and own is not None:
-        before = own.new_ones(own.shape[0], visibility.past)
-        entries = torch.cat([before, own], dim=1).unsqueeze(1)
-    return None if entries is None else entries.expand(shape).to(torch.uint8).contiguous()

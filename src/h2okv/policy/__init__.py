@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from h2okv.policy.base import Policy
 from h2okv.policy.baselines import FullPolicy, RandomPolicy, RecentPolicy, SinkRecentPolicy
-from h2okv.policy.h2o import H2OPolicy, HeavyPolicy
+from h2okv.policy.h2o import H2OPolicy, HeavyPolicy, TopKHeavyPolicy, TopKPolicy
 from h2okv.policy.snapkv import SnapKVPolicy
 from h2okv.policy.strided import FixedHeavyPolicy, FixedPolicy, StridedHeavyPolicy, StridedPolicy
-from h2okv.policy.topk import TopKHeavyPolicy, TopKPolicy
 from h2okv.records import unknown_name
 
 __all__ = ["Policy", "get_policy", "policy_names", "register_policy"]
@@ -64,14 +63,7 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
-    """Makes a policy from its name.
-
-    Args:
-        policy: a name of ``policy_names()``, or a policy object, which is returned as it is.
-        seed: for policies that draw at random.
-
-    Returns:
-        The policy.
+    """Makes a policy from its name; a policy object is returned as it is.
 
     Raises:
         ValueError: if the name is unknown, the seed is no int that a hash takes, or nothing would

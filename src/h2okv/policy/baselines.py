@@ -28,7 +28,6 @@ class RecentPolicy(Policy):
     uses_scores = False
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Gives the whole budget to the recent window."""
         return TokenBudget(sink=0, heavy=0, recent=budget.total)
 
 
@@ -36,11 +35,9 @@ class SinkRecentPolicy(RecentPolicy):
     """Keeps the first tokens and the newest ones (StreamingLLM, arXiv 2309.17453, section 3)."""
 
     name = "sink_recent"
-    default_sink = 4
-    """Sinks kept when the user gives no number; the StreamingLLM paper's choice."""
+    default_sink = 4  # when the user gives no number; the StreamingLLM paper's choice
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Gives what the sinks leave to the recent window, which keeps at least one token."""
         sink = min(budget.sink or self.default_sink, budget.total - 1)
         return TokenBudget(sink=sink, heavy=0, recent=budget.total - sink)
 
@@ -50,9 +47,6 @@ class RandomPolicy(Policy):
 
     Every eviction draws anew. The draw is a hash of seed, layer, head, position and step, not a
     generator's state: a sequence loses the same entries alone, in a batch, and in the simulation.
-
-    Args:
-        seed: chooses the draw.
     """
 
     name = "random"
@@ -62,7 +56,6 @@ class RandomPolicy(Policy):
         self.seed = seed
 
     def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
-        """Uniform in [0, 1), fresh for every newest token."""
         heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
         key = _mix(heads + 1024 * layer_idx + 1048576 * self.seed)
         draw = _mix(_mix(key + newest) + positions.to(torch.int64))

@@ -11,9 +11,9 @@ from torch import Tensor
 from h2okv.records import unknown_name
 
 SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
+# Half of what a query gave is forgotten after 138 further ones; the best of those measured on the
+# bundled model (docs/algorithm.md).
 DEFAULT_DECAY = 0.995
-"""Half of what a query gave is forgotten after 138 further ones; the best of those measured on the
-bundled model (docs/algorithm.md)."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,13 @@ class Scoring:
       A single token adds ``P[i, j]``, as with ``value_norm``. Its kin are Expected Attention
       (arXiv 2510.00636), which makes a Gaussian of the queries, and KVzip (arXiv 2505.23416),
       which has the model read the text twice.
-
-    Attributes:
-        name: one of `SCORINGS`.
-        decay: the factor per query, in (0, 1]; ``None`` for none.
     """
 
-    name: str = "sum"
-    decay: float | None = None
+    name: str = "sum"  # one of `SCORINGS`
+    decay: float | None = None  # the factor per query, in (0, 1]
 
     @property
     def is_sum(self) -> bool:
-        """Whether scores are the sums themselves, with nothing to do before or after."""
         return self.name == "sum"
 
     @property
@@ -57,7 +52,6 @@ class Scoring:
 
     @property
     def uses_values(self) -> bool:
-        """Whether entries need the norms of their values."""
         return self.name in ("value_norm", "expected")
 
     @property
@@ -66,10 +60,7 @@ class Scoring:
         return self.name == "expected"
 
     def query_weights(self, later: Tensor) -> Tensor | None:
-        """What each query of a block counts for when it is over, ``[B, T]``; ``None`` for one.
-
-        That follows from how many real queries of the block came ``later`` than each.
-        """
+        """What each query counts for after so many ``later`` real ones, ``[B, T]``; else one."""
         return None if self.decay is None else _power(self.decay, later)
 
     def apply_decay(self, scores: Tensor, num_queries: Tensor) -> Tensor:
@@ -81,13 +72,9 @@ class Scoring:
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None
     ) -> Tensor:
-        """Turns what has been accumulated, ``[B, H, N]``, into the scores that a policy sees.
+        """Turns what has been accumulated, fp32 ``[B, H, N]``, into the scores that a policy sees.
 
-        Args:
-            scores: fp32 ``[B, H, N]``.
-            positions: int32 ``[B, H, N]``; the result means nothing where it is -1.
-            newest: position of the newest token, int64 ``[B, 1, 1]``.
-            norms: fp32 ``[B, H, N]`` if `uses_values`.
+        Meaningless where a position is -1. ``newest`` is int64 ``[B, 1, 1]``.
         """
         if self.name == "mean":
             # What is held has been seen by its own query and by every one since, whatever the
@@ -100,19 +87,7 @@ class Scoring:
 
 
 def get_scoring(name: str, decay: float | None = None) -> Scoring:
-    """Makes a scoring from what a user gives.
-
-    Args:
-        name: one of `SCORINGS`.
-        decay: the factor per query in (0, 1], with ``decay`` or ``value_norm``; ``None`` for
-            `DEFAULT_DECAY` with the former and for none with the latter.
-
-    Returns:
-        The scoring.
-
-    Raises:
-        ValueError: if the name is unknown, or the factor is out of range or of no use.
-    """
+    """Makes a scoring from what a user gives; refuses a decay that is out of range or of no use."""
     if name not in SCORINGS:
         raise unknown_name("scoring", name, SCORINGS)
     if decay is None:

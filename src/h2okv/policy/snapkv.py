@@ -19,10 +19,7 @@ class SnapKVPolicy(Policy):
 
     What differs from the published code: the query heads of a KV head's group choose together, as
     everywhere here, where the code repeats keys and values for each query head; and padding never
-    counts.
-
-    Args:
-        kernel: positions that are averaged over, odd; 1 for none. The published code's default.
+    counts. ``kernel`` positions are averaged over, an odd number; 1 for none.
     """
 
     name = "snapkv"
@@ -34,12 +31,10 @@ class SnapKVPolicy(Policy):
         self.kernel = kernel
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Makes the observation window one query at least."""
-        recent = max(budget.recent, 1)
+        recent = max(budget.recent, 1)  # one query at least
         return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)
 
     def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
-        """The window's attention, averaged over neighbours."""
         order = positions.argsort(dim=-1, stable=True)
         in_order = scores.masked_fill(positions < 0, 0.0).gather(-1, order)
         pooled = avg_pool1d(in_order, self.kernel, stride=1, padding=self.kernel // 2)

@@ -25,12 +25,10 @@ class StridedPolicy(Policy):
     uses_scores = False
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Halves the heavy and the recent part together."""
         whole = budget.heavy + budget.recent
         return TokenBudget(budget.sink, heavy=0, recent=whole - whole // 2, num_static=whole // 2)
 
     def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
-        """Marks the multiples of the stride."""
         stride = power_of_two_from(newest // limit.clamp(min=1) + 1)
         return (positions % stride.to(positions.dtype) == 0) & (limit > 0)
 
@@ -46,7 +44,6 @@ class StridedHeavyPolicy(StridedPolicy):
     uses_scores = True
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        """Halves the recent part."""
         whole, half = budget.recent, budget.recent // 2
         return TokenBudget(budget.sink, budget.heavy, recent=whole - half, num_static=half)
 
@@ -60,11 +57,8 @@ class FixedPolicy(StridedPolicy):
     doubles as the text grows. The other part of the pattern, a query's own block, is the recent
     window: a cache of fixed size has a whole block's room at all times, and fills it.
 
-    The budget is divided as for `StridedPolicy`.
-
-    Args:
-        cells: c; 8 as in the Sparse Transformer, or all of their part of the budget if that is
-            less.
+    The budget is divided as for `StridedPolicy`. Of a block ``cells`` are kept, 8 as in the Sparse
+    Transformer, or all of their part of the budget if that is less.
     """
 
     name = "fixed"
@@ -75,7 +69,6 @@ class FixedPolicy(StridedPolicy):
         self.cells = cells
 
     def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
-        """Marks the last cells of every block."""
         cells = limit.clamp(min=1, max=self.cells)
         # In groups of c positions, of which the last one in every block is kept.
         groups = newest // cells + 1
