@@ -522,9 +522,9 @@ class CacheLayer(CacheLayerMixin):
     # --- sizes ------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes held: keys, values, and what there is beside them."""
+        return self.state.nbytes if self.holds_entries else 0
 
     @property
     def full_nbytes(self) -> int:

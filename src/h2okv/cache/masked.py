@@ -53,7 +53,12 @@ class MaskedLayer(CacheLayer):
         is_step = past > 0 and length == 1
         if is_step:
             key, value = self.storage.round(key), self.storage.round(value)
-        self._append(key, value, real)
+        scores, positions = self._block_entries(length, real)
+        held.keys, held.values = (
+            torch.cat(both, dim=2) for both in zip(self._tensors(), (key, value), strict=True)
+        )
+        held.scores = torch.cat([held.scores, scores], dim=2)
+        held.positions = torch.cat([held.positions, positions], dim=2)
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
         visible = causal & (held.positions >= 0).unsqueeze(2) & real[:, None, :, None]
         keys, values = self._tensors()
@@ -97,14 +102,6 @@ class MaskedLayer(CacheLayer):
         factors = self.rotation.of_ranks(limit)
         keys = rotate_to_ranks(self._tensors()[0], ranks, factors)
         return rotate_to_ranks(query, ranks[:, :1, past:], factors), keys
-
-    def _append(self, key: Tensor, value: Tensor, real: Tensor) -> None:
-        held = self.state
-        scores, positions = self._block_entries(key.shape[2], real)
-        keys, values = self._tensors()
-        held.keys, held.values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-        held.scores = torch.cat([held.scores, scores], dim=2)
-        held.positions = torch.cat([held.positions, positions], dim=2)
 
     def _always_seen(self, length: int) -> Tensor:
         """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""

@@ -62,7 +62,6 @@ class SlotBookkeeping:
         self._room.append(budget.total - num_held)
 
     def release(self, place: int) -> None:
-        """The last one takes the place."""
         self.budgets[place], self._room[place] = self.budgets[-1], self._room[-1]
         del self.budgets[-1], self._room[-1]
 
@@ -263,15 +262,13 @@ def check_poolable(cache: H2OCache) -> None:
 
 def can_split_blocks(cache: H2OCache) -> bool:
     """Tells whether a block may come in several forwards without being another block."""
-    return (
-        all(
-            # A sliding window takes any block in parts by itself.
-            is_window_layer(layer, index, cache.config)
-            or (isinstance(layer, SlotLayer) and layer.is_plain)
-            for index, layer in enumerate(cache.layers)
-        )
-        and cache.kv_bits is None
-        and not cache.rule.rolls
+    if cache.kv_bits is not None or cache.rule.rolls:
+        return False
+    return all(
+        # A sliding window takes any block in parts by itself.
+        is_window_layer(layer, index, cache.config)
+        or (isinstance(layer, SlotLayer) and layer.is_plain)
+        for index, layer in enumerate(cache.layers)
     )
 
 

@@ -60,7 +60,6 @@ class KVStorage:
         return unpack(entries).to(dtype) if isinstance(entries, Packed) else entries
 
     def round(self, states: Tensor) -> Tensor:
-        """What is left of states once they are entries."""
         return states if self.bits is None else rounded(states, self.bits)
 
     def compact(self, states: Tensor, held: Entries, indices: Tensor, num_slots: int) -> Entries:

@@ -336,7 +336,3 @@ class SlotLayer(CacheLayer):
             self.capacity = max(*(own.total + 1 for own in state.budgets), state.num_slots)
             state.slot_mask = self._slots_within_budget()
         self._refresh_static_flags()
-
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes if self.holds_entries else 0

@@ -357,17 +357,16 @@ def check_integrity(layer: CacheLayer) -> None:
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     protected = protected_entries(positions, newest, held.sink, held.recent) & taken
     due = torch.minimum(newest + 1, held.sink + held.recent)
-    misplaced = torch.zeros_like(taken)
-    if held.ranks is not None:
-        misplaced = taken & (held.ranks != ranks_of(positions))
     problems = {
         "holds another number of entries than the budget": counts != expected,
         "holds a token twice": twice,
         "holds a token that it has not seen": positions > newest,
         "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
-        "holds an entry at another place than its rank": misplaced,
         "has a score that is negative or not a number": taken & ~(scores >= 0),
     }
+    if held.ranks is not None:
+        is_misplaced = taken & (held.ranks != ranks_of(positions))
+        problems["holds an entry at another place than its rank"] = is_misplaced
     for problem, found in problems.items():
         if bool(found.any()):
             raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")

@@ -19,7 +19,6 @@ class Indexed(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the entries of these sequences."""
         return torch.Size((len(self.places), *self.blocks.shape[1:]))
 
     def write(self, free: Tensor, entry: Tensor) -> None:

@@ -31,7 +31,6 @@ class Packed(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of what was packed."""
         return torch.Size((*self.codes.shape[:-1], self.size))
 
     @property

@@ -8,10 +8,8 @@ from torch import Tensor
 from h2okv.config import TokenBudget
 from h2okv.policy.base import Policy
 
-# Multipliers of the splitmix64 finaliser, as signed 64-bit integers.
-_MIX_1 = -0x40A7B892E31B1A47
-_MIX_2 = -0x6B2FB644ECCEEE15
-_STEP = -0x61C8864680B583EB
+# Of the splitmix64 finaliser, as signed 64-bit integers.
+_MIX_1, _MIX_2, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
 
 
 class FullPolicy(Policy):
