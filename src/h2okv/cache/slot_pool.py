@@ -43,7 +43,7 @@ def window_slots(
         held.set_budgets([policy.allocate_budget(budget.resolve(seen))], False)
         for slots, own in ((held.keys, layer.keys), (held.values, layer.values)):
             slots[:, :, :num_held] = own[sequence, :, own.shape[2] - num_held :]
-        held.positions[..., :num_held] = torch.arange(seen - num_held, seen)
+        held.positions[..., :num_held] = torch.arange(seen - num_held, seen, device=held.device)
         held.free_slot.fill_(min(num_held, window - 1))
         held.num_real_tokens.fill_(seen)
     return made
