@@ -234,7 +234,7 @@ def _fill(
             odd = set(own["tensors"]) ^ tensors.keys()
             if odd:
                 raise ValueError(f"{min(odd)} is missing, or too much")
-            fill = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
+            fill: Any = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
             fill(layer, tensors, own["values"])
         cache.check_integrity()
 

@@ -39,7 +39,8 @@ def window_slots(
     with ordinary_tensors():
         made.lazy_initialization(layer.keys, layer.values)
         made.cumulative_length += seen
-        held = made.state = made.state.like(1, window)
+        held: Any = made.state.like(1, window)
+        made.state = held
         held.set_budgets([policy.allocate_budget(budget.resolve(seen))], False)
         for slots, own in ((held.keys, layer.keys), (held.values, layer.values)):
             slots[:, :, :num_held] = own[sequence, :, own.shape[2] - num_held :]

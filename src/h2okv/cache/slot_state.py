@@ -121,16 +121,17 @@ class SlotState(Slots):
         """No slots yet, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` like these."""
         batch, heads = key.shape[:2]
         with ordinary_tensors():
-            entries = [
+            keys, values = (
                 storage.store(states.new_zeros(batch, heads, 0, states.shape[-1]))
                 for states in (key, value)
-            ]
+            )
             scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
             seen = torch.zeros(batch, dtype=torch.int64, device=key.device)
-            column = seen.view(-1, 1, 1)
-            free, parts = column.repeat(1, heads, 1), ("sink", "recent", "total")
-            budget = {part: column.clone() for part in parts}
-            return cls(*entries, scores, scores.to(torch.int32), free, seen, **budget)
+            free, positions = seen.view(-1, 1, 1).repeat(1, heads, 1), scores.to(torch.int32)
+            sink, recent, total = (seen.view(-1, 1, 1).clone() for _ in range(3))
+            return cls(
+                keys, values, scores, positions, free, seen, sink=sink, recent=recent, total=total
+            )
 
     def set_budgets(self, budgets: list[TokenBudget], has_static_mask: bool) -> None:
         self.budgets = budgets

@@ -79,7 +79,7 @@ def _sliding_window(
 ) -> int | None:
     """The window, if the pattern is a causal sliding window and nothing else."""
     window = options.get("local_size")
-    offsets = options.get("q_offset", 0), options.get("kv_offset", 0)
+    offsets: Any = options.get("q_offset", 0), options.get("kv_offset", 0)
     # transformers withdraws the skip when it lays another pattern over the window.
     is_plain = window is not None and options.get("allow_is_causal_skip", True)
     # A decode step's mask is small; a compiled one must not look at numbers.

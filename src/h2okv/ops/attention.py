@@ -303,8 +303,8 @@ def windowed_attention(
         if real is not None:
             visible = visible & real[:, None, None, reach]
         parts = query[:, :, start:stop], key[:, :, reach], value[:, :, reach]
-        has_groups = query.shape[1] != key.shape[1]
-        options = {"dropout_p": dropout, "scale": scale, "enable_gqa": has_groups}
+        options: Any = {"dropout_p": dropout, "scale": scale}
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
         outputs.append(scaled_dot_product_attention(*parts, attn_mask=visible, **options))
     return torch.cat(outputs, dim=2)
 
