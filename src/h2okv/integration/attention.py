@@ -78,7 +78,7 @@ def _sliding_window(
     mask_function: Any, q_length: int, kv_length: int, options: dict[str, Any]
 ) -> int | None:
     """The window, if the pattern is a causal sliding window and nothing else."""
-    window = options.get("local_size")
+    window: Any = options.get("local_size")
     offsets: Any = options.get("q_offset", 0), options.get("kv_offset", 0)
     # transformers withdraws the skip when it lays another pattern over the window.
     is_plain = window is not None and options.get("allow_is_causal_skip", True)
