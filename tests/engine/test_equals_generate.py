@@ -130,7 +130,10 @@ def test_sequences_come_and_go_without_a_trace(make_llama, kept_sets):
             block.count_step()
     assert kept_sets(block.cache) == kept_sets(fine)
     block.cache.check_integrity()
-    assert (block.num_held, block.full_bytes) == (5, block.full_bytes_of(36))
+    slots = 2 * 13
+    masks = 2 * slots  # a byte for each head, for all layers alike
+    assert abs(block.held_bytes - (block.nbytes - masks) * 5 / slots) <= 1
+    assert block.full_bytes == block.full_bytes_of(36)
 
 
 def test_what_does_not_fit_slots_is_refused(make_llama, make_llm):
