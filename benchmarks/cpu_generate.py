@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 
 from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
-from h2okv.benchmarking.model import ModelSource, parse_shape
+from h2okv.benchmarking.model import parse_shape
+from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.offload.profile import Clock
 from h2okv.ops import dispatch
@@ -46,8 +47,7 @@ class Subject:
     def __init__(self, args: argparse.Namespace, dtype: str) -> None:
         self.args, self.dtype = args, dtype
         sizes = f"small,kv_heads={args.kv_heads},intermediate={args.intermediate}"
-        shape = parse_shape(sizes, args.layers)
-        self.source = ModelSource(shape.name, shape=shape)
+        self.source = parse_shape(sizes, args.layers)
         self.model: PreTrainedModel = self.source.build(DTYPES[dtype], CPU)
         self.setting = environment() | {
             "model": f"llama-{args.layers}x768-{args.intermediate}", "dtype": dtype,
@@ -56,7 +56,8 @@ class Subject:
 
     def runner(self, name: str, budget: int | None = None, **options: Any) -> CacheRunner:
         """Makes the runner of a cache."""
-        return CacheSpec.of(name, budget, **options).runner(self.model)
+        config = None if budget is None else CacheConfig.from_budget(budget, **options)
+        return CacheSpec(name, config).runner(self.model)
 
     def ready(self, runner: CacheRunner, batch: int, length: int) -> Callable[[], None]:
         """Reads a prompt; returns one decode step."""

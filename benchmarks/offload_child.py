@@ -129,16 +129,13 @@ def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
     """The weights' stream alone: what a pass takes if nothing is computed."""
     from transformers import AutoConfig
 
-    from h2okv.offload.checkpoint import CheckpointFiles
-    from h2okv.offload.meta_model import make_meta_model, map_weights
-    from h2okv.offload.weight_stream import WeightReader, materialise
+    from h2okv.offload.checkpoint import open_checkpoint
+    from h2okv.offload.tiers import materialise
 
     folder = setting["folder"]
-    meta = make_meta_model(AutoConfig.from_pretrained(folder), torch.bfloat16, folder)
-    files = CheckpointFiles.in_folder(Path(folder))
-    found = map_weights(meta, files)
-    places = ["disk"] * len(meta.units)
-    stream, _ = materialise(meta, WeightReader(files, found), places, "disk", torch.device("cpu"))
+    config = AutoConfig.from_pretrained(folder)
+    meta, files = open_checkpoint(config, Path(folder), torch.bfloat16)
+    stream, _ = materialise(meta, files, ["disk"] * (len(meta.units) + 1), torch.device("cpu"))
     assert stream is not None
     passes = []
     for _ in range(setting["new"]):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
+from h2okv.config import CacheConfig
 from h2okv.records import read_csv
 
 CSV = RESULTS / "real_model.csv"
@@ -55,7 +56,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The rows of one dtype, of a model and its twin under H2O attention."""
     rows = []
-    specs = {"dynamic": (plain, None), "static": (plain, 0.2), "h2o": (twin, 0.2)}
+    fifth = CacheConfig.from_budget(0.2)
+    specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (twin, fifth)}
     for batch in args.batches:
         for prompt in args.prompts:
             setting = environment() | {
@@ -64,8 +66,8 @@ def measure(
             }  # fmt: skip
             ids = prompt_ids(plain, batch, prompt)
             runners = {
-                name: CacheSpec.of(name, budget).runner(model)
-                for name, (model, budget) in specs.items()
+                name: CacheSpec(name, config).runner(model)
+                for name, (model, config) in specs.items()
             }
             seconds = measure_prefill(runners, ids, args.rounds)
             targets = [Target("dynamic", PREFILL_LIMIT[dtype])]

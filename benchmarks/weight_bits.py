@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from record import Target, environment, interleave, report, rows_for
 
-from h2okv.offload.meta_model import ParameterSlot
-from h2okv.offload.quantized_linear import PackedSlot
+from h2okv.offload.meta_model import PackedSlot, ParameterSlot
 
 RESULTS = Path(__file__).parent / "results" / "weight_bits.csv"
 KINDS = {"int8": 8, "int4": 4}

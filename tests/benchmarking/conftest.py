@@ -19,8 +19,7 @@ SIZES = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=
 
 @pytest.fixture(scope="session")
 def source() -> ModelSource:
-    shape = parse_shape(SIZES)
-    return ModelSource(shape.name, shape=shape)
+    return parse_shape(SIZES)
 
 
 @pytest.fixture(scope="session")

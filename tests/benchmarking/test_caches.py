@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from h2okv.benchmarking.caches import RUNNERS, CacheSpec, held_bytes, prompt_ids
+from h2okv.config import CacheConfig
 
 CONTEXT, BATCH = 100, 2
+H2O = CacheSpec("h2o", CacheConfig())  # a fifth of the prompt
 ENTRY = 2 * 2 * 2 * 16 * 4  # layers, KV heads, key and value, head size, fp32
 
 
@@ -26,7 +28,7 @@ def test_the_full_cache_holds_everything(build):
 
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_h2o_holds_its_budget_of_the_whole_prompt(build, chunk):
-    runner = run(build(), CacheSpec.of("h2o", 0.2), chunk=chunk)
+    runner = run(build(), H2O, chunk=chunk)
     assert runner.cache.num_cached_tokens == 20
     assert runner.cache.num_seen_tokens == CONTEXT + 3
     assert runner.nbytes == runner.cache.nbytes
@@ -38,7 +40,7 @@ def test_blocks_change_nothing_for_the_full_cache(build):
 
 
 def test_a_static_cache_stays_full_with_as_many_entries_as_h2o(build):
-    runner = run(build(), CacheSpec.of("static", 0.2))
+    runner = run(build(), CacheSpec("static", CacheConfig()))
     assert runner.cache.layers[0].keys.shape[2] == 21
     assert runner.cache.get_seq_length() == 21
     before = runner.cache.layers[0].keys.clone()
@@ -49,7 +51,10 @@ def test_a_static_cache_stays_full_with_as_many_entries_as_h2o(build):
 
 
 def test_a_budget_of_everything_gives_the_full_caches_logits(build):
-    full, own = (run(build(), spec) for spec in (CacheSpec("dynamic"), CacheSpec.of("h2o", 400)))
+    full, own = (
+        run(build(), spec)
+        for spec in (CacheSpec("dynamic"), CacheSpec("h2o", CacheConfig(heavy=200, recent=200)))
+    )
     assert torch.allclose(full.logits, own.logits, atol=1e-4)
 
 

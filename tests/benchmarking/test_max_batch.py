@@ -5,8 +5,7 @@ import torch
 
 import h2okv.benchmarking.comparison as module
 from h2okv.benchmarking.caches import CacheSpec, Peak, PeakRun, PeakRunFailedError, measure_peak
-from h2okv.benchmarking.comparison import Settings
-from h2okv.benchmarking.max_batch import COLUMNS, BatchMemory, MaxBatch
+from h2okv.benchmarking.comparison import MAX_BATCH_COLUMNS, BatchMemory, MaxBatch, Settings
 from h2okv.benchmarking.model import Footprint
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes
@@ -70,7 +69,7 @@ def test_the_largest_batches_by_hand(find):
     for row in rows.values():
         assert row["is_verified"] and row["peak_bytes"] <= row["memory_bytes"]
         assert row["tokens_per_second"] == pytest.approx(row["run_batch"] / row["decode"])
-        assert tuple(row) == COLUMNS
+        assert tuple(row) == MAX_BATCH_COLUMNS
     ratio = rows["h2o"]["tokens_per_second"] / rows["dynamic"]["tokens_per_second"]
     assert rows["h2o"]["throughput_ratio"] == pytest.approx(ratio)
     assert rows["dynamic"]["throughput_ratio"] == 1
@@ -105,7 +104,7 @@ def test_a_memory_for_no_sequence_runs_none(find):
 def test_a_real_process_tells_its_peak(source):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
-    choice = CacheSpec.of("h2o", 0.2)
+    choice = CacheSpec("h2o", CacheConfig())
     run = PeakRun(source, torch.float32, torch.device("cpu"), 1, choice, CONTEXT, 3)
     peak = measure_peak(run)
     assert peak.peak >= peak.loaded > Footprint(source.config(), torch.float32).weight_bytes

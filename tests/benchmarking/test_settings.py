@@ -39,11 +39,12 @@ def test_what_cannot_be_measured_is_refused(options, word):
 
 
 def test_a_budget_is_split_in_two_and_counts_entries():
-    assert CacheSpec.of("h2o", 0.25).entries(128) == 32
-    config = CacheSpec.of("h2o", 33).config
+    quarter = CacheSpec("h2o", CacheConfig.from_budget(0.25))
+    assert quarter.entries(128) == 32
+    config = CacheConfig.from_budget(33)
     assert (config.heavy, config.recent) == (16, 17)
     assert CacheSpec("dynamic").entries(128) == 128
-    assert CacheSpec.of("h2o", 0.25).label == "h2o 25%"
+    assert quarter.label == "h2o 25%"
 
 
 def test_every_budget_gets_its_own_caches():

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.models import resolve_model
-from h2okv.offload.job import JobResultFile, PromptError, PromptFile, TextCodec
+from h2okv.offload.job import Job, TextCodec, read_prompts
 from h2okv.offload.offload_engine import BatchRequest
 
 SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
@@ -25,67 +25,64 @@ def write(tmp_path, text):
 
 def test_prompts_come_back(tmp_path):
     path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n{"id": "1", "prompt": ["?"]}')
-    file = PromptFile(path)
-    assert [line.id for line in file.lines] == [1, "1"]
-    assert [file.read(line)[1] for line in reversed(file.lines)] == [["?"], "ä"]
+    assert [prompt[:2] for prompt in read_prompts(path)] == [(1, "ä"), ("1", ["?"])]
 
 
 def test_messages_come_back(tmp_path):
     line = json.dumps({"id": 1, "messages": MESSAGES})
-    file = PromptFile(write(tmp_path, line))
-    assert file.read(file.lines[0])[1] == MESSAGES
+    assert read_prompts(write(tmp_path, line))[0].content == MESSAGES
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"id": 1, "prompt": "a"}\n{"id": 2', "line 2: this is no JSON object"),
-        ('["id", "prompt"]\n', "line 1: this is no JSON object"),
-        (b'{"id": 1, "prompt": "\xe9"}\n', "line 1: this is not UTF-8"),
-        ('{"prompt": "a"}\n', "line 1: id null is not a name"),
+        ('{"id": 1, "prompt": "a"}\n{"id": 2', "line 2 of .* is not JSON"),
+        ('["id", "prompt"]\n', "line 1 of .* is not a JSON object; give {"),
+        (b'{"id": 1, "prompt": "\xe9"}\n', "is not UTF-8 text"),
+        ('{"prompt": "a"}\n', "line 1 of .*: id null is not a name"),
         ('{"id": true, "prompt": "a"}\n', "id true is not a name"),
         ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is not a name"),
-        ('{"id": 1, "messages": "a"}\n', "line 1: messages are not a list"),
+        ('{"id": 1, "messages": "a"}\n', "line 1 of .*: messages are not a list"),
         ('{"id": 1, "messages": [], "prompt": "a"}\n', "both prompt and messages"),
         (
             '{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}\n',
-            "line 3: id 1 is that of line 1",
+            "line 3 of .*: id 1 is that of line 1",
         ),
-        ("\n\n", "has no prompts"),
+        ("\n\n", "is empty"),
     ],
 )
 def test_bad_lines(tmp_path, text, words):
     with pytest.raises(ValueError, match=words):
-        PromptFile(write(tmp_path, text))
+        read_prompts(write(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read.*JSONL"):
-        PromptFile(tmp_path / "nowhere.jsonl")
-
-
-@pytest.mark.parametrize("change", ["other text", "shorter", "gone"])
-def test_a_file_that_changes(tmp_path, change):
-    path = write(tmp_path, '{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
-    file = PromptFile(path)
-    if change == "gone":
-        path.unlink()
-    else:
-        path.write_text('{"id": 1, "prompt": "x"}\n' if change == "other text" else "{}\n")
-    with pytest.raises(ValueError, match="has changed while it was read|cannot be read"):
-        file.read(file.lines[1])
+    with pytest.raises(ValueError, match="'.*nowhere.jsonl' cannot be read"):
+        read_prompts(tmp_path / "nowhere.jsonl")
 
 
 def record(name, **values):
     return {"id": name, "text": "…", "prompt_digest": "d"} | values
 
 
-def test_results_are_there_again(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with JobResultFile(path, SETTINGS) as first:
+@pytest.fixture
+def open_job(tmp_path):
+    """Opens the results of some prompts."""
+
+    def make(settings=SETTINGS, **prompts):
+        prompts = prompts or {"a": "x"}
+        lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+        given = read_prompts(write(tmp_path, "\n".join(lines)))
+        return Job(tmp_path / "out.jsonl", settings, given)
+
+    return make
+
+
+def test_results_are_there_again(open_job):
+    with open_job() as first:
         first.append([record("a"), record(1, error="no")])
         first.append([record("b")])
-    with JobResultFile(path, SETTINGS) as second:
+    with open_job() as second:
         assert list(second.finished) == ['"a"', "1", '"b"']
         assert second.num_errors == 1
 
@@ -99,34 +96,35 @@ def test_results_are_there_again(tmp_path):
         (b'{"id": "a", "text": "x", "prompt_digest": "d"}\n', "cannot be read"),
     ],
 )
-def test_a_file_of_somebody_else_is_left_alone(tmp_path, content, words):
+def test_a_file_of_somebody_else_is_left_alone(open_job, tmp_path, content, words):
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        JobResultFile(path, SETTINGS)
+        open_job()
     assert path.read_bytes() == content
 
 
-def test_other_settings(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with JobResultFile(path, SETTINGS) as file:
+def test_other_settings(open_job):
+    with open_job() as file:
         file.append([record("a")])
     with pytest.raises(ValueError, match="begun with max_new_tokens 4, not 5"):
-        JobResultFile(path, SETTINGS | {"max_new_tokens": 5})
+        open_job(SETTINGS | {"max_new_tokens": 5})
 
 
-def test_other_prompts(tmp_path):
-    path, prompts = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
-    prompts.write_text('{"id": "a", "prompt": "one"}\n{"id": "b", "prompt": "two"}\n')
-    lines = PromptFile(prompts).lines
-    with JobResultFile(path, SETTINGS) as file:
-        file.append([record("a", prompt_digest=lines[0].digest)])
-        file.check_prompts(lines)
-        prompts.write_text('{"id": "a", "prompt": "changed"}\n')
-        with pytest.raises(ValueError, match='another prompt with id "a"'):
-            file.check_prompts(PromptFile(prompts).lines)
-        with pytest.raises(ValueError, match='id "a", which is not in the input'):
-            file.check_prompts(lines[1:])
+def test_other_prompts(open_job):
+    with open_job(a="one", b="two") as job:
+        job.append([record("a", prompt_digest=job.prompts[0].digest)])
+        job.check_prompts()
+    with (
+        open_job(a="changed") as job,
+        pytest.raises(ValueError, match='another prompt with id "a"'),
+    ):
+        job.check_prompts()
+    with (
+        open_job(b="two") as job,
+        pytest.raises(ValueError, match='id "a", which is not in the input'),
+    ):
+        job.check_prompts()
 
 
 @pytest.fixture(scope="module")
@@ -163,25 +161,25 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
     [
         (None, "the prompt is not a text"),
         (3, "the prompt is not a text"),
-        (" ", "the prompt is empty"),
-        ("\ud800", "not UTF-8"),
+        (" ", "the prompt is not a text"),
+        ("\ud800", "half of a surrogate pair"),
         ("cat " * 300, "context is 256; shorten it to 255"),
-        ([{"role": "user"}], "a message is not"),
+        ([{"role": "user"}], "a message's content is not a text"),
         ([{"role": "robot", "content": "a"}], "a message is not"),
-        ([{"role": "user", "content": "\n"}], "the prompt is empty"),
+        ([{"role": "user", "content": "\n"}], "a message's content is not a text"),
     ],
 )
 def test_prompts_that_cannot_be_served(codec, prompt, words):
     for template in (None, TEMPLATE):
-        with pytest.raises(PromptError, match=words):
+        with pytest.raises(ValueError, match=words):
             codec(template).encode(prompt)
 
 
 def test_messages_that_no_template_takes(codec):
     refusing = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(PromptError, match="roles must alternate"):
+    with pytest.raises(ValueError, match="roles must alternate"):
         codec(refusing).encode(MESSAGES)
-    with pytest.raises(PromptError, match="leave out --raw"):
+    with pytest.raises(ValueError, match="leave out --raw"):
         codec(TEMPLATE, is_raw=True).encode(MESSAGES)
 
 

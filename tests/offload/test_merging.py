@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.offload.kv_tiers import can_merge, merge_caches
+from h2okv.offload.batch_runner import BatchSequence, MicroBatch
+from h2okv.offload.tiers import CacheStore
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,12 @@ def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
         for cache, other, prompt in zip(alone, parts, prompts, strict=True):
             model(prompt, past_key_values=cache)
             model(prompt, past_key_values=other)
-    assert all(can_merge(cache) for cache in parts)
-    joined = merge_caches(*parts)
+    first, second = (
+        MicroBatch([BatchSequence(n, prompt[0].tolist(), 15)], cache, torch.device("cpu"))
+        for n, (prompt, cache) in enumerate(zip(prompts, parts, strict=True))
+    )
+    first.append(second, CacheStore())
+    joined = first.cache
     following = ids[:, 30:]
     position_ids = torch.tensor([[30], [20]])
     with torch.no_grad():

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.quantized_linear import PackedSlot, pack_layers
+from h2okv.offload.meta_model import PackedSlot, make_meta_model, pack_layers
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import h2okv
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.planner import MemoryBudget, Planner, Workload
+from h2okv.offload.planner import Planner, Workload
 from h2okv.offload.profile import HardwareProfile, measure_overhead
 
 CPU = torch.device("cpu")
@@ -36,8 +36,7 @@ def planner(meta):
         given = {"batch_size": batch_size, "weights": weights, "caches": caches}
         cache = h2okv.H2OCache(meta.model.config, **options)
         memory = MemoryModel(meta.model.config, cache, torch.bfloat16)
-        budget = MemoryBudget(room, 0, USED)
-        return Planner(meta, memory, PROFILE, budget, work, CPU, **given)
+        return Planner(meta, memory, PROFILE, room, work, CPU, used=USED, **given)
 
     return make
 

@@ -14,19 +14,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
-from h2okv.offload import meta_model
+from h2okv.offload import checkpoint
 from h2okv.offload.batch_runner import ForwardScheduler, Limits
-from h2okv.offload.checkpoint import CheckpointFiles
-from h2okv.offload.meta_model import (
-    NeedsConversion,
+from h2okv.offload.checkpoint import (
+    CheckpointFiles,
     convert,
-    make_meta_model,
     map_weights,
+    open_checkpoint,
     open_converted,
-    untie_if_stored_apart,
 )
-from h2okv.offload.planner import Placement, place_by_fractions
-from h2okv.offload.weight_stream import WeightReader, materialise
+from h2okv.offload.meta_model import make_meta_model
+from h2okv.offload.planner import place_by_fractions
+from h2okv.offload.tiers import materialise
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
@@ -49,16 +48,10 @@ def save_family(family, folder):
 
 def stream(folder, placement, converted=None, dtype=torch.float32):
     """The model in the folder with some of its weights on the disk."""
-    files = CheckpointFiles.in_folder(folder)
-    meta = make_meta_model(AutoConfig.from_pretrained(folder), dtype, str(folder))
-    meta = untie_if_stored_apart(meta, files)
-    try:
-        found = map_weights(meta, files)
-    except NeedsConversion:
-        files, found = open_converted(meta, files, converted or folder / "converted")
-    places = placement(len(meta.units))
-    reader = WeightReader(files, found)
-    stream, embedding = materialise(meta, reader, places.units, places.embedding, CPU)
+    meta, files = open_checkpoint(AutoConfig.from_pretrained(folder), folder, dtype)
+    if not files.found:
+        files = open_converted(meta, files, converted or folder / "converted")
+    stream, embedding = materialise(meta, files, placement(len(meta.units)), CPU)
     scheduler = ForwardScheduler(meta.units, stream, embedding=embedding)
     return SimpleNamespace(meta=meta, scheduler=scheduler, close=scheduler.close)
 
@@ -68,8 +61,7 @@ def everything_on_disk(count):
 
 
 def mixed(count):
-    units = place_by_fractions({"device": 0.5, "disk": 0.5}, count).units
-    return Placement(units, "device")
+    return (*place_by_fractions({"device": 0.5, "disk": 0.5}, count)[:-1], "device")
 
 
 @pytest.mark.parametrize(
@@ -316,14 +308,14 @@ def test_a_damaged_copy_is_not_blamed_on_the_model(make_llama, tmp_path):
 
 def test_a_failure_of_ours_is_not_blamed_on_the_model(make_llama, tmp_path, monkeypatch):
     make_llama().to(torch.bfloat16).save_pretrained(tmp_path)
-    load = meta_model.convert_and_load_state_dict_in_model
+    load = checkpoint.convert_and_load_state_dict_in_model
 
     def fail(model, part, config):
         info, rest = load(model, {}, config)
         info.missing_keys.clear()
         return info, rest
 
-    monkeypatch.setattr(meta_model, "convert_and_load_state_dict_in_model", fail)
+    monkeypatch.setattr(checkpoint, "convert_and_load_state_dict_in_model", fail)
     with pytest.raises(ValueError, match="is in the weights, but.*give --weights device"):
         stream(tmp_path, everything_on_disk)
 

@@ -8,8 +8,8 @@ import torch
 
 import h2okv
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, MicroBatch
-from h2okv.offload.kv_tiers import CacheStore
 from h2okv.offload.meta_model import split_model
+from h2okv.offload.tiers import CacheStore
 
 CPU = torch.device("cpu")
 LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18)
@@ -89,13 +89,11 @@ def states(scheduler, model, batches, steps):
     found = []
     for batch in batches:
         for index, layer in enumerate(batch.cache.layers):
-            if scheduler.store is not None:
-                scheduler.store.load(batch.cache, index)
+            scheduler.store.load(batch.cache, index)
             entries = layer.state.entry_tensors()
             entries |= {"scores": layer.state.scores, "positions": layer.state.positions}
             found.append({name: tensor.clone() for name, tensor in entries.items()})
-            if scheduler.store is not None:
-                scheduler.store.save(batch.cache, index, is_new=True)
+            scheduler.store.save(batch.cache, index, is_new=True)
     return found
 
 

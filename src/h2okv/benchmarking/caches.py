@@ -12,11 +12,10 @@ import pickle
 import subprocess
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -49,28 +48,14 @@ class CacheSpec:
     name: str
     config: CacheConfig | None = None
 
-    @classmethod
-    def of(cls, name: str, budget: int | float | None = None, **options: Any) -> CacheSpec:
-        """Divides a budget in halves, heavy hitters and recent tokens; ``None`` holds everything.
-
-        Not `CacheConfig.from_budget`: a budget of 1.0 is measured with its slots, too.
-        """
-        if budget is None:
-            return cls(name)
-        heavy = budget / 2 if isinstance(budget, float) else budget // 2
-        return cls(name, CacheConfig(heavy=heavy, recent=budget - heavy, **options))
-
     @property
     def budget(self) -> int | float | str | None:
         """Tokens or a fraction of the prompt, its parts if they differ; ``None`` for everything."""
         if self.config is None:
             return None
         sink, heavy, recent = self.config.sink, self.config.heavy, self.config.recent
-        if (
-            type(heavy) is type(recent)
-            and abs(heavy - recent) <= isinstance(heavy, int)
-            and not sink
-        ):
+        is_halved = type(heavy) is type(recent) and abs(heavy - recent) <= isinstance(heavy, int)
+        if is_halved and not sink:
             return heavy + recent
         parts = (sink, heavy, recent) if sink else (heavy, recent)
         return "+".join(f"{100 * p:g}%" if isinstance(p, float) else str(p) for p in parts)
@@ -82,7 +67,6 @@ class CacheSpec:
 
     @property
     def label(self) -> str:
-        """See `cache_label`."""
         return cache_label(self.name, self.budget, self.kv_bits)
 
     def entries(self, context: int) -> int:
@@ -92,36 +76,36 @@ class CacheSpec:
     def runner(
         self, model: PreTrainedModel, prefill_chunk: int | None = None, compiled: bool = False
     ) -> CacheRunner:
-        """Makes the runner of this cache on a model."""
         return RUNNERS[self.name](model, self, prefill_chunk, compiled)
 
 
-class CacheRunner(ABC):
-    """One cache on a model: reads a prompt, then takes decode steps."""
+@dataclass(eq=False)
+class CacheRunner:
+    """One cache on a model: reads a prompt, then takes decode steps.
 
-    attention = "sdpa"
-    has_budget = False
-    can_compile = False
-    """Whether shapes stay as they are, so that a step can be compiled once."""
-    reads_prompt = True
-    """Whether the time of the prompt means something."""
+    This one is transformers' `DynamicCache`: everything, appended token by token.
+    """
 
-    def __init__(
-        self, model: PreTrainedModel, spec: CacheSpec, prefill_chunk: int | None, compiled: bool
-    ) -> None:
-        self.model, self.spec = model, spec
-        self.prefill_chunk, self.compiled = prefill_chunk, compiled
-        self.cache: Any = None
-        self.logits: torch.Tensor | None = None
+    model: PreTrainedModel
+    spec: CacheSpec
+    prefill_chunk: int | None
+    compiled: bool
+    cache: Any = None
+    logits: torch.Tensor | None = None
+
+    attention: ClassVar = "sdpa"
+    has_budget: ClassVar = False
+    can_compile: ClassVar = False  # whether shapes stay as they are: a step is compiled once
+    reads_prompt: ClassVar = True  # whether the time of the prompt means something
 
     @classmethod
     def obstacle(cls) -> str | None:
         """Why it cannot run here; ``None`` if it can."""
         return None
 
-    @abstractmethod
     def new_cache(self, context: int) -> Any:
         """Makes an empty cache for a prompt of so many tokens."""
+        return DynamicCache(config=self.model.config)
 
     def prepare(self, context: int) -> None:
         """Gets ready for a prompt; not timed."""
@@ -157,28 +141,15 @@ class CacheRunner(ABC):
             ).logits
 
     def release(self) -> None:
-        """Lets go of cache and logits."""
         self.cache = self.logits = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache holds now."""
         return held_bytes(self.cache)
 
 
-class _Dynamic(CacheRunner):
-    """transformers' `DynamicCache`: everything, appended token by token."""
-
-    def new_cache(self, context: int) -> Any:
-        return DynamicCache(config=self.model.config)
-
-
 class _Static(CacheRunner):
-    """transformers' `StaticCache` with as many entries as H2O holds, kept full.
-
-    It cannot evict: it reads the end of the prompt, as much as it holds, and every step overwrites
-    its last entry. Only its step is comparable.
-    """
+    """transformers' `StaticCache`, full of the prompt's end; steps overwrite its last entry."""
 
     has_budget = can_compile = True
     reads_prompt = False
@@ -251,28 +222,29 @@ class _Kvpress(CacheRunner):
     @classmethod
     def obstacle(cls) -> str | None:
         try:
-            _import_kvpress()
-        except ModuleNotFoundError as error:
-            if error.name == "kvpress":
-                return "not installed"
-            return f"installed, but needs the module {error.name}"
+            cls._package()
         except Exception as error:  # whatever another package's import may raise
-            return f"installed, but fails: {one_line(error)}"
+            is_there = getattr(error, "name", "") != "kvpress"
+            return f"installed, but fails: {one_line(error)}" if is_there else "not installed"
         return None
 
-    def new_cache(self, context: int) -> Any:
-        self.seen = 0
-        self.kept_fraction = self.spec.entries(context) / context
-        return DynamicCache(config=self.model.config)
+    @staticmethod
+    def _package() -> Any:
+        """Imports kvpress, and undoes its wrapping of every registered attention function."""
+        before = dict(ALL_ATTENTION_FUNCTIONS.items())
+        package = importlib.import_module("kvpress")
+        for name, function in before.items():
+            ALL_ATTENTION_FUNCTIONS[name] = function
+        return package
 
     def prefill(self, ids: torch.Tensor) -> None:
         # The prompt at once: blocks would be scored one by one.
-        press_class = _import_kvpress().ObservedAttentionPress
-        with press_class(compression_ratio=1 - self.kept_fraction)(self.model):
-            # kvpress 0.5 asks the attention's arguments for it; transformers made it up to 5.2.
-            places = torch.arange(ids.shape[1], device=ids.device)
-            self.logits = self.forward(ids, cache_position=places)
         self.seen = ids.shape[1]
+        ratio = 1 - self.spec.entries(self.seen) / self.seen
+        with self._package().ObservedAttentionPress(compression_ratio=ratio)(self.model):
+            # kvpress 0.5 asks the attention's arguments for it; transformers made it up to 5.2.
+            places = torch.arange(self.seen, device=ids.device)
+            self.logits = self.forward(ids, cache_position=places)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -285,21 +257,8 @@ class _Kvpress(CacheRunner):
         self.seen += 1
 
 
-def _import_kvpress() -> Any:
-    """Imports kvpress, and leaves every registered attention function as it was.
-
-    Its import wraps them all for masks of its own, which this press does not use; the other caches
-    would pay for that, and H2O's attention does not take arguments in that order.
-    """
-    before = dict(ALL_ATTENTION_FUNCTIONS.items())
-    package = importlib.import_module("kvpress")
-    for name, function in before.items():
-        ALL_ATTENTION_FUNCTIONS[name] = function
-    return package
-
-
 RUNNERS: dict[str, type[CacheRunner]] = {
-    "dynamic": _Dynamic,
+    "dynamic": CacheRunner,
     "static": _Static,
     "quantized": _Quantized,
     "h2o": _H2O,
@@ -371,26 +330,29 @@ def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
 
 
 def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | None:
-    """Measures the largest memory of one cache; ``None`` where the system does not tell.
-
-    On a GPU it runs here, as torch counts that memory. On a CPU resident memory is of a whole
-    process, so that each run gets its own.
-    """
+    """The memory of a cache, on a CPU in a process of its own; ``None`` if nothing tells it."""
+    what = f"peak memory of {run.spec.label}"
     if model is not None and model.device.type == "cuda":
-        return _peak_on_gpu(run, model)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(model.device)
+        loaded = torch.cuda.memory_allocated(model.device)
+        try:
+            runner = _run(model, run)
+        except torch.OutOfMemoryError as error:
+            raise PeakRunFailedError(f"{what}: {one_line(error)}") from error
+        torch.cuda.synchronize(model.device)
+        return Peak(loaded, torch.cuda.max_memory_allocated(model.device), runner.nbytes)
     if peak_resident_bytes() is None:
         return None
-    done = subprocess.run(
-        # -P: nothing of the current folder is imported in place of an installed package.
-        [sys.executable, "-P", "-m", _CHILD],
-        input=pickle.dumps(run),
-        capture_output=True,
-    )
+    # -P: nothing of the current folder is imported in place of an installed package.
+    words = [sys.executable, "-P", "-m", _CHILD]
+    done = subprocess.run(words, input=pickle.dumps(run), capture_output=True)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         told = done.stderr.decode("utf-8", "replace").strip().splitlines()
         reason = told[-1] if told else "it was ended by the system"
-        raise PeakRunFailedError(f"peak memory of {run.spec.label}: {reason[:200]}")
+        raise PeakRunFailedError(f"{what}: {reason[:200]}")
     return Peak(**json.loads(lines[-1]))
 
 
@@ -417,21 +379,6 @@ def _peak_in_this_process(run: PeakRun) -> Peak:
     loaded = resident_bytes() or 0
     runner = _run(model, run)
     return Peak(loaded, peak_resident_bytes() or 0, runner.nbytes)
-
-
-def _peak_on_gpu(run: PeakRun, model: PreTrainedModel) -> Peak:
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(model.device)
-    loaded = torch.cuda.memory_allocated(model.device)
-    try:
-        runner = _run(model, run)
-    except torch.OutOfMemoryError as error:
-        raise PeakRunFailedError(f"peak memory of {run.spec.label}: {one_line(error)}") from error
-    torch.cuda.synchronize(model.device)
-    peak = Peak(loaded, torch.cuda.max_memory_allocated(model.device), runner.nbytes)
-    runner.release()
-    return peak
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""Prefill, decode step and memory of several caches, measured in turn on the same prompts."""
+"""Prefill, decode step and memory of several caches, and the largest batch that a memory holds.
+
+Throughput by larger batches is the way in which the paper (arXiv 2306.14048, section 5.2) turns a
+smaller cache into speed.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,12 +32,12 @@ from h2okv.benchmarking.caches import (
 from h2okv.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.validation import check_kv_bits
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import check_least
+from h2okv.engine.memory import available_bytes
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
-from h2okv.records import Row
+from h2okv.records import Row, unknown_name
 
 _OWN = ("dynamic", "static", "h2o")
 """A failure of these ends the run; one in another package's cache ends that cache alone."""
@@ -39,11 +45,7 @@ _OWN = ("dynamic", "static", "h2o")
 
 @dataclass(frozen=True)
 class Settings:
-    """The combinations to measure, and how; the fields are options of `h2okv bench`.
-
-    ``steps`` are the decode steps of one turn, whose mean is one sample; ``h2o`` runs once more for
-    each of ``kv_bits``.
-    """
+    """The combinations to measure, and how; the fields are options of `h2okv bench`."""
 
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -52,11 +54,11 @@ class Settings:
     dtypes: tuple[torch.dtype, ...]
     positions: Positions = "original"
     rounds: int = 5
-    steps: int = 8
+    steps: int = 8  # of one turn, whose mean is one sample
     prefill_chunk: int | None = None
     peak: bool = True
     compiled: bool = False
-    kv_bits: tuple[int, ...] = ()
+    kv_bits: tuple[int, ...] = ()  # h2o runs once more for each
 
     def __post_init__(self) -> None:
         lists = {
@@ -68,24 +70,14 @@ class Settings:
                 raise ValueError(f"--{option} names nothing; give at least one value")
             if len(set(values)) != len(values):
                 raise ValueError(f"--{option} names a value twice; give each once")
-        chunk = () if self.prefill_chunk is None else (self.prefill_chunk,)
-        for option, numbers, least in (
-            ("rounds", (self.rounds,), 1), ("steps", (self.steps,), 1), ("prefill-chunk", chunk, 1),
-            ("contexts", self.contexts, 8), ("batches", self.batches, 1),
-        ):  # fmt: skip
-            for number in numbers:
-                check_least(least, **{option: number})
+        check_least(rounds=self.rounds, steps=self.steps, prefill_chunk=self.prefill_chunk)
+        check_least(8, contexts=min(self.contexts))
+        check_least(batches=min(self.batches))
         if any(config.is_full for config in self.configs):
-            raise ValueError(
-                "--budget full has no meaning here; --caches dynamic is the full cache"
-            )
-        for bits in self.kv_bits:
-            check_kv_bits(bits)
+            raise ValueError("--budget full is no budget; --caches dynamic is the full cache")
         for name in self.caches:
             if name not in RUNNERS:
-                raise ValueError(
-                    f"--caches: {name!r} is not known; choose from {', '.join(RUNNERS)}"
-                )
+                raise unknown_name("--caches", name, RUNNERS)
         if self.kv_bits and "h2o" not in self.caches:
             raise ValueError("--kv-bits is about h2o; name it among the --caches, or leave it out")
         if self.positions not in ("original", "rolling"):
@@ -127,29 +119,27 @@ class Settings:
         # Quantised baselines are smaller than this by an amount that depends on their packing.
         whole = [spec for spec in self.specs() if spec.name != "quantized"]
         sizes = [footprint.cache_bytes(spec, batch, context) for spec in whole]
+        weights = footprint.weight_bytes
         reading = footprint.prefill_bytes(batch, min(context, self.prefill_chunk or context))
         if "kvpress" in self.caches:
             # Eager attention makes the T x T matrix of a layer, in fp32 at that.
             reading = max(reading, batch * footprint.memory().num_heads * context**2 * 4)
-        together = footprint.weight_bytes + sum(sizes) + reading
-        if not (self.peak and second_process):
-            return together
-        return max(together, 2 * footprint.weight_bytes + max(sizes, default=0) + reading)
+        apart = 2 * weights + max(sizes, default=0) if self.peak and second_process else 0
+        return max(weights + sum(sizes), apart) + reading
 
     def check_fits(
         self, footprint: Footprint, available: int | None, second_process: bool = False
     ) -> None:
         """Refuses what cannot fit, before anything is allocated."""
-        for context in self.contexts:
-            for batch in self.batches:
-                needed = self.needed_bytes(footprint, batch, context, second_process)
-                if available is not None and needed > available:
-                    raise ValueError(
-                        f"--contexts {context} with --batches {batch} needs at least {needed} bytes"
-                        f" ({needed / 2**30:.1f} GiB: weights, caches and one block of the prompt),"
-                        f" and {available} bytes ({available / 2**30:.1f} GiB) are available; give"
-                        " fewer --layers, a smaller batch or context, or fewer --caches"
-                    )
+        for context, batch in product(self.contexts, self.batches):
+            needed = self.needed_bytes(footprint, batch, context, second_process)
+            if available is not None and needed > available:
+                raise ValueError(
+                    f"--contexts {context} with --batches {batch} needs at least {needed} bytes"
+                    f" ({needed / 2**30:.1f} GiB: weights, caches and one block of the prompt),"
+                    f" and {available} bytes ({available / 2**30:.1f} GiB) are available; give"
+                    " fewer --layers, a smaller batch or context, or fewer --caches"
+                )
 
 
 _BATCH, _PROMPT, _STEPS = 2, 96, 8
@@ -165,13 +155,11 @@ class CheckFailedError(Exception):
 def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
     """Holds H2O to full attention and to its masking simulation, on a small prompt.
 
-    ``options`` are those of `H2OCache`; the model's attention implementation is mutated. Returns
-    ``full_error``, the largest difference of logits between a cache with K >= length and full
-    attention, relative to the largest logit (of packed entries, which round, and a full cache that
-    rounds alike); ``drop_error``, that between dropping and masking, ``None`` in half precision,
-    where two right results part by rounding; ``kept_difference``, the fraction of the entries kept
-    by dropping that masking does not keep, in half precision of the first layer alone, whose input
-    is the same for both.
+    ``options`` are those of `H2OCache`. Returns ``full_error``, the largest difference of logits
+    between a cache with K >= length and full attention, relative to the largest logit;
+    ``drop_error``, that between dropping and masking, ``None`` in half precision, where two right
+    results part by rounding; ``kept_difference``, the fraction of the entries kept by dropping that
+    masking does not keep, in half precision of the first layer, whose input is the same for both.
     """
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
@@ -190,7 +178,16 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     largest = full.abs().max()
     error = float((whole - full).abs().max() / largest)
     drop_error = float((dropped - masked).abs().max() / largest)
-    difference = _kept_difference(dropping, masking, first_layer_only=is_half)
+    # The entries that one cache keeps and the other one does not, by layer and head.
+    kept = differing = 0
+    evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
+    for layer_idx in evicting[: 1 if is_half else None]:
+        pair = (cache.kept_positions(layer_idx).flatten(0, 1) for cache in (dropping, masking))
+        for own, other in zip(*pair, strict=True):
+            held, wanted = (set(positions[positions >= 0].tolist()) for positions in (own, other))
+            kept += len(wanted)
+            differing += max(len(held - wanted), len(wanted - held))
+    difference = differing / kept
     limit = _LARGEST_ERROR[is_half]
     for what, found, largest_right in (
         ("with K >= length it differs from full attention", error, limit),
@@ -221,21 +218,6 @@ def _logits(
     return torch.cat(outputs, dim=1).float()
 
 
-def _kept_difference(
-    dropping: h2okv.H2OCache, masking: h2okv.H2OCache, first_layer_only: bool
-) -> float:
-    """Fraction of what one cache keeps that the other one does not."""
-    kept = differing = 0
-    evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
-    for layer_idx in evicting[: 1 if first_layer_only else None]:
-        real, expected = (cache.kept_positions(layer_idx) for cache in (dropping, masking))
-        for own, other in zip(real.flatten(0, 1), expected.flatten(0, 1), strict=True):
-            held, wanted = (set(positions[positions >= 0].tolist()) for positions in (own, other))
-            kept += len(wanted)
-            differing += max(len(held - wanted), len(wanted - held))
-    return differing / kept
-
-
 COLUMNS = (
     "model", "dtype", "positions", "context", "batch", "budget", "cache", "kv_bits", "status",
     "rounds", "steps", "prefill_chunk", "compiled", "entries", "cache_bytes", "weight_bytes",
@@ -243,25 +225,18 @@ COLUMNS = (
     *triple("prefill_ratio"), *triple("speedup"), "limit", "share", "step_bytes", "achieved",
     "bandwidth",
 )  # fmt: skip
-"""What is told of one cache in one combination, ``None`` where nothing was measured.
-
-Times are in seconds, sizes in bytes; docs/benchmarking.md says what each column is.
-"""
+"""What is told of one cache in one combination; docs/benchmarking.md says what each column is."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A model of one dtype, its checks passed, and what is wanted of it.
+    """A model of one dtype, its checks passed, and what is wanted of it."""
 
-    The model's attention implementation is mutated. ``source`` tells another process how to build
-    it, and ``report`` hears what was done, as often as ``count_units`` says.
-    """
-
-    model: PreTrainedModel
-    source: ModelSource
+    model: PreTrainedModel  # its attention implementation is mutated
+    source: ModelSource  # how another process builds it
     footprint: Footprint
     settings: Settings
-    report: Callable[[str], None]
+    report: Callable[[str], None]  # hears what was done, as often as ``count_units`` says
 
     def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
         """The columns that say what ran, and how."""
@@ -275,12 +250,16 @@ class Bench:
         }  # fmt: skip
 
     def peak(self, spec: CacheSpec, context: int, batch: int) -> Peak | None:
-        """Measures the memory of one cache."""
         run = PeakRun(
             self.source, self.model.dtype, self.model.device, torch.get_num_threads(), spec,
             context, batch, prefill_chunk=self.settings.prefill_chunk,
         )  # fmt: skip
         return measure_peak(run, self.model)
+
+    def time_prompt(self, runner: CacheRunner, ids: torch.Tensor) -> float:
+        """Seconds that reading a prompt takes."""
+        runner.prepare(ids.shape[1])
+        return Clock(ids.device).seconds(partial(runner.prefill, ids))
 
     def time_steps(self, runner: CacheRunner, token: torch.Tensor) -> float:
         """Seconds of one decode step: the mean of one turn."""
@@ -320,102 +299,76 @@ class Comparison(Bench):
         return combinations * (2 * settings.rounds * len(able) + peaks)
 
     def rows(self) -> Iterator[Row]:
-        """Measures all combinations; a combination's rows come when it is done."""
-        for context in self.settings.contexts:
-            for batch in self.settings.batches:
-                yield from self._combination(context, batch)
-
-    def _combination(self, context: int, batch: int) -> Iterator[Row]:
         settings = self.settings
         specs = settings.specs()
         obstacles = {spec: RUNNERS[spec.name].obstacle() for spec in specs}
-        runners = [
-            spec.runner(self.model, settings.prefill_chunk, settings.compiled)
-            for spec in specs
-            if obstacles[spec] is None
-        ]
-        if settings.compiled:
-            torch.compiler.reset()  # what was compiled for other shapes
-        with static_shapes():
-            samples = self._time(runners, context, batch)
-        for runner in runners:
-            runner.release()
-        gc.collect()
-        for spec in specs:
-            status = obstacles[spec] or samples[spec].failure
-            row = dict.fromkeys(COLUMNS) | self.described(spec, context)
-            row |= {"batch": batch, "status": status or "ok", "bandwidth": self.bandwidth}
-            row["weight_bytes"] = self.footprint.step_weight_bytes
-            yield row if status else row | self._figures(spec, context, batch, samples)
+        able = [spec for spec in specs if obstacles[spec] is None]
+        for context, batch in product(settings.contexts, settings.batches):
+            if settings.compiled:
+                torch.compiler.reset()  # what was compiled for other shapes
+            chunk, compiled = settings.prefill_chunk, settings.compiled
+            runners = [spec.runner(self.model, chunk, compiled) for spec in able]
+            with static_shapes():
+                samples = self._time(runners, context, batch)
+            for runner in runners:
+                runner.release()
+            gc.collect()
+            for spec in specs:
+                status = obstacles[spec] or samples[spec].failure
+                row = dict.fromkeys(COLUMNS) | self.described(spec, context)
+                row |= {"batch": batch, "status": status or "ok", "bandwidth": self.bandwidth}
+                row["weight_bytes"] = self.footprint.step_weight_bytes
+                yield row if status else row | self._figures(spec, context, batch, samples)
 
     def _time(
         self, runners: list[CacheRunner], context: int, batch: int
     ) -> dict[CacheSpec, _Samples]:
         """Times prompts, then steps on the caches of the last prompts."""
-        ids = prompt_ids(self.model, batch, context)
+        settings, ids = self.settings, prompt_ids(self.model, batch, context)
         samples = {runner.spec: _Samples() for runner in runners}
-        for runner in runners:
-            # The first forward of a kind finds algorithms and scratch memory; it does not count.
-            self._guard(self._warm_up, runner, ids, samples[runner.spec])
-        for turn, name in ((self._prefill, "prompt"), (self._decode, "decode")):
-            for _, runner in interleaved(runners, self.settings.rounds):
-                self._guard(turn, runner, ids, samples[runner.spec])
-                self.report(f"{context} x {batch}: {name}, {runner.spec.label}")
+        for name, rounds in (("", 1), ("prompt", settings.rounds), ("decode", settings.rounds)):
+            for _, runner in interleaved(runners, rounds):
+                own = samples[runner.spec]
+                try:
+                    if not own.failure:
+                        self._turn(name, runner, ids, own)
+                except Exception as error:
+                    if runner.spec.name in _OWN:
+                        raise
+                    own.failure = f"failed: {one_line(error)}"
+                    runner.release()
+                if name:
+                    self.report(f"{context} x {batch}: {name}, {runner.spec.label}")
         return samples
 
-    def _guard(
-        self,
-        turn: Callable[[CacheRunner, torch.Tensor, _Samples], None],
-        runner: CacheRunner,
-        ids: torch.Tensor,
-        samples: _Samples,
-    ) -> None:
-        """Runs a turn; what fails in another package's cache ends that cache alone."""
-        if samples.failure:
-            return
-        try:
-            turn(runner, ids, samples)
-        except Exception as error:
-            if runner.spec.name in _OWN:
-                raise
-            samples.failure = f"failed: {one_line(error)}"
+    def _turn(self, name: str, runner: CacheRunner, ids: torch.Tensor, samples: _Samples) -> None:
+        if name == "prompt":
+            seconds = self.time_prompt(runner, ids)
+            samples.prefill += [seconds] if runner.reads_prompt else []
+        elif name == "decode":
+            samples.decode.append(self.time_steps(runner, ids[:, :1]))
+            samples.cache_bytes = runner.nbytes
+        else:
+            # The first forward of a kind finds algorithms and scratch memory; it does not count.
+            self.time_prompt(runner, ids[:, :64])
+            if not self.settings.compiled:  # a compiled step would be one for this short prompt
+                with runner.decoding():
+                    runner.step(ids[:, :1])
             runner.release()
-
-    def _warm_up(self, runner: CacheRunner, ids: torch.Tensor, _: _Samples) -> None:
-        short = ids[:, :64]
-        runner.prepare(short.shape[1])
-        runner.prefill(short)
-        if not self.settings.compiled:  # a compiled step would be one for this short prompt
-            with runner.decoding():
-                runner.step(ids[:, :1])
-        runner.release()
-
-    def _prefill(self, runner: CacheRunner, ids: torch.Tensor, samples: _Samples) -> None:
-        runner.prepare(ids.shape[1])
-        seconds = Clock(self.model.device).seconds(lambda: runner.prefill(ids))
-        if runner.reads_prompt:
-            samples.prefill.append(seconds)
-
-    def _decode(self, runner: CacheRunner, ids: torch.Tensor, samples: _Samples) -> None:
-        samples.decode.append(self.time_steps(runner, ids[:, :1]))
-        samples.cache_bytes = runner.nbytes
 
     def _figures(
         self, spec: CacheSpec, context: int, batch: int, samples: dict[CacheSpec, _Samples]
     ) -> dict[str, Any]:
         own, entries, peak = samples[spec], spec.entries(context), None
         if self.settings.peak and own.prefill:
-            try:
+            with suppress(PeakRunFailedError):  # an empty cell; the times stand
                 peak = self.peak(spec, context, batch)
-            except PeakRunFailedError:
-                peak = None  # an empty cell; the times stand
             self.report(f"{context} x {batch}: memory, {spec.label}")
-        # Bytes of its cache that a step must read.
-        if spec.name == "quantized":
-            read = own.cache_bytes  # how it packs is its own affair
-        elif spec.name == "h2o":
+        # Bytes of its cache that a step must read; how "quantized" packs is its own affair.
+        read = own.cache_bytes
+        if spec.name == "h2o":
             read = self.footprint.h2o_bytes(batch, entries, context, spec.kv_bits)
-        else:
+        elif spec.name != "quantized":
             read = self.footprint.full_bytes(batch, entries)
         weights = self.footprint.step_weight_bytes
         limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), read)
@@ -440,11 +393,163 @@ class Comparison(Bench):
         return values
 
 
+_MOST_CORRECTIONS = 3
+
+
+@dataclass(frozen=True)
+class BatchMemory:
+    """Memory by batch: ``weight + runtime + constant + batch * (cache + activation)``, in bytes.
+
+    Weights and a sequence's cache are known; what is held beside the weights (runtime), and what a
+    forward needs for any batch (constant) and for each sequence (activation), is measured.
+    """
+
+    weight: int
+    runtime: int
+    constant: int
+    cache: int
+    activation: int
+
+    @classmethod
+    def of_peaks(cls, weights: int, cache: int, peaks: dict[int, Peak]) -> BatchMemory:
+        """Finds the measured parts from the peaks of the smallest and the largest batch."""
+        few, many = min(peaks), max(peaks)
+        slope = (peaks[many].peak - peaks[few].peak) / (many - few)
+        activation = max(0, round(slope) - cache)
+        runtime = max(0, peaks[few].loaded - weights)
+        rest = peaks[few].peak - peaks[few].loaded - few * (cache + activation)
+        return cls(weights, runtime, max(0, rest), cache, activation)
+
+    def bytes(self, batch: int) -> int:
+        fixed = self.weight + self.runtime + self.constant
+        return fixed + batch * (self.cache + self.activation)
+
+    def largest_batch(self, memory: int) -> int:
+        """The largest batch that fits; 0 if not even one sequence does."""
+        return max(0, (memory - self.bytes(0)) // max(1, self.cache + self.activation))
+
+
+MAX_BATCH_COLUMNS = (
+    "model", "dtype", "positions", "context", "budget", "cache", "kv_bits", "rounds", "steps",
+    "prefill_chunk", "compiled", "memory_bytes", "weight_bytes", "runtime_bytes", "constant_bytes",
+    "cache_bytes", "activation_bytes", "max_batch", "is_verified", "peak_bytes", "run_batch",
+    *triple("prefill"), *triple("decode"), "tokens_per_second", *triple("throughput_ratio"),
+)  # fmt: skip
+"""What is told of one cache, budget, context and dtype; see docs/benchmarking.md."""
+
+
+@dataclass
+class _Candidate:
+    """One cache, how large a batch it may have, and its samples."""
+
+    spec: CacheSpec
+    memory: BatchMemory
+    max_batch: int
+    run_batch: int
+    peaks: dict[int, Peak]
+    is_verified: bool
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MaxBatch(Bench):
+    """Finds the largest batches; of the settings, batches and caches are not read."""
+
+    memory: int  # bytes for everything
+    max_run_batch: int  # larger batches are not really run
+
+    @staticmethod
+    def specs(settings: Settings) -> list[CacheSpec]:
+        return replace(settings, caches=("dynamic", "h2o")).specs()
+
+    @classmethod
+    def count_units(cls, settings: Settings) -> int:
+        """How often one dtype reports, about."""
+        return len(settings.contexts) * len(cls.specs(settings)) * (3 + settings.rounds)
+
+    def rows(self) -> Iterator[Row]:
+        settings = self.settings
+        for context in settings.contexts:
+            candidates = [self._candidate(spec, context) for spec in self.specs(settings)]
+            runnable = [candidate for candidate in candidates if candidate.run_batch]
+            for _, own in interleaved(runnable, settings.rounds):
+                ids = prompt_ids(self.model, own.run_batch, context)
+                runner = own.spec.runner(self.model, settings.prefill_chunk, settings.compiled)
+                own.prefill.append(self.time_prompt(runner, ids))
+                with static_shapes():
+                    own.decode.append(self.time_steps(runner, ids[:, :1]))
+                runner.release()  # the caches of two of them do not fit at once
+                self.report(f"{context}: batch {own.run_batch}, {own.spec.label}")
+            for candidate in candidates:
+                yield self._row(candidate, candidates[0], context)
+
+    def _candidate(self, spec: CacheSpec, context: int) -> _Candidate:
+        """Finds the largest batch by arithmetic, and corrects it by running it."""
+        cache = self.footprint.cache_bytes(spec, 1, context)
+        weights = self.footprint.weight_bytes
+        peaks = {batch: self._peak(spec, context, batch) for batch in (1, 2)}
+        memory = BatchMemory.of_peaks(weights, cache, peaks)
+        largest = memory.largest_batch(self.memory)
+        for _ in range(_MOST_CORRECTIONS):
+            runnable = 0 < largest <= self.max_run_batch and self._has_room(memory, largest)
+            if largest in peaks or not runnable:
+                break
+            try:
+                peaks[largest] = self._peak(spec, context, largest)
+            except PeakRunFailedError:
+                break
+            # One and two sequences make a short line; a longer one predicts better. What it says
+            # is moved to where the measurements leave it.
+            memory = BatchMemory.of_peaks(weights, cache, peaks)
+            fitting = [batch for batch, peak in peaks.items() if peak.peak <= self.memory]
+            above = [batch - 1 for batch in peaks if batch not in fitting]
+            largest = min([max([memory.largest_batch(self.memory), *fitting]), *above])
+        else:
+            # The line and the measurements do not meet: the largest that did fit.
+            largest = max((b for b, p in peaks.items() if p.peak <= self.memory), default=0)
+        verified = largest in peaks and peaks[largest].peak <= self.memory
+        run = min(largest, self.max_run_batch)
+        while run and not self._has_room(memory, run):
+            run //= 2
+        return _Candidate(spec, memory, largest, run, peaks, verified)
+
+    def _has_room(self, memory: BatchMemory, batch: int) -> bool:
+        """Whether this machine, the model loaded here too, can run a batch."""
+        available = available_bytes(self.model.device)
+        own = memory.weight if self.model.device.type == "cpu" else 0
+        return available is None or memory.bytes(batch) - memory.weight + own <= available
+
+    def _peak(self, spec: CacheSpec, context: int, batch: int) -> Peak:
+        peak = self.peak(spec, context, batch)
+        self.report(f"{context}: memory of batch {batch}, {spec.label}")
+        if peak is None:
+            raise ValueError(
+                "this system does not tell a process's memory, which --max-batch needs; use Linux,"
+                " or a GPU"
+            )
+        return peak
+
+    def _row(self, own: _Candidate, full: _Candidate, context: int) -> Row:
+        peak = own.peaks.get(own.run_batch)
+        row: dict[str, Any] = dict.fromkeys(MAX_BATCH_COLUMNS) | self.described(own.spec, context)
+        row |= {f"{name}_bytes": value for name, value in asdict(own.memory).items()}
+        row |= {name: getattr(own, name) for name in ("max_batch", "is_verified", "run_batch")}
+        row |= {"memory_bytes": self.memory, "peak_bytes": peak and peak.peak}
+        row |= quartiles("prefill", own.prefill) | quartiles("decode", own.decode)
+        if own.decode:
+            row["tokens_per_second"] = own.run_batch / row["decode"]
+        if own.decode and full.decode:
+            speeds, full_speeds = ([c.run_batch / s for s in c.decode] for c in (own, full))
+            row |= quartiles("throughput_ratio", ratios(speeds, full_speeds))
+        return row
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def static_shapes() -> AbstractContextManager[Any]:
-    """Compiles every new size for itself, as the first one in a process is, not for any size."""
+    """Compiles every new size for itself, as the first one in a process is."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)

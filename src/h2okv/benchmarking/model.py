@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,129 +24,45 @@ from h2okv.integration.loading import describe, load_weights
 if TYPE_CHECKING:
     from h2okv.benchmarking.caches import CacheSpec
 
+# The names of the sizes in --shape, and in a model's config.
+_SIZES = {
+    "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate": "intermediate_size",
+    "vocab": "vocab_size", "window": "max_position_embeddings", "tied": "tie_word_embeddings",
+}  # fmt: skip
 _REQUIRED = ("hidden", "layers", "heads", "intermediate", "vocab")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the time of a step depends on; the weights themselves are random.
-
-    ``window`` is the context window, ``tied`` is 1 if the head is the embedding table, and
-    ``family`` is ``"llama"``, or ``"qwen2"`` with biases on queries, keys and values.
-    """
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    window: int = 131_072
-    tied: int = 0
-    family: str = "llama"
-
-    def __post_init__(self) -> None:
-        for name in (*_REQUIRED, "kv_heads", "head_dim", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} in --shape is below 1; give more")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads={self.heads} in --shape is not a multiple of kv_heads={self.kv_heads};"
-                " every KV head serves as many query heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} in --shape is odd; RoPE rotates pairs")
-        if self.tied not in (0, 1):
-            raise ValueError(f"tied={self.tied} in --shape is neither 0 nor 1")
-
-    def config(self) -> PreTrainedConfig:
-        """Makes the config of a model of this shape."""
-        kind: Any = Qwen2Config if self.family == "qwen2" else LlamaConfig
-        return kind(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocab,
-            max_position_embeddings=self.window,
-            tie_word_embeddings=bool(self.tied),
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-
-
 # The figures of the config.json beside each model card: meta-llama/Meta-Llama-3-8B,
 # meta-llama/Llama-3.1-8B, meta-llama/Llama-3.2-1B, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-7B.
 # "small" has the sizes of GPT-2 (12 layers, hidden 768) in a Llama.
-_SHAPES = (
-    Shape("llama-3-8b", 4096, 32, 32, 8, 128, 14336, 128_256, window=8192),
-    Shape("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128_256),
-    Shape("llama-3.2-1b", 2048, 16, 32, 8, 64, 8192, 128_256, tied=1),
-    Shape("llama-2-7b", 4096, 32, 32, 32, 128, 11008, 32_000, window=4096),
-    Shape("qwen2.5-7b", 3584, 28, 28, 4, 128, 18944, 152_064, family="qwen2"),
-    Shape("small", 768, 12, 12, 12, 64, 3072, 32_000, window=32_768),
-)
-SHAPES = {shape.name: shape for shape in _SHAPES}
-"""The shapes that have a name."""
-
-
-def parse_shape(text: str, layers: int | None = None) -> Shape:
-    """Reads a shape: a name, sizes such as ``hidden=768``, or both; ``layers`` cuts the depth."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    base = None
-    if parts and "=" not in parts[0]:
-        base = SHAPES.get(parts.pop(0).lower())
-        if base is None:
-            raise ValueError(
-                f"--shape {text!r} is not known; choose from {', '.join(SHAPES)}, or give sizes"
-                " such as hidden=768,layers=12,heads=12,intermediate=3072,vocab=32000"
-            )
-    sizes: dict[str, Any] = dict(_size(part) for part in parts)
-    if layers is not None:
-        known = sizes.get("layers", base.layers if base else layers)
-        if not 1 <= layers <= known:
-            raise ValueError(
-                f"--layers {layers} is out of range; it cuts the shape's {known}, so give 1 to that"
-            )
-        sizes["layers"] = layers
-    if base is None:
-        missing = [name for name in _REQUIRED if name not in sizes]
-        if missing:
-            raise ValueError(f"--shape {text!r} lacks {', '.join(missing)}; add {missing[0]}=..")
-        sizes.setdefault("kv_heads", sizes["heads"])
-        sizes.setdefault("head_dim", sizes["hidden"] // max(1, sizes["heads"]))
-    told = ",".join(f"{name}={value}" for name, value in sizes.items())
-    if base is None:
-        return Shape(name=told, **sizes)
-    return replace(base, **sizes, name=f"{base.name},{told}" if told else base.name)
-
-
-def _size(part: str) -> tuple[str, int]:
-    name, _, value = (word.strip() for word in part.partition("="))
-    known = [field.name for field in fields(Shape) if field.name not in ("name", "family")]
-    if name not in known:
-        raise ValueError(f"{name!r} in --shape is not a size; choose from {', '.join(known)}")
-    try:
-        return name, int(value)
-    except ValueError:
-        raise ValueError(f"{name}={value!r} in --shape is not a whole number") from None
+SHAPES: dict[str, tuple[int, ...]] = {
+    "llama-3-8b": (4096, 32, 32, 8, 128, 14336, 128_256, 8192),
+    "llama-3.1-8b": (4096, 32, 32, 8, 128, 14336, 128_256),
+    "llama-3.2-1b": (2048, 16, 32, 8, 64, 8192, 128_256, 131_072, 1),
+    "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32_000, 4096),
+    "qwen2.5-7b": (3584, 28, 28, 4, 128, 18944, 152_064),
+    "small": (768, 12, 12, 12, 64, 3072, 32_000, 32_768),
+}
+"""The shapes that have a name: their sizes in order, up to the last that is not the usual one."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that another process builds with the same weights: by its name, or of a shape."""
+    """A model that another process builds with the same weights: by its name, or of a shape.
+
+    What the time of a step depends on are the sizes; the weights themselves are random.
+    """
 
     name: str
-    shape: Shape | None = None
+    shape: Mapping[str, int] | None = None  # sizes by name; head and embeddings can be ``tied``
 
     def config(self) -> PreTrainedConfig:
-        """Returns the model's config."""
-        return describe(self.name).config if self.shape is None else self.shape.config()
+        if self.shape is None:
+            return describe(self.name).config
+        # Qwen2 has biases on queries, keys and values.
+        kind: Any = Qwen2Config if self.name.startswith("qwen2") else LlamaConfig
+        sizes: dict[str, Any] = {_SIZES[name]: size for name, size in self.shape.items()}
+        sizes["tie_word_embeddings"] = bool(self.shape["tied"])
+        return kind(**sizes, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 
     def build(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Makes the model in evaluation mode, directly in its dtype and on its device."""
@@ -155,6 +72,55 @@ class ModelSource:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
         return model.eval()
+
+
+def parse_shape(text: str, layers: int | None = None) -> ModelSource:
+    """Reads a shape: a name, sizes such as ``hidden=768``, or both; ``layers`` cuts the depth."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    base = parts.pop(0).lower() if parts and "=" not in parts[0] else ""
+    if base and base not in SHAPES:
+        raise ValueError(
+            f"--shape {text!r} is not known; choose from {', '.join(SHAPES)}, or give sizes such"
+            " as hidden=768,layers=12,heads=12,intermediate=3072,vocab=32000"
+        )
+    given: dict[str, int] = {}
+    for part in parts:
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in _SIZES:
+            raise ValueError(f"{name!r} in --shape is not a size; choose from {', '.join(_SIZES)}")
+        try:
+            given[name] = int(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r} in --shape is not a whole number") from None
+    known = dict(zip(_SIZES, SHAPES.get(base, ()), strict=False)) | given
+    if layers is not None:
+        depth = known.get("layers", layers)
+        if not 1 <= layers <= depth:
+            raise ValueError(
+                f"--layers {layers} is out of range; it cuts the shape's {depth}, so give 1 to that"
+            )
+        known["layers"] = given["layers"] = layers
+    missing = [name for name in _REQUIRED if name not in known]
+    if missing:
+        raise ValueError(f"--shape {text!r} lacks {', '.join(missing)}; add {missing[0]}=..")
+    if not base:
+        given.setdefault("kv_heads", given["heads"])
+        given.setdefault("head_dim", given["hidden"] // max(1, given["heads"]))
+    sizes = {"window": 131_072, "tied": 0} | known | given
+    for name, size in sizes.items():
+        if name != "tied" and size < 1:
+            raise ValueError(f"{name}={size} in --shape is below 1; give more")
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ValueError(
+            f"heads={sizes['heads']} in --shape is not a multiple of kv_heads={sizes['kv_heads']};"
+            " every KV head serves as many query heads"
+        )
+    if sizes["head_dim"] % 2:
+        raise ValueError(f"head_dim={sizes['head_dim']} in --shape is odd; RoPE rotates pairs")
+    if sizes["tied"] not in (0, 1):
+        raise ValueError(f"tied={sizes['tied']} in --shape is neither 0 nor 1")
+    told = (f"{name}={value}" for name, value in given.items())
+    return ModelSource(",".join(filter(None, (base, *told))), sizes)
 
 
 @dataclass(frozen=True)
@@ -177,15 +143,11 @@ class Footprint:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @cached_property
     def step_weight_bytes(self) -> int:
-        """``W``, the weights that a decode step reads: all but the rows of embedding tables.
-
-        A head that is tied to the table counts once, and all experts of a mixture count.
-        """
+        """``W``, the weights that a step reads: all, tied ones once, but embedding tables."""
         head = self._model.get_output_embeddings()
         tables = {
             id(module.weight): module.weight.nbytes
@@ -229,8 +191,7 @@ class Footprint:
 def speedup_limit(weight_bytes: int, full_bytes: int, own_bytes: int) -> float:
     """How many times as fast as the full cache a step can be if reading bytes is all that counts.
 
-    A decode step reads the weights once for the whole batch and every sequence's cache once:
-    ``(W + B n e) / (W + B K e')``, where ``e'`` of H2O includes an entry's score and position.
+    That is ``(W + B n e) / (W + B K e')``, where ``e'`` of H2O includes score and position.
     """
     if min(weight_bytes, full_bytes, own_bytes) < 0 or weight_bytes + own_bytes == 0:
         raise ValueError(

@@ -15,13 +15,11 @@ from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
 from h2okv.records import Row
 
 _T = TypeVar("_T")
+POINTS = ("_p50", "_p95", "_p99")  # the columns of a distribution, behind its name
 
 
 def interleaved(items: Sequence[_T], rounds: int) -> Iterator[tuple[int, _T]]:
-    """Gives all items in every round, so that a slow moment of the machine hits all of them.
-
-    The order is reversed in every other round: none always runs in another one's warm cache.
-    """
+    """Gives all items in every round, backwards in every other one: none is favoured."""
     for number in range(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield number, item
@@ -44,7 +42,7 @@ def percentiles(name: str, values: Iterable[float | None]) -> dict[str, Any]:
     """Three points of a distribution, as columns; of the values that are there."""
     there = [value for value in values if value is not None]
     points = numpy.quantile(there, (0.5, 0.95, 0.99)).tolist() if there else (None,) * 3
-    return dict(zip(triple(name, "_p50", "_p95", "_p99"), points, strict=True))
+    return dict(zip(triple(name, *POINTS), points, strict=True))
 
 
 def triple(name: str, *ends: str) -> tuple[str, ...]:
@@ -70,7 +68,7 @@ def _spread(column: str) -> Cell:
 
 def _points(column: str, factor: float) -> Cell:
     def cell(row: Row) -> str:
-        points = [row[name] for name in triple(column, "_p50", "_p95", "_p99")]
+        points = [row[name] for name in triple(column, *POINTS)]
         if points[0] is None:
             return _NONE
         scaled = [factor * point for point in points]
@@ -167,10 +165,9 @@ def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] =
 
 
 def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
-    """Draws the time of a decode step by context, a panel for each dtype and batch.
+    """Draws the time of a decode step by context, with quartiles, a panel for each dtype and batch.
 
-    Points are medians with quartiles. The dashed line of the same colour is the limit: the bytes
-    that the step must read over the bandwidth measured in the run.
+    The dashed line of the same colour is the limit: the bytes to read over the bandwidth measured.
     """
     timed = [row for row in rows if row["decode"] is not None]
     panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))

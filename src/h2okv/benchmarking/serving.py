@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import torch
@@ -49,17 +49,13 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Server:
-    """A server to measure: one that runs at a URL, or one that a command line starts.
-
-    ``{port}`` in a word becomes the port; ``model`` is the name that requests must give, ``None``
-    if the server tells; ``options`` are remarks on how it was set up.
-    """
+    """A server to measure: one that runs at a URL, or one that a command line starts."""
 
     name: str
     url: str = ""
-    words: tuple[str, ...] = ()
-    model: str | None = None
-    options: str = ""
+    words: tuple[str, ...] = ()  # "{port}" in one becomes the port
+    model: str | None = None  # the name that requests must give; None if the server tells
+    options: str = ""  # remarks on how it was set up
 
     @asynccontextmanager
     async def running(self, patience: float = 180.0) -> AsyncIterator[tuple[str, int | None]]:
@@ -80,7 +76,12 @@ class Server:
                 start_new_session=True,
             )
             try:
-                await self._answering(url, process, log, time.monotonic() + patience)
+                end = time.monotonic() + patience
+                while not await asyncio.to_thread(_is_healthy, url):
+                    code = process.poll()
+                    if code is not None or time.monotonic() > end:
+                        raise self._failure(code, log)
+                    await asyncio.sleep(0.2)
                 yield url, process.pid
             finally:
                 process.terminate()
@@ -90,25 +91,15 @@ class Server:
                     process.kill()
                     process.wait()
 
-    async def _answering(
-        self, url: str, process: subprocess.Popen[bytes], log: IO[bytes], end: float
-    ) -> None:
-        while not await asyncio.to_thread(_is_healthy, url):
-            reason = ""
-            if process.poll() is not None:
-                reason = f"ended with code {process.returncode}"
-            elif time.monotonic() > end:
-                reason = "does not answer"
-            if reason:
-                log.seek(0)
-                lines = log.read().decode("utf-8", "replace").split("\n")
-                told = [line.strip() for line in lines if line.strip()]
-                raise ValueError(
-                    f"the server {self.name!r} {reason}"
-                    f" ({' / '.join(told[-2:])[-400:] or 'it said nothing'}); start it by hand to"
-                    " see why, and give its --url"
-                )
-            await asyncio.sleep(0.2)
+    def _failure(self, code: int | None, log: IO[bytes]) -> ValueError:
+        log.seek(0)
+        lines = log.read().decode("utf-8", "replace").split("\n")
+        told = " / ".join([line.strip() for line in lines if line.strip()][-2:])[-400:]
+        reason = "does not answer" if code is None else f"ended with code {code}"
+        return ValueError(
+            f"the server {self.name!r} {reason} ({told or 'it said nothing'}); start it by hand to"
+            " see why, and give its --url"
+        )
 
 
 def free_port() -> int:
@@ -122,7 +113,7 @@ def _is_healthy(url: str) -> bool:
     try:
         with urlopen(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
-    except (URLError, OSError, ValueError):
+    except (OSError, ValueError):
         return False
 
 
@@ -185,34 +176,27 @@ def choose_servers(
         clients = max(load.clients or load.requests for load in loads)
         blocks = paged_blocks(clients, longest + workload.most_new_tokens, 256)
         auto = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = default_dtype(model, auto if device == "auto" else device)
-        dtype_word = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-        source = describe(model).source
+        dtype = str(default_dtype(model, auto if device == "auto" else device) or "auto")
         for name in others:
             own = blocks if name == "transformers" else None
-            servers.append(transformers_server(source, dtype_word, device, own))
+            known = describe(model).source, dtype.removeprefix("torch."), device
+            servers.append(transformers_server(*known, own))
     return tuple(servers)
 
 
 @dataclass
 class ServeRun:
-    """Measures every load on every server; what was measured before Ctrl-C is not lost.
-
-    ``tokenizer_of`` is the model whose tokenizer cuts prompts, ``None`` to go by the server's
-    count; ``warmup`` requests come before the first load of a server; ``keep`` takes each row as it
-    comes.
-    """
+    """Measures every load on every server; what was measured before Ctrl-C is not lost."""
 
     servers: Sequence[Server]
     model: str
-    tokenizer_of: str | None
+    tokenizer_of: str | None  # the model whose tokenizer cuts prompts; None: the server's count
     workload: Workload
     loads: Sequence[Load]
-    warmup: int
+    warmup: int  # requests before the first load of a server
     client: Mapping[str, Any]
-    keep: Callable[[dict[str, Any]], None]
+    keep: Callable[[dict[str, Any]], None]  # takes each row as it comes
     progress: Progress
-    _unfinished: Callable[[], dict[str, Any]] | None = None
 
     async def all(self) -> None:
         """Measures every server."""
@@ -224,36 +208,24 @@ class ServeRun:
             ):
                 await self._one(server, client, process)
 
-    def keep_unfinished(self) -> bool:
-        """Keeps what the load that was interrupted gave; whether it gave anything."""
-        row = self._unfinished and self._unfinished()
-        if not row or not row["requests"]:
-            return False
-        self.keep(row)
-        return True
-
     async def _one(self, server: Server, client: Client, process: int | None) -> None:
-        ratio = await client.connect(self.workload.texts[0][:_PROBE])
-        cut = by_ratio(ratio or _USUAL_RATIO)
-        if self.tokenizer_of is not None and self.workload.context is not None:
+        workload = self.workload
+        cut = by_ratio(await client.connect(workload.texts[0][:_PROBE]) or _USUAL_RATIO)
+        if self.tokenizer_of is not None and workload.context is not None:
             cut = by_tokenizer(self.tokenizer_of)
-        first = [self.workload.request(10**6 + number, cut) for number in range(self.warmup)]
+        first = [workload.request(10**6 + number, cut) for number in range(self.warmup)]
         await Load(max(1, self.warmup), None, self.warmup).run(client, first, [])
         for load in self.loads:
             outcomes: list[Outcome] = []
             label = f"{server.name}: {load_label(vars(load))}"
-
-            def row(load: Load = load, outcomes: list[Outcome] = outcomes) -> dict[str, Any]:
-                own = {"server": server.name, "model": self.model, "settings": server.options}
-                peak = process and peak_resident_bytes(process)
-                return own | summarize(outcomes, load) | {"peak_bytes": peak}
-
-            def done(label: str = label) -> None:
-                self.progress.advance(1, label)
-
-            self._unfinished = row
             self.progress.advance(0, label)
-            requests = [self.workload.request(number, cut) for number in range(load.requests)]
-            await load.run(client, requests, outcomes, done, self.workload.seed)
-            self._unfinished = None
-            self.keep(row())
+            done = partial(self.progress.advance, 1, label)
+            requests = [workload.request(number, cut) for number in range(load.requests)]
+            try:
+                await load.run(client, requests, outcomes, done, workload.seed)
+            finally:  # also of a load that is interrupted
+                own = {"server": server.name, "model": self.model, "settings": server.options}
+                row: dict[str, Any] = own | summarize(outcomes, load)
+                row["peak_bytes"] = process and peak_resident_bytes(process)
+                if outcomes:
+                    self.keep(row)

@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
 from h2okv.assets import sample_prompt
-from h2okv.benchmarking.results import load_label, percentiles, triple
+from h2okv.benchmarking.results import POINTS, load_label, percentiles, triple
 from h2okv.console import check_least, optional
 from h2okv.integration.loading import describe
 from h2okv.records import Row, read_jsonl
@@ -26,26 +26,20 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 INTERRUPTED = "interrupted"
 """The error of a request that was running when the measurement was stopped."""
 _SHORTEST_PROMPT = 16
-_LONGEST_ANSWER = 4
-"""Times the median."""
+_LONGEST_ANSWER = 4  # times the median
 _MESSAGE_LIMIT = 300
 _LATE = 0.05
 
-Cut = Callable[[str, int], str]
-"""Cuts a text to a number of tokens."""
+Cut = Callable[[str, int], str]  # cuts a text to a number of tokens
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by number, the same for every server that is measured.
-
-    ``context`` is the range of tokens that the texts are stretched to, if any; the new tokens are
-    drawn from a log-normal distribution with the median ``new_tokens``.
-    """
+    """Requests by number, the same for every server that is measured."""
 
     texts: Sequence[str]
-    context: tuple[int, int] | None = None
-    new_tokens: int = 128
+    context: tuple[int, int] | None = None  # the range of tokens that texts are stretched to
+    new_tokens: int = 128  # the median of a log-normal distribution
     spread: float = 0.8
     seed: int = 0
 
@@ -64,10 +58,6 @@ class Workload:
         """More than so many are never asked for."""
         return self.new_tokens * (_LONGEST_ANSWER if self.spread else 1)
 
-    @cached_property
-    def _words(self) -> list[str]:
-        return sample_prompt().split()
-
     def request(self, number: int, cut: Cut) -> tuple[str, int]:
         """Makes one request: its prompt, and the most new tokens."""
         source = random.Random(f"{self.seed}:{number}")
@@ -75,8 +65,9 @@ class Workload:
         length = None if self.context is None else source.randint(*self.context)
         drawn = self.new_tokens * math.exp(self.spread * source.gauss(0, 1))
         if length is not None:
-            start = source.randrange(len(self._words))
-            words = self._words[start:] + self._words[:start]
+            words = sample_prompt().split()
+            start = source.randrange(len(words))
+            words = words[start:] + words[:start]
             # A word has at least one token, so as many words as tokens are enough.
             filler = (words * (length // len(words) + 1))[:length]
             text = cut(" ".join([f"({source.randrange(10**6)})", text, *filler]), length)
@@ -117,21 +108,16 @@ def read_texts(path: Path) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What became of a request; times are seconds on the clock of `time.perf_counter`.
+    """What became of a request; times are seconds on the clock of `time.perf_counter`."""
 
-    It was to be sent when it was ``due`` (a client of an open loop that comes late must not look
-    fast); each piece with new text has an arrival. Tokens are those that the server told, if it
-    did. An ``error`` is two words, the same for the same kind, and ``message`` what was said.
-    """
-
-    due: float
+    due: float  # when it was to be sent: an open loop's client that is late must not look fast
     started: float
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of each piece with new text
     ended: float = 0.0
-    prompt_tokens: int | None = None
+    prompt_tokens: int | None = None  # as the server told, if it did
     new_tokens: int | None = None
-    error: str | None = None
-    message: str = ""
+    error: str | None = None  # two words, the same for the same kind
+    message: str = ""  # what was said
 
     @property
     def tokens(self) -> int:
@@ -155,48 +141,39 @@ class Outcome:
         """Seconds between one piece and the next."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
-    def take(self, event: dict[str, Any]) -> bool:
-        """Takes one event of the stream; whether it ends the answer."""
-        usage = event.get("usage")
-        if isinstance(usage, dict):
-            self.prompt_tokens = usage.get("prompt_tokens")
-            self.new_tokens = usage.get("completion_tokens")
-        choices = event.get("choices") or ()
-        # A chat's first event only names the role; it is no token.
-        if any(own.get("text") or (own.get("delta") or {}).get("content") for own in choices):
-            self.arrivals.append(time.perf_counter())
-        return any(choice.get("finish_reason") is not None for choice in choices)
+    async def read(self, lines: AsyncIterable[bytes]) -> None:
+        """Reads a stream of server-sent events to its end."""
+        is_whole = False
+        async for raw in lines:
+            line = raw.decode("utf-8", "replace").strip()
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            try:
+                event = json.loads(data)
+            except ValueError:
+                event = None
+            if not isinstance(event, dict):
+                raise AnswerFailedError("not JSON", data[:200])
+            if event.get("error"):
+                raise AnswerFailedError("error in stream", json.dumps(event["error"])[:200])
+            usage, choices = event.get("usage"), event.get("choices") or ()
+            if isinstance(usage, dict):
+                self.prompt_tokens = usage.get("prompt_tokens")
+                self.new_tokens = usage.get("completion_tokens")
+            # A chat's first event only names the role; it is no token.
+            if any(own.get("text") or (own.get("delta") or {}).get("content") for own in choices):
+                self.arrivals.append(time.perf_counter())
+            is_whole |= any(own.get("finish_reason") is not None for own in choices)
+        if not is_whole:
+            reason = "the stream ended before a finish_reason or [DONE]"
+            raise AnswerFailedError("cut off", reason)
 
 
 class AnswerFailedError(RuntimeError):
-    """The answer is none, or not whole; `kind` is the same for the same kind of failure."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind, self.message = kind, message
-
-
-async def read_answer(lines: AsyncIterable[bytes], outcome: Outcome) -> None:
-    """Reads a stream of server-sent events to its end."""
-    is_whole = False
-    async for raw in lines:
-        line = raw.decode("utf-8", "replace").strip()
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise AnswerFailedError("not JSON", data[:200])
-        if event.get("error"):
-            raise AnswerFailedError("error in stream", json.dumps(event["error"])[:200])
-        is_whole = outcome.take(event) or is_whole
-    if not is_whole:
-        raise AnswerFailedError("cut off", "the stream ended before a finish_reason or [DONE]")
+    """The answer is none, or not whole: of which kind, the same for the same failure, and why."""
 
 
 def load_aiohttp() -> Any:
@@ -206,21 +183,18 @@ def load_aiohttp() -> Any:
 
 @dataclass
 class Client:
-    """Streams answers from a server; use it with ``async with``.
-
-    ``model`` is the name that requests give, ``None`` for the server's first; ``extra`` are further
-    fields of every request, and ``timeout`` the seconds after which one is given up.
-    """
+    """Streams answers from a server; use it with ``async with``."""
 
     url: str
-    model: str | None = None
+    model: str | None = None  # the name that requests give; None for the server's first
     is_chat: bool = False
-    timeout: float = 600.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 600.0  # seconds after which a request is given up
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
     asks_usage: bool = True
 
     async def __aenter__(self) -> Client:
         self._http = load_aiohttp()
+        self._path = f"{self.url}/v1/{'chat/completions' if self.is_chat else 'completions'}"
         key = os.environ.get(KEY_VARIABLE)
         self._session = self._http.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -234,10 +208,6 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
-
-    @property
-    def _path(self) -> str:
-        return f"{self.url}/v1/{'chat/completions' if self.is_chat else 'completions'}"
 
     async def connect(self, text: str) -> float | None:
         """Finds out the model's name, and how many characters a token has if the server tells."""
@@ -263,6 +233,13 @@ class Client:
         outcomes: list[Outcome] | None = None,
     ) -> Outcome:
         """Sends a request and reads its answer; an outcome is listed as soon as it is sent."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0}
+        body["prompt"] = prompt
+        if self.is_chat:
+            body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        if self.asks_usage:
+            body["stream_options"] = {"include_usage": True}
+        body |= {"stream": True, **self.extra}
         started = time.perf_counter()
         outcome = Outcome(started if due is None else due, started)
         if outcomes is not None:
@@ -270,53 +247,41 @@ class Client:
         try:
             async with (
                 asyncio.timeout(self.timeout),
-                self._session.post(self._path, json=self._body(prompt, max_tokens)) as response,
+                self._session.post(self._path, json=body) as response,
             ):
                 if response.status != 200:
                     said = (await response.text(errors="replace"))[:_MESSAGE_LIMIT]
                     raise AnswerFailedError(f"HTTP {response.status}", " ".join(said.split()))
-                await read_answer(response.content, outcome)
+                await outcome.read(response.content)
         except AnswerFailedError as error:
-            outcome.error, outcome.message = error.kind, error.message
+            outcome.error, outcome.message = error.args
         except TimeoutError:
             outcome.error, outcome.message = "timed out", f"no end after {self.timeout:g} s"
         except asyncio.CancelledError:
             outcome.error = INTERRUPTED
             raise
-        except self._http.ClientConnectorError as error:
-            outcome.error, outcome.message = "no connection", str(error)
         except (self._http.ClientError, ValueError, OSError) as error:
-            outcome.error = "connection broken"
+            is_refused = isinstance(error, self._http.ClientConnectorError)
+            outcome.error = "no connection" if is_refused else "connection broken"
             outcome.message = f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT]
         finally:
             outcome.ended = time.perf_counter()
         return outcome
 
-    def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
-        asked: dict[str, Any] = {"prompt": prompt}
-        if self.is_chat:
-            asked = {"messages": [{"role": "user", "content": prompt}]}
-        if self.asks_usage:
-            asked["stream_options"] = {"include_usage": True}
-        common = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        return common | asked | dict(self.extra)
-
     async def _first_model(self) -> str:
         url = f"{self.url}/v1/models"
         try:
             async with asyncio.timeout(self.timeout), self._session.get(url) as response:
-                status, text = response.status, await response.text(errors="replace")
+                return str(json.loads(await response.text(errors="replace"))["data"][0]["id"])
         except (self._http.ClientError, TimeoutError, OSError) as error:
             raise ValueError(
                 f"no answer from {url} ({type(error).__name__}: {error}); start the server, or give"
                 " --model bundled, which starts one for the run"
             ) from error
-        try:
-            return str(json.loads(text)["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
             raise ValueError(
-                f"{url} lists no model (HTTP {status}); check the URL and the key, or give the"
-                " model's name with --served-name"
+                f"{url} lists no model (HTTP {response.status}); check the URL and the key, or give"
+                " the model's name with --served-name"
             ) from None
 
 
@@ -337,34 +302,26 @@ class Load:
         seed: int = 0,
     ) -> None:
         """Sends prompts with their numbers of new tokens, and waits for the last answer."""
-        waiting, start = iter(requests), time.perf_counter()
+        start = time.perf_counter()
+        times = repeat(0.0) if self.rate is None else arrival_times(self.rate, seed)
+        gate = asyncio.Semaphore(self.clients or max(1, len(requests)))
 
-        async def in_turn() -> None:
-            for request in waiting:
-                await client.send(*request, time.perf_counter(), outcomes)
-                done()
-
-        async def at(due: float, request: tuple[str, int]) -> None:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await client.send(*request, due, outcomes)
+        async def send(after: float, request: tuple[str, int]) -> None:
+            await asyncio.sleep(max(0.0, start + after - time.perf_counter()))
+            async with gate:
+                due = time.perf_counter() if self.rate is None else start + after
+                await client.send(*request, due, outcomes)
             done()
 
         async with asyncio.TaskGroup() as group:
-            if self.rate is None:
-                for _ in range(min(self.clients or 1, len(requests))):
-                    group.create_task(in_turn())
-                return
-            for after, request in zip(arrival_times(self.rate, seed), waiting, strict=False):
-                group.create_task(at(start + after, request))
+            for after, request in zip(times, requests, strict=False):
+                group.create_task(send(after, request))
 
 
 def arrival_times(rate: float, seed: int) -> Iterator[float]:
     """Draws when requests of a Poisson process come, in seconds from the start, without end."""
     source = random.Random(seed)
-    now = 0.0
-    while True:
-        now += source.expovariate(rate)
-        yield now
+    return accumulate(source.expovariate(rate) for _ in repeat(None))
 
 
 def make_loads(
@@ -383,26 +340,18 @@ def make_loads(
         yield Load(None, rate, requests or max(1, round(30 * rate)))
 
 
-def _points(name: str) -> tuple[str, ...]:
-    return triple(name, "_p50", "_p95", "_p99")
-
-
+_DISTRIBUTIONS = ("first_token", "per_token", "gap", "lateness")
 COLUMNS = (
     "server", "model", "settings", "loop", "clients", "rate", "requests", "finished", "failed",
     "interrupted", "errors", "seconds", "requests_per_second", "new_tokens_per_second",
     "total_tokens_per_second", "prompt_tokens", "new_tokens", "counted_by",
-    *_points("first_token"), *_points("per_token"), *_points("gap"), *_points("lateness"),
-    "peak_bytes",
+    *(column for name in _DISTRIBUTIONS for column in triple(name, *POINTS)), "peak_bytes",
 )  # fmt: skip
 """The columns of a CSV file of loads; docs/benchmarking.md says what each is."""
 
 
 def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
-    """Sums up what a load gave; rates and times are of the requests answered in full.
-
-    Requests that ran when the measurement was stopped are interrupted, not failed. The messages
-    are the first of each kind of error, and no column.
-    """
+    """Sums up what a load gave; rates and times are of the requests answered in full."""
     good = [own for own in outcomes if own.error is None]
     bad = [own for own in outcomes if own.error not in (None, INTERRUPTED)]
     ends, starts = [own.ended for own in outcomes], [own.due for own in outcomes]
@@ -436,6 +385,7 @@ def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
         **percentiles("per_token", (own.per_token for own in good)),
         **percentiles("gap", (gap for own in good for gap in own.gaps)),
         **percentiles("lateness", (own.started - own.due for own in outcomes)),
+        # The first of each kind of error, and no column.
         "messages": {own.error: own.message for own in reversed(outcomes) if own.error},
     }
 

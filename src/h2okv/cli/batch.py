@@ -56,9 +56,8 @@ class OffloadOptions:
     def request(self, model: ModelOptions, cache: CacheConfig) -> dict[str, Any]:
         """Fields of an `OffloadRequest`."""
         from h2okv.engine.memory import parse_memory
-        from h2okv.offload.kv_tiers import CACHE_TIERS
-        from h2okv.offload.planner import PLACES, parse_placement
-        from h2okv.offload.quantized_linear import WEIGHT_BITS
+        from h2okv.offload.meta_model import WEIGHT_BITS
+        from h2okv.offload.planner import CACHE_TIERS, PLACES, parse_placement
 
         if self.batch != "auto" and not (self.batch.isdecimal() and int(self.batch)):
             raise ValueError(f"--batch {self.batch!r} is not a number; give 1 or more, or auto")
@@ -249,11 +248,11 @@ def _number(value: float) -> str:
 
 
 def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
-    chosen, hardware, used = planned.plan, planned.hardware, planned.budget.used
+    chosen, hardware, used = planned.plan, planned.planner.hardware, planned.planner.used
     estimate, step = chosen.estimate, chosen.estimate.step
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
     names["file"] = "in a file"
-    layers = ", ".join(f"{n} {names[place]}" for place, n in chosen.placement.counts().items())
+    layers = ", ".join(f"{n} {names[place]}" for place, n in chosen.counts.items())
     caches = [f"{100 * own:.0f} % {names[place]}" for place, own in chosen.cache_placement.items()]
     gemm = [f"{_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [

@@ -92,7 +92,6 @@ def bench(
     import torch
 
     from h2okv.benchmarking import comparison, results
-    from h2okv.benchmarking import max_batch as largest
     from h2okv.benchmarking.comparison import Settings
     from h2okv.engine.memory import parse_memory
     from h2okv.integration.enable import check_compiler
@@ -128,7 +127,7 @@ def bench(
         raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
     check_plot(plot)
     footprints = check_room(source, settings, chosen_device, limit)
-    columns = comparison.COLUMNS if limit is None else largest.COLUMNS
+    columns = comparison.COLUMNS if limit is None else comparison.MAX_BATCH_COLUMNS
     with _Rows(csv, columns, chosen_device) as rows:
         run = _Bench(source, settings, chosen_device, limit, max_run_batch, footprints, rows)
         code = run.measure()
@@ -169,8 +168,7 @@ def choose_source(model: str | None, shape: str | None, layers: int | None) -> M
     from h2okv.benchmarking.model import ModelSource, parse_shape
 
     if model is None:
-        chosen = parse_shape("small" if shape is None else shape, layers)
-        return ModelSource(chosen.name, shape=chosen)
+        return parse_shape("small" if shape is None else shape, layers)
     if shape is not None:
         raise ValueError("both --model and --shape are given; give one of them")
     if layers is not None:
@@ -240,8 +238,7 @@ class _Bench:
         import torch
 
         from h2okv.benchmarking.caches import PeakRunFailedError
-        from h2okv.benchmarking.comparison import CheckFailedError, Comparison
-        from h2okv.benchmarking.max_batch import MaxBatch
+        from h2okv.benchmarking.comparison import CheckFailedError, Comparison, MaxBatch
         from h2okv.offload.profile import measure_bandwidth
 
         count = Comparison.count_units if self.memory is None else MaxBatch.count_units
@@ -273,8 +270,7 @@ class _Bench:
 
     def _rows_of(self, dtype: torch.dtype, progress: Progress) -> Iterator[Row]:
         """Builds the model of one dtype, checks H2O on it, and only then measures."""
-        from h2okv.benchmarking.comparison import Comparison, check_h2o, dtype_name
-        from h2okv.benchmarking.max_batch import MaxBatch
+        from h2okv.benchmarking.comparison import Comparison, MaxBatch, check_h2o, dtype_name
 
         progress.advance(0, "building the model")
         model = self.source.build(dtype, self.device)
@@ -389,7 +385,7 @@ def bench_serve(
         try:
             asyncio.run(run.all())
         except KeyboardInterrupt:
-            if not run.keep_unfinished():
+            if not rows.found:
                 write_remark("stopped before a load was finished")
             code = INTERRUPTED
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -13,14 +12,8 @@ from typing import Any
 from h2okv.cluster.ray_cluster import cluster, import_ray, place_copies, reason
 from h2okv.console import Progress
 from h2okv.integration.loading import Described, parse_device
-from h2okv.offload.job import Job, ParsedLine, Summary, generate_records
-from h2okv.offload.offload_engine import (
-    BatchRequest,
-    describe_for,
-    make_codec,
-    open_runner,
-    run,
-)
+from h2okv.offload.job import Job, Prompt, Summary, generate_records
+from h2okv.offload.offload_engine import BatchRequest, describe_for, make_codec, open_runner, run
 
 _BATCH_SIZE = 32
 _BATCHES = 8
@@ -28,12 +21,7 @@ _BATCHES = 8
 
 
 def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> Summary:
-    """Runs a job on a Ray cluster, or what an earlier run of it left.
-
-    A job may be begun with Ray and gone on with without it, and the other way round. The request's
-    device is not looked at: ``device`` is ``auto``, ``cpu`` or ``cuda`` on the actors' machines.
-    ``actors`` are models; ``None`` is one on each GPU, or on each machine without any.
-    """
+    """Runs a job on ``actors`` models; ``device`` is auto, cpu or cuda on their machines."""
     import_ray()
     return run(request, partial(_run, device, actors))
 
@@ -41,46 +29,32 @@ def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> 
 def _run(
     device: str, actors: int | None, request: BatchRequest, described: Described, job: Job
 ) -> Summary:
-    begun, start = job.summary(), time.perf_counter()
-    new_tokens = prompt_tokens = 0
-    bar = Progress("batch", begun.prompts, "prompts")
+    bar = Progress("batch", len(job.prompts), "prompts")
+
+    def told(seconds: float, new_tokens: int) -> None:
+        bar.update(len(job.finished), note=f"{new_tokens / max(seconds, 1e-9):,.1f} tokens/s")
+
     # Ray tells stdout at length of every actor that dies, which is the command's own place; its
     # log files have that too.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), cluster() as ray, bar:
-        for records in _results(ray, job, request, device, actors):
-            job.results.append(records)
-            new_tokens += sum(record.get("new_tokens", 0) for record in records)
-            prompt_tokens += sum(record.get("prompt_tokens", 0) for record in records)
-            speed = new_tokens / max(time.perf_counter() - start, 1e-9)
-            bar.update(job.num_finished, note=f"{speed:,.1f} tokens/s")
-    return replace(
-        begun,
-        errors=job.results.num_errors,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        seconds=time.perf_counter() - start,
-    )
+        return job.collect(_results(ray, job, request, device, actors), told)
 
 
 def _results(
     ray: Any, job: Job, request: BatchRequest, device: str, actors: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Runs what is left of a job; blocks of results come in the order in which actors finish.
-
-    An actor that dies is restarted, and gets its block again, so that nothing is lost.
-    """
-    lines = list(job.unfinished())
+    """Results by blocks; an actor that dies is restarted, and gets its block again."""
+    prompts = job.unfinished()
     count, resources = place_copies(ray, device, actors)
     # At least two blocks for each actor, so that all have work to the end.
     most = _BATCHES * (request.batch_size or _BATCH_SIZE)
-    size = max(1, min(most, -(-len(lines) // (2 * count))))
-    blocks = [lines[first : first + size] for first in range(0, len(lines), size)]
+    size = max(1, min(most, -(-len(prompts) // (2 * count))))
+    blocks = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     remote = ray.remote(Worker).options(max_restarts=-1, max_task_retries=-1, **resources)
     workers = [remote.remote(request, device) for _ in range(count)]
     try:
-        # The file is read on this machine alone, and a block when there is an actor for it.
         yield from ray.util.ActorPool(workers).map_unordered(
-            lambda worker, block: worker.generate.remote([*map(job.prompts.read, block)]), blocks
+            lambda worker, block: worker.generate.remote(block), blocks
         )
     except ray.exceptions.RayError as error:
         raise ValueError(
@@ -102,7 +76,6 @@ class Worker:
         self._codec = make_codec(request, described)
         self._runner, _ = open_runner(request, described, [])
 
-    def generate(self, lines: list[ParsedLine]) -> list[dict[str, Any]]:
-        """Generates for a block of prompts; returns their records."""
-        results = generate_records(lines, self._codec, self._runner)
+    def generate(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
+        results = generate_records(prompts, self._codec, self._runner)
         return [record for records in results for record in records]

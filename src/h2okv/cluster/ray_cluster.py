@@ -36,34 +36,26 @@ def cluster() -> Iterator[ModuleType]:
     if ray.is_initialized():
         yield ray
         return
+    # Keeps a line away that Ray's C++ parts write when they are told to write less.
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        with _quiet_stderr():
-            ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+        os.dup2(nowhere, 2)
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         address = os.environ.get("RAY_ADDRESS")
         where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
         raise ValueError(
             f"{where} cannot be joined or started ({_first_line(error)}); check `ray status`"
         ) from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Keeps a line away that Ray's C++ parts write when they are told to write less."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[str, float]]:

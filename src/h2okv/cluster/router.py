@@ -16,15 +16,18 @@ from h2okv.server.errors import ApiError, as_api_error, timed_out
 from h2okv.server.handlers import while_connected
 from h2okv.server.protocol import read_limited
 
-Ask = Callable[[dict[str, Any], bytes], AsyncGenerator[list[Message], None]]
+Messages = AsyncGenerator[list[Message], None]
+Ask = Callable[[dict[str, Any], bytes], Messages]
 """Hands a request to a replica: its scope and its body; gives the messages of the answer."""
 
 _TRIES = 5
-_PAUSE = 0.2
-"""Seconds before a second try; twice as many before the third, and so on."""
-_GRACE = 1.0
-"""Seconds that a replica has to tell itself that a request took too long."""
+_PAUSE = 0.2  # seconds before a second try; twice as many before the third, and so on
+_GRACE = 1.0  # seconds that a replica has to tell itself that a request took too long
 _STOPPED = 503
+_TRAVELS = (
+    "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server",
+)  # fmt: skip
+"""The parts of a scope that travel to another process, beside the headers."""
 
 
 class ReplicaLostError(Exception):
@@ -45,10 +48,14 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer(send)
+        plain = {name: scope[name] for name in _TRAVELS if name in scope}
+        plain["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        asgi = {"version": "3.0", "spec_version": "2.3"}
+        plain = {"type": "http", "asgi": asgi, "query_string": b"", "root_path": "", **plain}
         try:
             async with asyncio.timeout(self._timeout + _GRACE):
                 body = await read_limited(HttpRequest(scope, receive), self._max_body)
-                await while_connected(receive, self._try_all(plain_scope(scope), body, answer))
+                await while_connected(receive, self._try_all(plain, body, answer))
             return
         except ClientDisconnect:
             return
@@ -56,14 +63,20 @@ class Router:
             told = timed_out(self._timeout)
         except Exception as error:  # the client gets it, whatever it is
             told = as_api_error(error)
-        self.broken += answer.has_begun
-        await answer.fail(told, scope, receive)
+        if not answer.has_begun:
+            await told.response()(scope, receive, send)
+            return
+        self.broken += 1
+        if not answer.is_over:
+            last = f"data: {json.dumps(told.body())}\n\n".encode()
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _try_all(self, scope: dict[str, Any], body: bytes, answer: _Answer) -> None:
         for attempt in range(_TRIES):
             if attempt:
                 self.retried += 1
                 await asyncio.sleep(_PAUSE * attempt)
+            answer.discard()
             with suppress(ReplicaLostError):
                 async with aclosing(self._ask(scope, body)) as stream:
                     async for messages in stream:
@@ -73,7 +86,6 @@ class Router:
                     return
             if answer.has_begun:
                 raise _lost("after the answer had begun, so that it stays incomplete")
-            answer.discard()
         raise _lost(f"{_TRIES} times, with whichever copy of the model had the request")
 
 
@@ -86,7 +98,6 @@ class _Answer:
         self.discard()
 
     def discard(self) -> None:
-        """Drops what a replica said that is no more."""
         self._held: list[Message] = []
         self.status, self.is_over, self._streams = 0, False, False
 
@@ -109,18 +120,8 @@ class _Answer:
             self.has_begun = True
             await self._send(message)
 
-    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Tells the client of an error: as a response, or as the last event of a stream."""
-        if not self.has_begun:
-            await error.response()(scope, receive, self._send)
-        elif not self.is_over:
-            last = f"data: {json.dumps(error.body())}\n\n".encode()
-            await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
-
-async def messages_of(
-    app: ASGIApp, scope: Scope, body: bytes
-) -> AsyncGenerator[list[Message], None]:
+async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
     """Runs an application for one request, on the side of the replica."""
     coming: asyncio.Queue[Message | None] = asyncio.Queue()
     request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -150,19 +151,6 @@ async def messages_of(
         running.cancel()
         with suppress(BaseException):
             await running
-
-
-_TRAVELS = (
-    "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server",
-)  # fmt: skip
-
-
-def plain_scope(scope: Scope) -> dict[str, Any]:
-    """The parts of a scope that travel to another process."""
-    plain = {name: scope[name] for name in _TRAVELS if name in scope}
-    plain["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    asgi = {"version": "3.0", "spec_version": "2.3"}
-    return {"type": "http", "asgi": asgi, "query_string": b"", "root_path": "", **plain}
 
 
 def _lost(when: str) -> ApiError:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import ray
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,19 +40,14 @@ from h2okv.server.config import ServeRequest
 from h2okv.server.launch import announce, open_port
 
 APP, REPLICA, FRONT = "h2okv", "model", "front"
-_PATIENCE = 2.0
-"""Seconds that the board has to tell what is on it."""
-_STALE = 6.0
-"""Seconds after which a replica that tells nothing is counted as gone."""
+_STALE = 6.0  # seconds after which a replica that tells nothing is counted as gone
 _SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens", "max_new_tokens")
 """What is the same of all replicas, and is not added up."""
-_INERTIA = 0.9
-"""How much of the mean time of a request stays with each further one."""
+_INERTIA = 0.9  # how much of the mean time of a request stays with each further one
 _HEALTH_PERIOD = 1.0
 _SLACK = 1024
 """Requests that the front looks at beyond those that wait, to refuse them in our own words."""
-_SEQUENCES = 64
-"""What a replica is thought to run at once until it has told."""
+_SEQUENCES = 64  # what a replica is thought to run at once until it has told
 _LOGGING = {"enable_access_log": False, "log_level": "ERROR"}
 
 
@@ -63,21 +57,6 @@ class ReplicaNumbers(NamedTuple):
     replica: str
     stats: dict[str, Any]
     metrics: str
-
-
-class Board:
-    """A Ray actor with the newest numbers of each replica, which themselves would answer late."""
-
-    def __init__(self) -> None:
-        self._newest: dict[str, tuple[float, ReplicaNumbers]] = {}
-
-    def put(self, numbers: ReplicaNumbers) -> None:
-        self._newest[numbers.replica] = time.monotonic(), numbers
-
-    def get(self) -> list[ReplicaNumbers]:
-        since = time.monotonic() - _STALE
-        self._newest = {name: entry for name, entry in self._newest.items() if entry[0] > since}
-        return [numbers for _, numbers in self._newest.values()]
 
 
 def merge_stats(numbers: Sequence[ReplicaNumbers], router: Router) -> dict[str, Any]:
@@ -130,8 +109,7 @@ class Deployed:
 class Replica:
     """Answers what the front hands on."""
 
-    def __init__(self, request: ServeRequest, engine: EngineConfig, board: Any) -> None:
-        self._board = board
+    def __init__(self, request: ServeRequest, engine: EngineConfig) -> None:
         self._engine = AsyncLLM(request.model, config=engine, **request.loading)
         # The front has checked who asks.
         self._app = make_app(self._engine, request.server)
@@ -141,17 +119,17 @@ class Replica:
             yield messages
 
     async def describe(self) -> tuple[str, int]:
-        """What is served with which memory, and the number of sequences."""
         return self._engine.describe(), self._engine.stats().max_num_seqs
 
     async def check_health(self) -> None:
-        """Tells the board how it is doing, and Serve to replace it if its engine has stopped."""
+        """Tells the front how it is doing, and Serve to replace it if its engine has stopped."""
         if not self._engine.is_healthy:
             raise RuntimeError("the engine has stopped")
         name = serve.get_replica_context().replica_id.unique_id
         handlers = self._app.state.handlers
         page = handlers.metrics.text().decode()
-        self._board.put.remote(ReplicaNumbers(name, handlers.stats(), page))
+        front: Any = serve.get_deployment_handle(FRONT, APP)
+        front.put.remote(ReplicaNumbers(name, handlers.stats(), page))
 
     async def __del__(self) -> None:
         """Stops the engine; Serve calls this after the replica's last request."""
@@ -160,14 +138,12 @@ class Replica:
 
 
 class Front:
-    """Hands each request to the replica that Serve's router chooses.
+    """Hands a request to the replica that Serve's router chooses: of two, the less busy one."""
 
-    The router asks two replicas how much they have to do, and takes the one with less; what finds
-    no room waits here, so that the next slot that is free anywhere serves it.
-    """
-
-    def __init__(self, replicas: DeploymentHandle, deployed: Deployed, board: Any) -> None:
-        self._replicas, self._board = replicas, board
+    def __init__(self, replicas: DeploymentHandle, deployed: Deployed) -> None:
+        self._replicas = replicas
+        # The newest of each replica, which itself would answer late, and when it told them.
+        self._numbers: dict[str, tuple[float, ReplicaNumbers]] = {}
         self._max_num_seqs = deployed.replicas * deployed.max_num_seqs
         self._mean_seconds = 1.0
         settings = deployed.request.server
@@ -178,12 +154,15 @@ class Front:
         """Answers a request that Serve's proxy brings, which wants a response."""
         return _AppResponse(self._app)
 
+    async def put(self, numbers: ReplicaNumbers) -> None:
+        self._numbers[numbers.replica] = time.monotonic(), numbers
+
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers what is about all replicas; what is about one text goes to one of them."""
         path = scope["path"]
         answer: ASGIApp = self._router
         if scope["method"] == "GET" and path in ("/health", "/stats", "/metrics"):
-            answer = await self._status(path, await self._numbers())
+            answer = await self._status(path)
         await answer(scope, receive, send)
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
@@ -210,14 +189,10 @@ class Front:
             stream.cancel()
             raise
 
-    async def _numbers(self) -> list[ReplicaNumbers]:
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                return await self._board.get.remote()
-        except (TimeoutError, RayActorError):
-            return []
-
-    async def _status(self, path: str, numbers: Sequence[ReplicaNumbers]) -> Response:
+    async def _status(self, path: str) -> Response:
+        since = time.monotonic() - _STALE
+        self._numbers = {name: own for name, own in self._numbers.items() if own[0] > since}
+        numbers = [own for _, own in self._numbers.values()]
         if path == "/health":
             state = {"status": "ok" if numbers else "stopped", "replicas": len(numbers)}
             return JSONResponse(state, 200 if numbers else 503)
@@ -238,7 +213,7 @@ class _AppResponse(Response):
         await self._app(scope, receive, send)
 
 
-def application(deployed: Deployed, board: Any) -> Application:
+def application(deployed: Deployed) -> Application:
     """Puts the application together."""
     waiting = deployed.engine.max_waiting
     common: dict[str, Any] = {
@@ -254,22 +229,18 @@ def application(deployed: Deployed, board: Any) -> Application:
         max_queued_requests=max(1, waiting),
         ray_actor_options=deployed.resources,
         **common,
-    )(Replica).bind(deployed.request, deployed.engine, board)
+    )(Replica).bind(deployed.request, deployed.engine)
     return serve.deployment(
         name=FRONT,
         num_replicas=1,
         max_ongoing_requests=deployed.replicas * deployed.max_num_seqs + waiting + _SLACK,
         ray_actor_options={"num_cpus": 0},
         **common,
-    )(Front).bind(replica, deployed, board)
+    )(Front).bind(replica, deployed)
 
 
 def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
-    """Serves on a Ray cluster until a signal; returns the exit code, 0.
-
-    ``device`` is ``auto``, ``cpu`` or ``cuda`` on the machines of the replicas, which are copies of
-    the model; ``None`` is one on each GPU, or on each machine without any.
-    """
+    """Serves on a Ray cluster until a signal; by default one replica a GPU or machine."""
     settings, engine = request.server, request.engine_config()
     # Serve's proxy, a process of its own, opens it again.
     with open_port(settings.host, settings.port) as opened:
@@ -290,8 +261,8 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
             stack.callback(signal.signal, number, signal.signal(number, told))
         copies, resources = place_copies(joined, device, replicas)
         deployed = Deployed(request, engine, copies, engine.max_num_seqs or _SEQUENCES, resources)
-        board = stack.enter_context(_serving(settings.host, port, settings.is_local))
-        description, sequences = _deploy(deployed, board)
+        stack.enter_context(_serving(settings.host, port, settings.is_local))
+        description, sequences = _deploy(deployed)
         with redirect_stdout(stdout):
             announce(
                 settings, port, f"{copies} replicas with {sequences} sequences each. {description}"
@@ -301,8 +272,8 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
 
 
 @contextmanager
-def _serving(host: str, port: int, is_local: bool) -> Iterator[Any]:
-    """Runs Serve and a board for its replicas; ends it when what runs has finished."""
+def _serving(host: str, port: int, is_local: bool) -> Iterator[None]:
+    """Runs Serve; ends it when what runs has finished."""
     # Its progress stays away from the command's own remarks; its log files have it.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     if serve.status().proxies:
@@ -315,27 +286,23 @@ def _serving(host: str, port: int, is_local: bool) -> Iterator[Any]:
         http_options={"host": host, "port": port},
         logging_config=_LOGGING,
     )
-    # It lives until it is killed, as the application does.
-    options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
-    board: Any = ray.remote(Board).options(**options).remote()
     try:
-        yield board
+        yield
     finally:
         serve.delete(APP)
         serve.shutdown()
-        ray.kill(board)
 
 
-def _deploy(deployed: Deployed, board: Any) -> tuple[str, int]:
+def _deploy(deployed: Deployed) -> tuple[str, int]:
     """Loads the models, and begins to take requests."""
     try:
-        serve.run(application(deployed, board), name=APP, logging_config=_LOGGING)
+        serve.run(application(deployed), name=APP, logging_config=_LOGGING)
         handle = serve.get_deployment_handle(REPLICA, APP)
         told: Any = handle.broadcast("describe").results(timeout_s=60)
         description, sequences = min(told, key=lambda one: one[1])
         if sequences != deployed.max_num_seqs:
             fitted = replace(deployed, max_num_seqs=sequences)
-            serve.run(application(fitted, board), name=APP, logging_config=_LOGGING)
+            serve.run(application(fitted), name=APP, logging_config=_LOGGING)
     except RuntimeError as error:
         raise ValueError(f"the model cannot be served ({_why(error)})") from error
     return description, sequences

@@ -16,18 +16,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
+from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable
-from h2okv.offload.kv_tiers import CacheStore, can_merge, merge_caches
 from h2okv.offload.meta_model import Unit
-from h2okv.offload.weight_stream import EmbeddingReader, WeightStream
+from h2okv.offload.tiers import CacheStore, EmbeddingReader, WeightStream
 
-PromptId = str | int
-"""A prompt's name in a job."""
+PromptId = str | int  # a prompt's name in a job
 
 
 @dataclass
@@ -43,17 +42,6 @@ class BatchSequence:
     finish_reason: str | None = None  # eos, length or context; None while it runs
     sampler: Sampler | None = None  # made for the first token
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing more is generated for it."""
-        return self.finish_reason is not None
-
-
-def sequence_seed(seed: int, prompt_id: PromptId) -> int:
-    """Derives a prompt's own seed, the same in every batch, order and run."""
-    name = json.dumps([seed, prompt_id]).encode()
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
-
 
 class MicroBatch:
     """Sequences of one forward: left-padded prompts first, then one token at a time."""
@@ -65,9 +53,7 @@ class MicroBatch:
         device: torch.device,
         sequence_bytes: int = 0,
     ) -> None:
-        self.sequences = sequences
-        self.cache = cache
-        self.device = device
+        self.sequences, self.cache, self.device = sequences, cache, device
         # Cache of the largest sequence that was ever in it; all have as many slots.
         self.sequence_bytes = sequence_bytes
         lengths = [len(sequence.prompt) for sequence in sequences]
@@ -79,15 +65,10 @@ class MicroBatch:
 
     @property
     def live(self) -> list[BatchSequence]:
-        """The sequences that are not finished."""
-        return [sequence for sequence in self.sequences if not sequence.is_finished]
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     def forward(self, model: PreTrainedModel) -> torch.Tensor:
-        """Runs the model on the prompts or the newest tokens; mutates the cache.
-
-        Returns:
-            Logits of the last position, ``[B, V]``.
-        """
+        """Runs the prompts or the newest tokens; logits of the last position, ``[B, V]``."""
         columns = torch.arange(self.columns, device=self.device)
         mask = (columns >= self.columns - self._lengths.unsqueeze(1)).long()
         if self.sequences[0].new_tokens:
@@ -114,7 +95,7 @@ class MicroBatch:
     def take(self, tokens: list[int], ends: frozenset[int]) -> None:
         """Adds a column of new tokens; mutates the sequences that are not finished."""
         for own, token in zip(self.sequences, tokens, strict=True):
-            if own.is_finished:
+            if own.finish_reason is not None:
                 continue
             own.new_tokens.append(token)
             if token in ends:
@@ -124,31 +105,32 @@ class MicroBatch:
         self.columns += 1
         self._lengths += 1
 
-    def drop_finished(self, store: CacheStore | None = None) -> None:
+    def drop_finished(self, store: CacheStore) -> None:
         """Removes finished sequences, also from the cache; at least one must be left."""
-        kept = [number for number, own in enumerate(self.sequences) if not own.is_finished]
-        if len(kept) == len(self):
+        live = self.live
+        if len(live) == len(self):
             return
+        kept = [number for number, own in enumerate(self.sequences) if own.finish_reason is None]
         indices: Any = torch.tensor(kept, device=self.device)
         for index, layer in enumerate(self.cache.layers):
-            if store is not None:
-                store.load(self.cache, index)
-            # Unlike batch_select_indices, every kind of layer has it.
-            layer.reorder_cache(indices)
-            if store is not None:
-                store.save(self.cache, index, is_new=True)
-        self.sequences = [self.sequences[number] for number in kept]
-        self._lengths = self._lengths[indices]
+            with store.changing(index, self.cache):
+                # Unlike batch_select_indices, every kind of layer has it.
+                layer.reorder_cache(indices)
+        self.sequences, self._lengths = live, self._lengths[indices]
 
-    def append(self, other: MicroBatch, store: CacheStore | None = None) -> None:
+    def append(self, other: MicroBatch, store: CacheStore) -> None:
         """Adds another micro-batch's sequences, both past their prefill; mutates both."""
-        self.cache = merge_caches(self.cache, other.cache, store)
+        layers: Any = zip(self.cache.layers, other.cache.layers, strict=True)
+        for index, (upper, lower) in enumerate(layers):
+            with store.changing(index, self.cache, other.cache):
+                upper.join(lower)
         self.sequence_bytes = max(self.sequence_bytes, other.sequence_bytes)
         self.sequences = self.sequences + other.sequences
         self.columns = max(self.columns, other.columns)
         self._lengths = torch.cat([self._lengths, other._lengths])
 
 
+@dataclass
 class ForwardScheduler:
     """Runs the forwards of several micro-batches; with units, layer by layer.
 
@@ -158,63 +140,50 @@ class ForwardScheduler:
     caches stay on the device, one forward runs after the other.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit] = (),
-        stream: WeightStream | None = None,
-        store: CacheStore | None = None,
-        embedding: EmbeddingReader | None = None,
-    ) -> None:
-        self.stream = stream
-        self.store = store
-        self.embedding = embedding
-        self._units = units
-        self._streamed = set() if stream is None else {id(unit) for unit in stream.units}
-        if units:
-            self._greenlet = optional(
-                "greenlet", "keeping weights or caches outside the memory", "offload"
-            )
-        for index, unit in enumerate(units):
-            unit.module.register_forward_pre_hook(self._suspend_before(index), with_kwargs=True)
+    units: Sequence[Unit] = ()
+    stream: WeightStream | None = None
+    store: CacheStore = field(default_factory=CacheStore)
+    embedding: EmbeddingReader | None = None
+
+    def __post_init__(self) -> None:
+        if self.units:
+            purpose = "keeping weights or caches outside the memory"
+            self._greenlet = optional("greenlet", purpose, "offload")
+        for index, unit in enumerate(self.units):
+            hook: Callable[..., Any] = partial(self._suspend_before, index)
+            unit.module.register_forward_pre_hook(hook, with_kwargs=True)
 
     @property
     def bytes_read(self) -> int:
-        """Weights read from the disk so far."""
         parts = (self.stream, self.embedding)
         return sum(part.bytes_read for part in parts if part is not None)
 
-    def drop(self, batch: MicroBatch) -> None:
-        """Frees what is stored for a micro-batch."""
-        if self.store is not None:
-            self.store.drop(batch.cache)
-
     def close(self) -> None:
-        """Ends reading."""
-        for part in (self.stream, self.store):
-            if part is not None:
-                part.close()
+        if self.stream is not None:
+            self.stream.close()
 
     def run(
         self, model: PreTrainedModel, batches: list[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         """Runs one forward of each micro-batch; yields each with its logits, ``[B, V]``."""
-        if not self._units:
+        if not self.units:
             yield from ((batch, batch.forward(model)) for batch in batches)
             return
         forwards = [self._greenlet.greenlet(partial(own.forward, model)) for own in batches]
-        # What each has come to: the unit that it waits for, or its logits at the end.
-        reached: list[Any] = [None] * len(forwards)
         try:
-            for number, forward in enumerate(forwards):
-                reached[number] = forward.switch()
+            # What each has come to: the unit that it waits for, or its logits at the end.
+            reached: list[Any] = [forward.switch() for forward in forwards]
             while running := [n for n, forward in enumerate(forwards) if not forward.dead]:
                 index = min(reached[number] for number in running)
-                unit = self._units[index]
-                if self.stream is not None and id(unit) in self._streamed:
-                    self.stream.load(unit)
+                if self.stream is not None and self.units[index] in self.stream.units:
+                    self.stream.load(self.units[index])
                 numbers = [number for number in running if reached[number] == index]
-                for number in self._with_entries(unit, batches, numbers):
+                following = [*((number, index) for number in numbers[1:]), (numbers[0], index + 1)]
+                for number, (other, later) in zip(numbers, following, strict=True):
+                    self.store.load(batches[number].cache, index)
+                    self.store.prefetch(batches[other].cache, later)
                     reached[number] = forwards[number].switch()
+                    self.store.save(batches[number].cache, index)
             if self.stream is not None:
                 self.stream.release()
         finally:
@@ -223,36 +192,18 @@ class ForwardScheduler:
                     forward.throw()
         yield from zip(batches, reached, strict=True)
 
-    def _with_entries(
-        self, unit: Unit, batches: list[MicroBatch], numbers: list[int]
-    ) -> Iterator[int]:
-        """Gives the micro-batches, each while its entries of the layer are on the device."""
-        layer = unit.layer_idx
-        if self.store is None or layer is None:
-            yield from numbers
-            return
-        following = [*((number, layer) for number in numbers[1:]), (numbers[0], layer + 1)]
-        for number, (other, later) in zip(numbers, following, strict=True):
-            self.store.load(batches[number].cache, layer)
-            self.store.prefetch(batches[other].cache, later)
-            yield number
-            self.store.save(batches[number].cache, layer)
-
-    def _suspend_before(self, index: int) -> Callable[..., Any]:
-        def suspend(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            current = self._greenlet.getcurrent()
-            if current.parent is not None:
-                current.parent.switch(index)
-            # With strided input a bf16 product on a CPU copies the weights once for each sequence.
-            return tuple(a.contiguous() if torch.is_tensor(a) else a for a in args), kwargs
-
-        return suspend
+    def _suspend_before(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        current = self._greenlet.getcurrent()
+        if current.parent is not None:
+            current.parent.switch(index)
+        # With strided input a bf16 product on a CPU copies the weights once for each sequence.
+        return tuple(a.contiguous() if torch.is_tensor(a) else a for a in args), kwargs
 
 
-_SORT_WINDOW = 8
-"""Batches of prompts that are sorted by length together, so that little is padded."""
-_REFILL = 4
-"""New prompts are admitted when this fraction of a batch is free: a quarter."""
+_SORT_WINDOW = 8  # batches of prompts that are sorted by length together, so that little is padded
+_REFILL = 4  # new prompts are admitted when this fraction of a batch is free: a quarter
 
 
 @dataclass(frozen=True)
@@ -268,43 +219,38 @@ class Limits:
     memory: MemoryModel | None = None  # of a sequence's cache
     away: float = 0.0  # the fraction of keys and values that is stored off the device
 
+    def bytes_of(self, sequence: BatchSequence) -> int:
+        """A sequence's cache in the memory of the device."""
+        memory, prompt, new = self.memory, len(sequence.prompt), sequence.max_new_tokens
+        if memory is None:
+            return 0
+        return memory.sequence_bytes(memory.slots_for(prompt, new), prompt + new, self.away)
 
+
+@dataclass
 class Runner:
-    """Prefills prompts in micro-batches, merges these, and decodes them together.
+    """Prefills prompts in micro-batches, merges these, and decodes them together."""
 
-    A sequence's tokens depend on its id, its prompt and the sampling parameters' seed, not on the
-    batch that it is in.
-    """
+    model: PreTrainedModel
+    scheduler: ForwardScheduler
+    sampling: SamplingParams
+    cache: CacheConfig
+    limits: Limits
+    device: torch.device
+    num_passes: int = 0
+    num_new_tokens: int = 0  # also of unfinished sequences
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        scheduler: ForwardScheduler,
-        sampling: SamplingParams,
-        cache: CacheConfig,
-        limits: Limits,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self.scheduler = scheduler
-        self._sampling = sampling
-        self._ends = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            self._ends |= eos_token_ids(model)
-        self._cache = cache
-        self.limits = limits
-        self._device = device
+    def __post_init__(self) -> None:
+        self._ends = frozenset(self.sampling.stop_token_ids)
+        if not self.sampling.ignore_eos:
+            self._ends |= eos_token_ids(self.model)
         self._batches: list[MicroBatch] = []
         self._following: BatchSequence | None = None  # the first that waits
         # Whether the last weight pass had no tokens left for prompts that there is memory for.
         self._has_headroom = False
-        self.num_passes = 0
-        self.num_prompt_tokens = 0
-        self.num_new_tokens = 0  # also of unfinished sequences
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens generated for sequences that still run."""
         return sum(len(own.new_tokens) for batch in self._batches for own in batch.live)
 
     @torch.inference_mode()
@@ -312,7 +258,7 @@ class Runner:
         """Generates for every sequence; yields those that each weight pass finishes."""
         size = self.limits.batch_size
         waiting = _sorted_ahead(iter(sequences), size * _SORT_WINDOW)
-        with enable(self._model):
+        with enable(self.model):
             while True:
                 free = size - sum(len(batch.live) for batch in self._batches)
                 if self._has_headroom or not self._batches or free * _REFILL >= size:
@@ -336,7 +282,7 @@ class Runner:
         admitted: list[BatchSequence] = []
         tokens = 0
         while len(admitted) < free and (following := self._following) is not None:
-            largest = max(largest, self._bytes_of(following))
+            largest = max(largest, limits.bytes_of(following))
             tokens += len(following.prompt)
             count = running + len(admitted) + 1
             is_full = limits.cache_bytes is not None and count * largest > limits.cache_bytes
@@ -345,77 +291,69 @@ class Runner:
                 self._has_headroom = not is_full
                 break
             admitted.append(following)
-            self.num_prompt_tokens += len(following.prompt)
             self._following = next(waiting, None)
         return admitted
 
-    def _bytes_of(self, sequence: BatchSequence) -> int:
-        """A sequence's cache in the memory of the device."""
-        memory, prompt, new = self.limits.memory, len(sequence.prompt), sequence.max_new_tokens
-        if memory is None:
-            return 0
-        return memory.sequence_bytes(memory.slots_for(prompt, new), prompt + new, self.limits.away)
-
     def _micro_batches(self, sequences: list[BatchSequence]) -> Iterator[MicroBatch]:
         """Splits new sequences into micro-batches that can be prefilled."""
-        group: list[BatchSequence] = []
+        groups: list[list[BatchSequence]] = []
         for sequence in sequences:
-            longest = max(len(own.prompt) for own in [*group, sequence])
-            is_full = longest * (len(group) + 1) > self.limits.micro_batch_tokens
-            if group and (is_full or len(group) == self.limits.decode_batch):
-                yield self._micro_batch(group)
-                group = []
-            group.append(sequence)
-        if group:
-            yield self._micro_batch(group)
-
-    def _micro_batch(self, sequences: list[BatchSequence]) -> MicroBatch:
-        largest = max(map(self._bytes_of, sequences))
-        cache = H2OCache.from_config(self._model.config, self._cache)
-        return MicroBatch(sequences, cache, self._device, largest)
+            group = [*groups[-1], sequence] if groups else []
+            padded = len(group) * max((len(own.prompt) for own in group), default=0)
+            is_full = padded > self.limits.micro_batch_tokens
+            if not group or is_full or len(group) > self.limits.decode_batch:
+                groups.append([sequence])
+            else:
+                groups[-1] = group
+        for group in groups:
+            largest = max(map(self.limits.bytes_of, group))
+            cache = H2OCache.from_config(self.model.config, self.cache)
+            yield MicroBatch(group, cache, self.device, largest)
 
     def _weight_pass(self) -> list[BatchSequence]:
-        """Each micro-batch is prefilled or makes one token; returns finished sequences."""
         done: list[BatchSequence] = []
-        for batch, logits in self.scheduler.run(self._model, self._batches):
+        for batch, logits in self.scheduler.run(self.model, self._batches):
             running = batch.live
             batch.take(self._choose(batch.sequences, logits), self._ends)
             self.num_new_tokens += len(running)
-            done.extend(own for own in running if own.is_finished)
+            done.extend(own for own in running if own.finish_reason is not None)
         self.num_passes += 1
         self._compact()
         return done
 
     def _choose(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
         """Chooses a token for each sequence from logits ``[B, V]``."""
-        samplers = []
         for own in sequences:
             if own.sampler is None:
-                seed = sequence_seed(self._sampling.seed or 0, own.id)
-                own.sampler = Sampler(self._model, replace(self._sampling, seed=seed), own.prompt)
-            samplers.append(own.sampler)
-        chosen = sample(samplers, [own.new_tokens for own in sequences], logits)
+                # The same for this prompt in every batch, order and run.
+                name = json.dumps([self.sampling.seed or 0, own.id]).encode()
+                seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
+                own.sampler = Sampler(self.model, replace(self.sampling, seed=seed), own.prompt)
+        samplers: list[Any] = [own.sampler for own in sequences]
         tokens: list[int] = []
-        for sequence, token in zip(sequences, chosen, strict=True):
+        chosen = sample(samplers, [own.new_tokens for own in sequences], logits)
+        for own, token in zip(sequences, chosen, strict=True):
             if isinstance(token, Exception):
-                raise ValueError(f"prompt {json.dumps(sequence.id)}: {token}") from token
+                raise ValueError(f"prompt {json.dumps(own.id)}: {token}") from token
             tokens.append(token)
         return tokens
 
     def _compact(self) -> None:
         """Removes finished sequences, and merges small micro-batches."""
         kept: list[MicroBatch] = []
+        store = self.scheduler.store
         for batch in self._batches:
             if not batch.live:
-                self.scheduler.drop(batch)
+                store.drop(batch.cache)
                 continue
             # Copying the live sequences for a few finished ones costs more than it saves.
             if (len(batch) - len(batch.live)) * _REFILL >= len(batch):
-                batch.drop_finished(self.scheduler.store)
-            fits = kept and len(kept[-1]) + len(batch) <= self.limits.decode_batch
-            if fits and can_merge(kept[-1].cache) and can_merge(batch.cache):
-                kept[-1].append(batch, self.scheduler.store)
-                self.scheduler.drop(batch)
+                batch.drop_finished(store)
+            # Only slots can be put beside others.
+            can_merge = all(isinstance(layer, SlotLayer) for layer in batch.cache.layers)
+            if kept and can_merge and len(kept[-1]) + len(batch) <= self.limits.decode_batch:
+                kept[-1].append(batch, store)
+                store.drop(batch.cache)
             else:
                 kept.append(batch)
         self._batches = kept

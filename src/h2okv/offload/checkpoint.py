@@ -1,27 +1,53 @@
-"""A checkpoint on disk: its files, tensors and digest."""
+"""A checkpoint on disk: its files, the parameters in them, its digest, and its converted copy."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import errno
+import glob
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_utils import str_to_torch_dtype
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
+from h2okv.console import Progress
+from h2okv.offload.meta_model import (
+    MetaModel,
+    ParameterSlot,
+    Unit,
+    block_bytes,
+    make_meta_model,
+    parts_of,
+    split_model,
+)
+from h2okv.provenance import digest
 from h2okv.records import file_error, naming
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _AGAIN = "get the model again"
-_ALIGNMENT = 64
+_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+"""Read at each of so many places of a file; another training run changes all of them."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +64,14 @@ class StoredTensor:
 class CheckpointFiles:
     """The files of a checkpoint, open for reading at any offset by any thread.
 
-    Nothing stays mapped: mapped weights count as data of the process, and thrash where they do not
-    fit.
+    Nothing stays mapped: mapped weights count as the process's data, and thrash if they do not fit.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.paths = list(paths)
+        self.keep_pages = False  # whether the system may keep what was read
         self.tensors: dict[str, StoredTensor] = {}
+        self.found: dict[str, StoredTensor] = {}  # by parameter: see `map_weights`
         self._descriptors: list[int] = []
         self._states: list[tuple[int, int]] = []
         try:
@@ -59,21 +86,24 @@ class CheckpointFiles:
         """Opens a checkpoint as ``save_pretrained`` writes it, in one file or in shards."""
         if (folder / _SINGLE).is_file():
             return cls([folder / _SINGLE])
-        if not (folder / _INDEX).is_file():
+        index = folder / _INDEX
+        if not index.is_file():
             raise ValueError(
                 f"'{folder}' has no weights in safetensors files, which streaming needs; save the"
                 " model with save_pretrained, or give --weights device"
             )
-        return cls(folder / name for name in _shards(folder / _INDEX))
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ValueError(f"'{index}' is damaged ({error}); {_AGAIN}") from error
+        return cls(folder / name for name in sorted(names))
 
     def close(self) -> None:
-        """Closes the files."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     @property
     def identity(self) -> list[tuple[str, int, int]]:
-        """Names, sizes and modification times of the files."""
         return [(path.name, *state) for path, state in zip(self.paths, self._states, strict=True)]
 
     def read_into(self, file: int, start: int, target: memoryview) -> None:
@@ -99,8 +129,21 @@ class CheckpointFiles:
         self.read_into(stored.file, stored.start, bytes_of(tensor))
         return tensor
 
+    def read_unit(self, unit: Unit, pinned: bool = False) -> torch.Tensor:
+        block = torch.empty(block_bytes(unit.parts), dtype=torch.uint8, pin_memory=pinned)
+        self.read_unit_into(unit, block)
+        return block
+
+    def read_unit_into(self, unit: Unit, block: torch.Tensor) -> None:
+        """Reads a unit into a uint8 block on the CPU, in the order of the file."""
+        parts = zip(unit.slots, parts_of(block, unit.parts), strict=True)
+        pairs = [(self.found[slot.name], part) for slot, part in parts]
+        for stored, part in sorted(pairs, key=lambda pair: (pair[0].file, pair[0].start)):
+            self.read_into(stored.file, stored.start, bytes_of(part))
+            if not self.keep_pages:
+                self.drop_pages(stored.file, stored.start, stored.nbytes)
+
     def drop_pages(self, file: int, start: int, size: int) -> None:
-        """Lets the operating system drop these bytes from its page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptors[file], start, size, os.POSIX_FADV_DONTNEED)
 
@@ -126,45 +169,10 @@ class CheckpointFiles:
             raise ValueError(f"'{path}' is damaged or cut off ({error}); {_AGAIN}") from error
 
 
-def checkpoint_bytes(folder: Path) -> int:
-    """Size of a folder's weights, in whatever format."""
-    paths = [*folder.glob("model*.safetensors")] or [*folder.glob("*.bin")]
-    return sum(path.stat().st_size for path in paths)
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"'{index}' is damaged ({error}); {_AGAIN}") from error
-
-
 def _state(descriptor: int) -> tuple[int, int]:
     """Size and modification time of an open file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
-
-
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
-"""Read at each of so many places of a file; another training run changes all of them."""
-
-
-def weights_digest(config: PreTrainedConfig) -> str | None:
-    """Identifies the weights that belong to a config: by samples, or by the Hub's commit."""
-    folder = Path(config.name_or_path or "")
-    if not config.name_or_path or not folder.is_dir():
-        commit: Any = getattr(config, "_commit_hash", None)
-        return commit
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        with naming(path, "read", _AGAIN), path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(f"{path.name} {size} ".encode())
-            for index in range(_SAMPLES):
-                file.seek(index * size // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -173,20 +181,249 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(numbers)
 
 
-Part = tuple[torch.Size, torch.dtype]
-"""A tensor's shape and dtype, for its place among others in one block of bytes."""
+def checkpoint_bytes(folder: Path) -> int:
+    """Size of a folder's weights, in whatever format."""
+    paths = [*folder.glob("model*.safetensors")] or [*folder.glob("*.bin")]
+    return sum(path.stat().st_size for path in paths)
 
 
-def block_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of a block with all parts, each where numbers of any dtype may begin."""
-    sizes = (shape.numel() * dtype.itemsize for shape, dtype in parts)
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+def weights_digest(config: PreTrainedConfig) -> str | None:
+    """Identifies the weights that belong to a config: by samples, or by the Hub's commit."""
+    folder = Path(config.name_or_path or "")
+    if not config.name_or_path or not folder.is_dir():
+        commit: Any = getattr(config, "_commit_hash", None)
+        return commit
+    samples = []
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        with naming(path, "read", _AGAIN), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            samples.append(f"{path.name} {size} ".encode())
+            for index in range(_SAMPLES):
+                file.seek(index * size // _SAMPLES)
+                samples.append(file.read(_SAMPLE_BYTES))
+    return digest(b"".join(samples))
 
 
-def parts_of(block: torch.Tensor, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
-    """Views of a uint8 block, one for each part."""
-    start = 0
-    for shape, dtype in parts:
-        size = shape.numel() * dtype.itemsize
-        yield block[start : start + size].view(dtype).view(shape)
-        start += block_bytes([(shape, dtype)])
+class NeedsConversion(Exception):
+    """A checkpoint cannot be read as it is; says why."""
+
+
+def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:
+    """Maps each stored tensor to its parameter's name, and the pattern by which it is changed."""
+    model = meta.model
+    state = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [own for own in transforms if isinstance(own, WeightRenaming)]
+    converters = [own for own in transforms if isinstance(own, WeightConverter)]
+    named = {
+        key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        for key in files.tensors
+    }
+    table = meta.embedding.name
+    if meta.is_tied and all(name != table for name, _ in named.values()):
+        # Some checkpoints store tied weights as the head's.
+        named = {
+            key: (table if name == _head_name(meta) else name, pattern)
+            for key, (name, pattern) in named.items()
+        }
+    return named
+
+
+def _head_name(meta: MetaModel) -> str:
+    """Name of the head's own weight, where it is not tied."""
+    return f"{meta.units[-1].name}.weight"
+
+
+def open_checkpoint(
+    config: PreTrainedConfig,
+    folder: Path,
+    dtype: torch.dtype | None,
+    pack: Callable[[MetaModel], MetaModel] = lambda meta: meta,
+) -> tuple[MetaModel, CheckpointFiles]:
+    """Opens a model (``None``: in its own dtype); finds nothing if it must be converted first."""
+    files = CheckpointFiles.in_folder(folder)
+    if dtype is None:
+        dtype = getattr(config.get_text_config(), "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        dtype = max(files.tensors.values(), key=lambda stored: stored.nbytes).dtype
+        dtype = dtype if dtype.is_floating_point else torch.float32
+    meta = make_meta_model(config, dtype, str(folder))
+    stored = {name for name, _ in named_keys(meta, files).values()}
+    if meta.is_tied and stored >= {meta.embedding.name, _head_name(meta)}:
+        # Like `from_pretrained`, we believe the files rather than the config.
+        head: Any = meta.units[-1].module
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+        meta = split_model(meta.model)
+    meta = pack(meta)
+    with contextlib.suppress(NeedsConversion):
+        files.found = map_weights(meta, files)
+    return meta, files
+
+
+def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTensor]:
+    """Finds every parameter in the files."""
+    found: dict[str, StoredTensor] = {}
+    for key, (name, pattern) in named_keys(meta, files).items():
+        if pattern is not None:
+            raise NeedsConversion(f"transformers changes {key} when it loads it")
+        found[name] = files.tensors[key]
+    missing = sorted(slot.name for slot in meta.slots if slot.name not in found)
+    if missing:
+        raise ValueError(
+            f"'{files.paths[0].parent}' is incomplete: {len(missing)} parameters are not in its"
+            f" weights (the first is {missing[0]}); {_AGAIN}"
+        )
+    for slot in meta.slots:
+        stored = found[slot.name]
+        if stored.dtype != slot.dtype:
+            raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
+        if stored.shape != tuple(slot.shape):
+            raise ValueError(
+                f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
+                f" {list(slot.shape)}; {_AGAIN}"
+            )
+    return found
+
+
+def open_converted(meta: MetaModel, files: CheckpointFiles, folder: Path) -> CheckpointFiles:
+    """Opens a checkpoint's converted copy, made if it is not there; outdated ones are deleted."""
+    source = files.paths[0].absolute()
+    forms = sorted({slot.form for unit in meta.units for slot in unit.slots})
+    parts = (str(source), files.identity, [forms, type(meta.model).__name__])
+    place, content, form = (digest(json.dumps(part))[:12] for part in parts)
+    stem = f"{source.parent.name}-{place}"
+    path = folder / f"{stem}-{content}-{form}.safetensors"
+    if not path.exists():
+        convert(meta, files, path)
+        for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors*"):
+            if not other.name.startswith(f"{stem}-{content}-"):
+                with contextlib.suppress(OSError):
+                    other.unlink()
+    try:
+        copy = CheckpointFiles([path])
+        copy.found = map_weights(meta, copy)
+        return copy
+    except (ValueError, NeedsConversion) as error:
+        raise ValueError(
+            f"'{path}', a copy of the weights for streaming, is damaged; delete it, and it is made"
+            " again"
+        ) from error
+
+
+def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
+    """Writes each layer contiguously, changed as transformers changes it when it loads it.
+
+    At most one layer is in memory. The file appears when it is complete; a process that wants it
+    too waits, and what a killed one has left is written over.
+    """
+    import fcntl
+
+    named = named_keys(meta, files)
+    groups = _groups(meta, named)
+    header, total = _header([slot for group in groups for slot in group])
+    draft = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("ab") as file, Progress("rewriting the weights", unit="bytes") as progress:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists():
+                return
+            file.truncate(0)
+            if shutil.disk_usage(path.parent).free < total:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            file.write(header)
+            for group in groups:
+                written = {slot.name for slot in group}
+                keys = [key for key, (name, _) in named.items() if name in written]
+                for tensor in _load(meta, group, {key: _LazyTensor(files, key) for key in keys}):
+                    file.write(bytes_of(tensor))
+                for slot in meta.slots:
+                    if slot.name in written:
+                        slot.empty()
+                progress.update(file.tell(), total)
+            file.flush()
+            os.fsync(file.fileno())
+            draft.replace(path)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(
+            f"the weights must be written anew to be streamed, {total} bytes to '{path}', and that"
+            f" failed ({reason}); give another --converted folder with room, or --weights device"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+class _LazyTensor:
+    """What transformers takes for a tensor that is not read yet."""
+
+    def __init__(self, files: CheckpointFiles, key: str) -> None:
+        self._files, self._stored = files, files.tensors[key]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._files.read(self._stored)[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._stored.shape)
+
+
+def _groups(meta: MetaModel, named: dict[str, tuple[str, str | None]]) -> list[list[ParameterSlot]]:
+    """What is written, in groups that are loaded together; buffers, of experts, come last."""
+    stored, seen, buffers = {name for name, _ in named.values()}, set[str](), []
+    for name, held in meta.model.named_buffers():
+        if name in stored:
+            owner, _, attribute = name.rpartition(".")
+            place = meta.model.get_submodule(owner), attribute
+            buffers.append(ParameterSlot(name, *place, held.shape, held.dtype))
+    groups = []
+    for slots in (*(unit.slots for unit in meta.units), (meta.embedding,), meta.others, buffers):
+        fresh = {slot.name: slot for slot in slots if slot.name not in seen}
+        seen |= fresh.keys()
+        groups.append(list(fresh.values()))
+    return groups
+
+
+def _load(
+    meta: MetaModel, group: list[ParameterSlot], part: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """Fills parameters as transformers does, and gives what is to be written for them."""
+    if not group:
+        return
+    model: Any = meta.model
+    transforms: list[Any] = list(get_model_conversion_mapping(model))
+    config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=transforms)
+    info, _ = convert_and_load_state_dict_in_model(model, part, config)
+    for slot in group:
+        own = getattr(slot.owner, slot.attribute)
+        if own.device.type == "meta":
+            # Tied weights lie where the checkpoint has them: in the embedding or in the head.
+            own = model.get_parameter(slot.name)
+        if own.device.type != "meta":
+            yield slot.to_bytes(own.detach())
+        elif any(slot.name in entry for entry in info.mismatched_keys):
+            raise ValueError(
+                f"the weights have {slot.name} in another shape than the config asks for; {_AGAIN}"
+            )
+        elif slot.name in info.missing_keys and not info.conversion_errors:
+            raise ValueError(f"the weights lack {slot.name}; {_AGAIN}")
+        else:
+            raise ValueError(
+                f"{slot.name} is in the weights, but transformers {transformers.__version__} could"
+                " not make it of them for streaming; give --weights device"
+            )
+
+
+def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
+    """The beginning of a safetensors file, and the bytes of the file."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for slot in slots:
+        offsets = [end, end + slot.nbytes]
+        shape, dtype = list(slot.shape), _NAMES[slot.dtype]
+        entries[slot.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        end += slot.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the format's alignment
+    header = len(text).to_bytes(8, "little") + text
+    return header, len(header) + end

@@ -3,148 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.console import format_bytes
 from h2okv.engine.detokenizer import Detokenizer
-from h2okv.integration.chat_template import ChatTemplateError, chat_text
+from h2okv.integration.chat_template import chat_text
+from h2okv.integration.loading import check_vocabulary
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
 from h2okv.provenance import digest
-from h2okv.records import Record, ResultFile, naming
+from h2okv.records import Record, ResultFile, check_text, read_jsonl
 
 _LINE = '{"id": 1, "prompt": "..."}'
-ParsedLine = tuple[PromptId, Any, str]
-"""A prompt's id, its text or messages, and their digest."""
 
 
-@dataclass(frozen=True)
-class PromptLine:
-    """A prompt's line in the file: its bytes ``start`` to ``start + size``, and their digest."""
+class Prompt(NamedTuple):
+    """A line of the input."""
 
     id: PromptId
-    start: int
-    size: int
-    digest: str
+    content: Any  # a text or messages
+    digest: str  # of the content
 
 
-class PromptFile:
-    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, scanned once, then read on demand.
-
-    Only ids, places and digests are kept in memory. A line that changes after the scan is noticed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: Sequence[PromptLine] = list(self._scan())
-        if not self.lines:
-            raise ValueError(f"'{path}' has no prompts; give lines such as {_LINE}")
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def read(self, line: PromptLine) -> ParsedLine:
-        """Reads a line again."""
-        with self._opened() as file:
-            file.seek(line.start)
-            data = file.read(line.size)
-        try:
-            parsed = parse_line(data)
-        except ValueError:
-            parsed = (line.id, None, "")
-        if parsed[2] != line.digest:
-            raise ValueError(
-                f"'{self.path}' has changed while it was read (id {json.dumps(line.id)}); leave it"
-                " as it is during a job, and run the command again"
-            )
-        return parsed
-
-    def _scan(self) -> Iterator[PromptLine]:
-        known: dict[str, int] = {}
-        start = 0
-        with self._opened() as file:
-            for number, data in enumerate(file, start=1):
-                if data.strip(b"\xef\xbb\xbf \t\r\n"):
-                    yield self._parse(number, start, data, known)
-                start += len(data)
-
-    def _parse(self, number: int, start: int, data: bytes, known: dict[str, int]) -> PromptLine:
-        try:
-            prompt_id, _, found = parse_line(data)
-            name = json.dumps(prompt_id)
-            if known.setdefault(name, number) != number:
-                raise ValueError(
-                    f"id {name} is that of line {known[name]} too; give every prompt an id of its"
-                    " own"
-                )
-        except ValueError as error:
-            raise ValueError(f"'{self.path}', line {number}: {error}") from error
-        return PromptLine(prompt_id, start, len(data), found)
-
-    @contextmanager
-    def _opened(self) -> Iterator[IO[bytes]]:
-        remedy = "give a JSONL file with prompts"
-        with naming(self.path, "read", remedy), self.path.open("rb") as file:
-            yield file
-
-
-def parse_line(data: bytes) -> ParsedLine:
-    """Parses a line to the prompt's id, its text or messages, and their digest."""
-    try:
-        fields = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ValueError("this is not UTF-8 text; convert the file to UTF-8") from None
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise ValueError(f"this is no JSON object; write {_LINE}")
-    prompt_id = fields.get("id")
-    if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
-        raise ValueError(f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number")
-    if "prompt" in fields and "messages" in fields:
-        raise ValueError("it has both prompt and messages; leave one of them out")
-    prompt = fields.get("prompt", fields.get("messages"))
-    if "messages" in fields and not isinstance(prompt, list):
-        raise ValueError('messages are not a list; write [{"role": "user", "content": "..."}]')
-    return prompt_id, prompt, digest(json.dumps(prompt, sort_keys=True))
-
-
-class JobResultFile(ResultFile):
-    """A job's results; its settings are in a file beside it."""
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.finished: dict[str, str] = {}  # the digest of each prompt, by its id as JSON
-        self.num_errors = 0  # results that say why a prompt could not be served
-        super().__init__(path, "h2okv batch", settings=settings)
-
-    def take(self, record: Record) -> None:
-        """See `ResultFile.take`."""
-        if not {"id", "prompt_digest"} <= record.fields.keys():
-            raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
-        self.finished[json.dumps(record.fields["id"])] = record.fields["prompt_digest"]
-        self.num_errors += "error" in record.fields
-
-    def check_prompts(self, lines: Sequence[PromptLine]) -> None:
-        """Refuses results of other prompts."""
-        digests = {json.dumps(line.id): line.digest for line in lines}
-        for name, found in self.finished.items():
-            what = f"a result for another prompt with id {name}"
-            if name not in digests:
-                what = f"a result for id {name}, which is not in the input"
-            if digests.get(name) != found:
-                raise ValueError(
-                    f"'{self.path}' has {what}; choose another file, or give the input that it was"
-                    " begun with"
-                )
-
-
-class PromptError(ValueError):
-    """A prompt cannot be served; says why in its result."""
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads lines ``{"id", "prompt"}`` or ``{"id", "messages"}``."""
+    known: dict[str, str] = {}
+    prompts = []
+    for record in read_jsonl(path, _LINE):
+        fields, problem = record.fields, ""
+        prompt_id: Any = fields.get("id")
+        content, name = fields.get("prompt", fields.get("messages")), json.dumps(prompt_id)
+        if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
+            problem = f"id {name} is not a name; give a text or a whole number"
+        elif "prompt" in fields and "messages" in fields:
+            problem = "it has both prompt and messages; leave one of them out"
+        elif "messages" in fields and not isinstance(content, list):
+            problem = 'messages are not a list; write [{"role": "user", "content": "..."}]'
+        elif known.setdefault(name, record.place) != record.place:
+            problem = f"id {name} is that of {known[name]} too; give every prompt an id of its own"
+        if problem:
+            raise ValueError(f"{record.place}: {problem}")
+        prompts.append(Prompt(prompt_id, content, digest(json.dumps(content, sort_keys=True))))
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -164,35 +69,42 @@ class TextCodec:
         return not self.is_raw and bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Any) -> list[int]:
-        """Encodes a text or messages; raises `PromptError` for what cannot be served."""
-        tokens = self._tokens(prompt)
+        """Encodes a text or messages; raises `ValueError` for what cannot be served."""
+        if isinstance(prompt, list) and self.is_raw:
+            raise ValueError("messages need the chat template; leave out --raw, or give a prompt")
+        if isinstance(prompt, list) or self.uses_template:
+            is_chat = isinstance(prompt, list)
+            messages = prompt if is_chat else [{"role": "user", "content": prompt}]
+            what = "a message's content" if is_chat else "the prompt"
+            text = chat_text(self.tokenizer, [_checked(own, what) for own in messages])
+            special = not self.tokenizer.chat_template
+        else:
+            text, special = check_text(prompt, "the prompt"), True
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        tokens = list(encoded["input_ids"])
         if not tokens:
-            raise PromptError("the prompt has no tokens for this model; give some text")
-        if max(tokens) >= self.vocabulary:
-            raise PromptError(
-                f"the tokenizer gives token {max(tokens)}, but the model knows only"
-                f" {self.vocabulary}; get the model again, with its own tokenizer"
-            )
+            raise ValueError("the prompt has no tokens for this model; give some text")
+        check_vocabulary(tokens, self.vocabulary)
         if self.context is not None and len(tokens) >= self.context:
-            raise PromptError(
+            raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but the model's context is {self.context};"
                 f" shorten it to {self.context - 1} or fewer"
             )
         if self.max_prompt is not None and len(tokens) > self.max_prompt:
-            raise PromptError(
+            raise ValueError(
                 f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
                 f" for {self.max_prompt}; shorten it or give more --memory"
             )
         return tokens
 
-    def sequence(self, line: ParsedLine) -> BatchSequence:
+    def sequence(self, prompt: Prompt) -> BatchSequence:
         """Encodes a prompt, with as many new tokens as the context window has room for."""
-        prompt_id, prompt, found = line
-        tokens = self.encode(prompt)
+        tokens = self.encode(prompt.content)
         left = self.max_new_tokens
         if self.context is not None:
             left = min(left, self.context - len(tokens))
-        return BatchSequence(prompt_id, tokens, left, found, left < self.max_new_tokens)
+        is_limited = left < self.max_new_tokens
+        return BatchSequence(prompt.id, tokens, left, prompt.digest, is_limited)
 
     def record(self, sequence: BatchSequence) -> dict[str, Any]:
         """A finished sequence's result; its text has the space that follows the prompt."""
@@ -206,94 +118,37 @@ class TextCodec:
             "prompt_digest": sequence.digest,
         }
 
-    def _tokens(self, prompt: Any) -> list[int]:
-        is_templated = True
-        if isinstance(prompt, str):
-            _check_text(prompt)
-            text, is_templated = prompt, self.uses_template
-            prompt = [{"role": "user", "content": prompt}]
-        elif not isinstance(prompt, list):
-            raise PromptError(f"the prompt is not a text; write {_LINE}")
-        elif self.is_raw:
-            raise PromptError("messages need the chat template; leave out --raw, or give a prompt")
-        if is_templated:
-            try:
-                text = chat_text(self.tokenizer, [_message(own) for own in prompt])
-            except ChatTemplateError as error:
-                raise PromptError(str(error).rstrip(".")) from error
-        special = not (is_templated and self.tokenizer.chat_template)
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return list(encoded["input_ids"])
 
-
-def _message(message: Any) -> dict[str, str]:
-    fields = message if isinstance(message, dict) else {}
-    role, content = fields.get("role"), fields.get("content")
-    if role not in ("system", "user", "assistant") or not isinstance(content, str):
-        raise PromptError(
+def _checked(message: Any, what: str) -> dict[str, str]:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("system", "user", "assistant"):
+        raise ValueError(
             'a message is not {"role": "user", "content": "..."}, with role system, user or'
             " assistant; write it so"
         )
-    _check_text(content)
-    return {"role": role, "content": content}
-
-
-def _check_text(text: str) -> None:
-    if not text.strip():
-        raise PromptError("the prompt is empty; give some text to go on from")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PromptError("the prompt is not UTF-8 text; convert it to UTF-8") from None
+    return {"role": role, "content": check_text(message.get("content"), what)}
 
 
 def generate_records(
-    lines: Iterable[ParsedLine], codec: TextCodec, runner: Runner
+    prompts: Iterable[Prompt], codec: TextCodec, runner: Runner
 ) -> Iterator[list[dict[str, Any]]]:
     """Generates for prompts; yields the results of each weight pass, refusals among them."""
     codec = replace(codec, max_prompt=runner.limits.longest_prompt)
     refused: list[dict[str, Any]] = []
 
     def sequences() -> Iterator[BatchSequence]:
-        for line in lines:
+        for prompt in prompts:
             try:
-                yield codec.sequence(line)
-            except PromptError as error:
-                refused.append({"id": line[0], "error": str(error), "prompt_digest": line[2]})
+                yield codec.sequence(prompt)
+            except ValueError as error:
+                told = {"error": str(error).rstrip("."), "prompt_digest": prompt.digest}
+                refused.append({"id": prompt.id, **told})
 
     for done in runner.run(sequences()):
         records = [*refused, *map(codec.record, done)]
         refused.clear()
         yield records
     yield refused
-
-
-@dataclass
-class Job:
-    """The prompts that have no result yet, and where their results go."""
-
-    prompts: PromptFile
-    results: JobResultFile
-    codec: TextCodec
-
-    @property
-    def num_finished(self) -> int:
-        """Prompts that have a result, those of earlier runs included."""
-        return len(self.results.finished)
-
-    def unfinished(self) -> Iterator[PromptLine]:
-        """The prompts that have no result."""
-        for line in self.prompts.lines:
-            if json.dumps(line.id) not in self.results.finished:
-                yield line
-
-    def read(self) -> Iterator[ParsedLine]:
-        """Reads the prompts that have no result."""
-        return map(self.prompts.read, self.unfinished())
-
-    def summary(self) -> Summary:
-        """What earlier runs have left to say."""
-        return Summary(len(self.prompts), self.num_finished, self.results.num_errors)
 
 
 @dataclass(frozen=True)
@@ -321,11 +176,9 @@ class Summary:
         return self.new_tokens / max(self.seconds, 1e-9)
 
     def to_json(self) -> str:
-        """One JSON object."""
         return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second})
 
     def to_text(self) -> str:
-        """One line."""
         predicted = "" if self.predicted is None else f" ({self.predicted:,.1f} predicted)"
         parts = [
             f"{self.prompts} prompts",
@@ -337,3 +190,50 @@ class Summary:
             f"peak memory {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else "",
         ]
         return ", ".join(filter(None, parts))
+
+
+class Job(ResultFile):
+    """Prompts and the file of their results; what made these is in a file beside it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], prompts: list[Prompt]) -> None:
+        self.prompts = prompts
+        self.finished: dict[str, str] = {}  # the digest of each prompt, by its id as JSON
+        self.num_errors = 0  # results that say why a prompt could not be served
+        super().__init__(path, "h2okv batch", settings=settings)
+
+    def take(self, record: Record) -> None:
+        if not {"id", "prompt_digest"} <= record.fields.keys():
+            raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
+        self.finished[json.dumps(record.fields["id"])] = record.fields["prompt_digest"]
+        self.num_errors += "error" in record.fields
+
+    def check_prompts(self) -> None:
+        """Refuses results of other prompts."""
+        digests = {json.dumps(prompt.id): prompt.digest for prompt in self.prompts}
+        for name, found in self.finished.items():
+            if digests.get(name) != found:
+                other = f"another prompt with id {name}"
+                what = other if name in digests else f"id {name}, which is not in the input"
+                raise ValueError(
+                    f"'{self.path}' has a result for {what}; choose another file, or give the input"
+                    " that it was begun with"
+                )
+
+    def unfinished(self) -> list[Prompt]:
+        return [prompt for prompt in self.prompts if json.dumps(prompt.id) not in self.finished]
+
+    def collect(
+        self, blocks: Iterable[list[dict[str, Any]]], told: Callable[[float, int], None]
+    ) -> Summary:
+        """Writes results as they come; ``told`` hears the seconds and the new tokens so far."""
+        skipped, start, seconds = len(self.finished), time.perf_counter(), 0.0
+        prompt_tokens = new_tokens = 0
+        for records in blocks:
+            if records:
+                self.append(records)
+            prompt_tokens += sum(record.get("prompt_tokens", 0) for record in records)
+            new_tokens += sum(record.get("new_tokens", 0) for record in records)
+            seconds = time.perf_counter() - start
+            told(seconds, new_tokens)
+        counts = len(self.prompts), skipped, self.num_errors, prompt_tokens, new_tokens
+        return Summary(*counts, seconds=seconds)

@@ -1,40 +1,40 @@
-"""A model on the meta device, and its weights in a checkpoint: as they are, or converted."""
+"""A model on the meta device, in parts in the order of a forward, and linear layers in few bits."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import glob
-import json
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
-from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
-from h2okv.console import Progress, optional
-from h2okv.offload.checkpoint import (
-    CheckpointFiles,
-    Part,
-    StoredTensor,
-    bytes_of,
-    parts_of,
-)
-from h2okv.provenance import digest
+from h2okv.console import optional
+
+_ALIGNMENT = 64
+WEIGHT_BITS = (8, 4)
+_GROUPS = (64, 32)  # of int4: numbers that share a scale and a zero, the first that divides a row
+_OUTPUTS = 16  # the packing of int4 takes rows by so many
+
+Part = tuple[torch.Size, torch.dtype]
+"""A tensor's shape and dtype, for its place among others in one block of bytes."""
+
+
+def block_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of a block with all parts, each where numbers of any dtype may begin."""
+    sizes = (shape.numel() * dtype.itemsize for shape, dtype in parts)
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def parts_of(block: torch.Tensor, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+    """Views of a uint8 block, one for each part."""
+    start = 0
+    for shape, dtype in parts:
+        size = shape.numel() * dtype.itemsize
+        yield block[start : start + size].view(dtype).view(shape)
+        start += block_bytes([(shape, dtype)])
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class ParameterSlot:
 
     @property
     def nbytes(self) -> int:
-        """Stored size."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
@@ -59,7 +58,6 @@ class ParameterSlot:
 
     @property
     def num_weights(self) -> int:
-        """Numbers of the parameter, however they are stored."""
         return self.shape.numel()
 
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -77,21 +75,18 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are loaded together: a decoder layer, or the head (``layer_idx=None``)."""
+    """Parameters that are loaded together: a decoder layer, or the head."""
 
     name: str
     module: nn.Module
-    layer_idx: int | None
     slots: tuple[ParameterSlot, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size of its weights."""
         return sum(slot.nbytes for slot in self.slots)
 
     @property
     def parts(self) -> list[Part]:
-        """Its weights' places in a block of bytes."""
         return [(slot.shape, slot.dtype) for slot in self.slots]
 
     def fill(self, block: torch.Tensor) -> None:
@@ -137,27 +132,33 @@ def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -
 def split_model(model: PreTrainedModel) -> MetaModel:
     """Finds a model's layers, head and embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    prefix, layers = _find_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    # The decoder layers are the largest list of the length that the config names.
+    lists = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    missing = "" if lists else f"no list of {count} decoder layers"
     if not isinstance(head, nn.Module) or id(embedding) not in names:
+        missing = "no output head or no embedding"
+    if missing:
         raise ValueError(
-            f"{type(model).__name__} has no output head or no embedding that weights could be"
-            " streamed to; give --weights device"
+            f"{type(model).__name__} has {missing} that weights could be streamed to; give"
+            " --weights device"
         )
+    _, prefix, layers = max(lists, key=lambda found: found[0])
     (table,) = [s for s in _slots(embedding, names[id(embedding)]) if s.attribute == "weight"]
     units = [
-        Unit(f"{prefix}.{index}", layer, index, tuple(_slots(layer, f"{prefix}.{index}")))
+        Unit(f"{prefix}.{index}", layer, tuple(_slots(layer, f"{prefix}.{index}")))
         for index, layer in enumerate(layers)
     ]
-    head_slots = tuple(_slots(head, names[id(head)]))
-    if head.weight is embedding.weight:
-        head_slots = tuple(
-            replace(slot, name=table.name)
-            if slot.owner is head and slot.attribute == "weight"
-            else slot
-            for slot in head_slots
-        )
-    units.append(Unit(names[id(head)], head, None, head_slots))
+    head_slots = list(_slots(head, names[id(head)]))
+    for number, slot in enumerate(head_slots):
+        if slot.owner._parameters[slot.attribute] is embedding.weight:
+            head_slots[number] = replace(slot, name=table.name)
+    units.append(Unit(names[id(head)], head, tuple(head_slots)))
     taken = {id(slot.owner) for unit in units for slot in unit.slots} | {id(embedding)}
     others = tuple(slot for slot in _slots(model, "") if id(slot.owner) not in taken)
     return MetaModel(model, tuple(units), table, others)
@@ -171,277 +172,139 @@ def _slots(module: nn.Module, prefix: str) -> Iterator[ParameterSlot]:
                 yield ParameterSlot(full, owner, attribute, parameter.shape, parameter.dtype)
 
 
-def _find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Finds the decoder layers: the largest list of the length that the config names."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [
-        (sum(p.numel() for p in module.parameters()), name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
+@dataclass(frozen=True)
+class PackedSlot(ParameterSlot):
+    """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with.
+
+    In 8 bits these are int8 numbers and an fp32 scale for each output; in 4 bits two numbers in a
+    byte, and a scale and zero for each group of a row.
+    """
+
+    original_shape: torch.Size  # of the weight, [outputs, inputs]
+    original_dtype: torch.dtype  # that products with it have
+    bits: int
+
+    @classmethod
+    def of(cls, slot: ParameterSlot, bits: int) -> ParameterSlot:
+        """Makes a linear layer's slot a packed one; one that cannot be packed is given back."""
+        is_linear = type(slot.owner) is nn.Linear and slot.attribute == "weight"
+        parts = _parts(slot.shape, slot.dtype, bits) if is_linear else []
+        if not parts:
+            return slot
+        size = torch.Size([block_bytes(parts)])
+        original = slot.shape, slot.dtype
+        return cls(slot.name, slot.owner, slot.attribute, size, torch.uint8, *original, bits)
+
+    @property
+    def num_weights(self) -> int:
+        return self.original_shape.numel()
+
+    @property
+    def form(self) -> str:
+        """See `ParameterSlot.form`; the bytes of int4 depend on the processor's instructions."""
+        processor = torch.backends.cpu.get_cpu_capability() if self.bits == 4 else ""
+        return f"int{self.bits} {processor}"
+
+    @property
+    def _block_size(self) -> list[int]:
+        """The part of the weight that shares a scale: a row, or a group of one."""
+        inputs = self.original_shape[1]
+        return [1, inputs if self.bits == 8 else _group(inputs)]
+
+    def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
+        weight = parameter.to(self.original_dtype)
+        packed = torch.zeros(self.shape, dtype=torch.uint8)
+        if self.bits == 8:
+            torchao = load_torchao()
+            outputs, inputs = weight.shape
+            linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+            made: Any = linear.weight
+            # A zero-point is not among its parts: the quantization is symmetric.
+            tensors = made.qdata, made.scale
+        else:
+            made = load_int4().from_hp(weight, self._block_size)
+            tensors = made.qdata, made.scale_and_zero
+        for part, tensor in zip(self._parts_of(packed), tensors, strict=True):
+            part.copy_(tensor.view(part.shape))
+        return packed
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Installs a tensor that multiplies, over the parameter, which stays on the meta device."""
+        kind = load_torchao().Int8Tensor if self.bits == 8 else load_int4()
+        last = self.original_dtype if self.bits == 8 else self.original_shape
+        vars(self.owner)[self.attribute] = kind(*self._parts_of(tensor), self._block_size, last)
+
+    def empty(self) -> None:
+        vars(self.owner).pop(self.attribute, None)
+        meta_tensor = torch.empty(self.original_shape, dtype=self.original_dtype, device="meta")
+        super().fill(meta_tensor)
+
+    def _parts_of(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
+        return parts_of(packed, _parts(self.original_shape, self.original_dtype, self.bits))
+
+
+def _parts(shape: torch.Size, dtype: torch.dtype, bits: int) -> list[Part]:
+    """The tensors that are stored for a weight; none if it cannot be packed."""
+    outputs, inputs = shape
+    if bits == 8:
+        return [(shape, torch.int8), (torch.Size([outputs, 1]), torch.float32)]
+    if outputs % _OUTPUTS or inputs % min(_GROUPS):
+        return []
+    codes = torch.Size([outputs, inputs // 2])
+    return [(codes, torch.uint8), (torch.Size([inputs // _group(inputs), outputs, 2]), dtype)]
+
+
+def _group(inputs: int) -> int:
+    return next(group for group in _GROUPS if inputs % group == 0)
+
+
+def load_torchao() -> Any:
+    """Imports torchao's quantization, which is part of an extra."""
+    return optional("torchao.quantization", "--weight-bits", "quant")
+
+
+def load_int4() -> Any:
+    """Imports torchao's int4 tensor for CPUs, which is not among its lasting names."""
+    load_torchao()
+    try:
+        from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+    except ImportError as error:
+        raise ValueError(
+            "--weight-bits 4 needs a torchao with int4 for CPUs (its prototype Int4OpaqueTensor, as"
+            " in 0.18.0); give --weight-bits 8, or install that version"
+        ) from error
+    return Int4OpaqueTensor
+
+
+def pack_layers(meta: MetaModel, bits: int | None, device: torch.device) -> MetaModel:
+    """Packs the weights of the decoder layers' linear layers."""
+    if bits is None:
+        return meta
+    dtype = str(meta.embedding.dtype).removeprefix("torch.")
+    reason = ""  # why torchao's int4 does not work, or is slower than no int4 at all
+    if bits == 4 and device.type != "cpu":
+        reason = (
+            f"is for CPUs: torchao packs int4 for {device.type} on the device itself, and not layer"
+            " by layer from a file; give --weight-bits 8"
+        )
+    elif bits == 4 and dtype != "bfloat16":
+        reason = (
+            f"is fast in bfloat16 only (in {dtype} a product takes many times as long as without"
+            " it); add --dtype bfloat16, or give --weight-bits 8"
+        )
+    if reason:
+        raise ValueError(f"--weight-bits 4 {reason}")
+    (load_int4 if bits == 4 else load_torchao)()
+    *layers, head = meta.units
+    units = [
+        replace(layer, slots=tuple(PackedSlot.of(slot, bits) for slot in layer.slots))
+        for layer in layers
     ]
-    if not lists:
+    if not any(isinstance(slot, PackedSlot) for unit in units for slot in unit.slots):
         raise ValueError(
-            f"{type(model).__name__} has no list of {count} decoder layers that weights could be"
-            " streamed to; give --weights device"
+            f"{type(meta.model).__name__} has no linear layers whose weights could be"
+            f" int{bits}; leave out --weight-bits"
         )
-    _, name, layers = max(lists, key=lambda found: found[0])
-    return name, layers
-
-
-_COMPARED = 1 << 20
-"""Bytes of an embedding that are compared with the head's at once."""
-
-
-class NeedsConversion(Exception):
-    """A checkpoint cannot be read as it is; says why."""
-
-
-def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:
-    """Maps each stored tensor to its parameter's name, and the pattern by which it is changed."""
-    model = meta.model
-    state = model.state_dict()
-    transforms = get_model_conversion_mapping(model)
-    renamings = [own for own in transforms if isinstance(own, WeightRenaming)]
-    converters = [own for own in transforms if isinstance(own, WeightConverter)]
-    named = {
-        key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        for key in files.tensors
-    }
-    table = meta.embedding.name
-    if meta.is_tied and all(name != table for name, _ in named.values()):
-        # Some checkpoints store tied weights as the head's.
-        named = {
-            key: (table if name == _head_name(meta) else name, pattern)
-            for key, (name, pattern) in named.items()
-        }
-    return named
-
-
-def _head_name(meta: MetaModel) -> str:
-    """Name of the head's own weight, where it is not tied."""
-    return f"{meta.units[-1].name}.weight"
-
-
-def untie_if_stored_apart(meta: MetaModel, files: CheckpointFiles) -> MetaModel:
-    """Gives the head its own weights where the files have others than the embedding's for it.
-
-    `from_pretrained` believes the files rather than the config too.
-    """
-    if not meta.is_tied:
-        return meta
-    stored = {name: files.tensors[key] for key, (name, _) in named_keys(meta, files).items()}
-    table, own = stored.get(meta.embedding.name), stored.get(_head_name(meta))
-    if table is None or own is None or _are_equal(files, table, own):
-        return meta
-    head: Any = meta.units[-1].module
-    head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
-    return split_model(meta.model)
-
-
-def _are_equal(files: CheckpointFiles, first: StoredTensor, second: StoredTensor) -> bool:
-    """Compares two tensors, a part at a time."""
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    for start in range(0, first.nbytes, _COMPARED):
-        size = min(_COMPARED, first.nbytes - start)
-        parts = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
-        for stored, part in zip((first, second), parts, strict=True):
-            files.read_into(stored.file, stored.start + start, bytes_of(part))
-        if not torch.equal(*parts):
-            return False
-    return True
-
-
-def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTensor]:
-    """Finds every parameter in the files."""
-    found: dict[str, StoredTensor] = {}
-    for key, (name, pattern) in named_keys(meta, files).items():
-        if pattern is not None:
-            raise NeedsConversion(f"transformers changes {key} when it loads it")
-        found[name] = files.tensors[key]
-    missing = sorted(slot.name for slot in meta.slots if slot.name not in found)
-    if missing:
-        raise ValueError(
-            f"'{files.paths[0].parent}' is incomplete: {len(missing)} parameters are not in its"
-            f" weights (the first is {missing[0]}); get the model again"
-        )
-    for slot in meta.slots:
-        stored = found[slot.name]
-        if stored.dtype != slot.dtype:
-            raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
-        if stored.shape != tuple(slot.shape):
-            raise ValueError(
-                f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
-                f" {list(slot.shape)}; get the model again"
-            )
-    return found
-
-
-_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-
-
-def open_converted(
-    meta: MetaModel,
-    files: CheckpointFiles,
-    folder: Path,
-) -> tuple[CheckpointFiles, dict[str, StoredTensor]]:
-    """Opens a checkpoint's converted copy in a folder, and writes it first if it is not there.
-
-    Copies of what the checkpoint held before it changed are deleted then.
-    """
-    source = files.paths[0].absolute()
-    forms = sorted({slot.form for unit in meta.units for slot in unit.slots})
-    parts = (str(source), files.identity, [forms, type(meta.model).__name__])
-    place, content, form = (digest(json.dumps(part))[:12] for part in parts)
-    stem = f"{source.parent.name}-{place}"
-    path = folder / f"{stem}-{content}-{form}.safetensors"
-    if not path.exists():
-        convert(meta, files, path)
-        for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors*"):
-            if not other.name.startswith(f"{stem}-{content}-"):
-                with contextlib.suppress(OSError):
-                    other.unlink()
-    try:
-        copy = CheckpointFiles([path])
-        return copy, map_weights(meta, copy)
-    except (ValueError, NeedsConversion) as error:
-        raise ValueError(
-            f"'{path}', a copy of the weights for streaming, is damaged; delete it, and it is made"
-            " again"
-        ) from error
-
-
-def convert(
-    meta: MetaModel,
-    files: CheckpointFiles,
-    path: Path,
-) -> None:
-    """Writes each layer contiguously, changed as transformers changes it when it loads it.
-
-    At most one layer is in memory. The file appears when it is complete; a process that wants it
-    too waits, and what a killed one has left is written over.
-    """
-    import fcntl
-
-    groups = _groups(meta, files)
-    header, total = _header([slot for slots, _ in groups for slot in slots])
-    draft = path.with_name(f"{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("ab") as file, Progress("rewriting the weights", unit="bytes") as progress:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if path.exists():
-                return
-            file.truncate(0)
-            if shutil.disk_usage(path.parent).free < total:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            file.write(header)
-            for slots, part in groups:
-                for tensor in _load(meta.model, slots, part):
-                    file.write(bytes_of(tensor))
-                written = {slot.name for slot in slots}
-                for slot in meta.slots:
-                    if slot.name in written:
-                        slot.empty()
-                progress.update(file.tell(), total)
-            file.flush()
-            os.fsync(file.fileno())
-            draft.replace(path)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ValueError(
-            f"the weights must be written anew to be streamed, {total} bytes to '{path}', and that"
-            f" failed ({reason}); give another --converted folder with room, or --weights device"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-
-
-class _LazyTensor:
-    """What transformers takes for a tensor that is not read yet."""
-
-    def __init__(self, files: CheckpointFiles, stored: StoredTensor) -> None:
-        self._files = files
-        self._stored = stored
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._files.read(self._stored)[index]
-
-    def get_shape(self) -> list[int]:
-        """Its shape."""
-        return list(self._stored.shape)
-
-
-def _groups(
-    meta: MetaModel, files: CheckpointFiles
-) -> list[tuple[list[ParameterSlot], dict[str, _LazyTensor]]]:
-    """What is written, in groups that are loaded together, and the tensors that fill each.
-
-    Tied weights are written once. The last group are buffers that the files hold, such as an
-    expert's bias; the model keeps them.
-    """
-    named = named_keys(meta, files)
-    owners, held = dict(meta.model.named_modules()), dict(meta.model.named_buffers())
-    buffers = []
-    for name in sorted({name for name, _ in named.values()} & set(held)):
-        owner, _, attribute = name.rpartition(".")
-        slot = ParameterSlot(name, owners[owner], attribute, held[name].shape, held[name].dtype)
-        buffers.append(slot)
-    seen: set[str] = set()
-    groups = []
-    for slots in (*(unit.slots for unit in meta.units), (meta.embedding,), meta.others, buffers):
-        fresh = {slot.name: slot for slot in slots if slot.name not in seen}
-        seen |= fresh.keys()
-        keys = [key for key, (name, _) in named.items() if name in fresh]
-        part = {key: _LazyTensor(files, files.tensors[key]) for key in keys}
-        groups.append((list(fresh.values()), part))
-    return groups
-
-
-def _load(model: Any, group: list[ParameterSlot], part: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Fills parameters as transformers does, and gives what is to be written for them."""
-    if not group:
-        return
-    transforms: list[Any] = list(get_model_conversion_mapping(model))
-    config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=transforms)
-    info, _ = convert_and_load_state_dict_in_model(model, part, config)
-    for slot in group:
-        own = getattr(slot.owner, slot.attribute)
-        if own.device.type == "meta":
-            # Tied weights lie where the checkpoint has them: in the embedding or in the head.
-            own = model.get_parameter(slot.name)
-        if own.device.type == "meta":
-            raise ValueError(_why_missing(slot, info))
-        yield slot.to_bytes(own.detach())
-
-
-def _why_missing(slot: ParameterSlot, info: Any) -> str:
-    if any(slot.name in entry for entry in info.mismatched_keys):
-        return (
-            f"the weights have {slot.name} in another shape than the config asks for; get the"
-            " model again"
-        )
-    if slot.name in info.missing_keys and not info.conversion_errors:
-        return f"the weights lack {slot.name}; get the model again"
-    return (
-        f"{slot.name} is in the weights, but transformers {transformers.__version__} could not make"
-        " it of them for streaming; give --weights device"
-    )
-
-
-def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
-    """The beginning of a safetensors file, and the bytes of the file."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for slot in slots:
-        entries[slot.name] = {
-            "dtype": _NAMES[slot.dtype],
-            "shape": list(slot.shape),
-            "data_offsets": [end, end + slot.nbytes],
-        }
-        end += slot.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the format's alignment
-    header = len(text).to_bytes(8, "little") + text
-    return header, len(header) + end
+    return replace(meta, units=(*units, head))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,11 +13,14 @@ import torch
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import MetaModel
 from h2okv.offload.profile import HardwareProfile
-from h2okv.offload.weight_stream import arena_bytes
+from h2okv.offload.tiers import arena_bytes
 
 PLACES = ("device", "cpu", "disk")
-Fractions = dict[str, float]
-"""Fractions by place that add up to 1."""
+CACHE_TIERS = ("device", "cpu", "file")
+Fractions = dict[str, float]  # fractions by place that add up to 1
+Places = tuple[str, ...]
+"""Of the units in the order of a forward, and of the embedding: on the disk, only the rows in use
+are read of it."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +39,19 @@ class Estimate:
         return max(self.step, key=self.step.__getitem__)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the units are; of an embedding on the disk only the rows in use are read."""
-
-    units: tuple[str, ...]  # in the order of a forward
-    embedding: str
-
-    def counts(self) -> dict[str, int]:
-        """Units by place."""
-        return {place: self.units.count(place) for place in PLACES if place in self.units}
-
-
 def parse_placement(option: str, text: str, places: tuple[str, ...]) -> Fractions | None:
     """Parses ``auto`` (``None``), a place, or percentages such as ``device=40,disk=60``."""
     if text == "auto":
         return None
     if text in places:
         return {text: 1.0}
-    fractions: Fractions = {}
-    for part in text.split(","):
-        place, _, number = part.strip().partition("=")
-        try:
-            percent = float(number.removesuffix("%"))
-        except ValueError:
-            percent = -1.0
-        if place not in places or place in fractions or not 0 <= percent <= 100:
-            raise ValueError(
-                f"--{option} {text!r} is not a place; give auto, {', '.join(places)}, or"
-                f" percentages such as {places[0]}=40,{places[-1]}=60"
-            )
-        fractions[place] = percent / 100
+    parts = [re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)%?", part.strip()) for part in text.split(",")]
+    fractions = {part[1]: float(part[2]) / 100 for part in parts if part is not None}
+    if len(fractions) < len(parts) or not fractions.keys() <= set(places):
+        raise ValueError(
+            f"--{option} {text!r} is not a place; give auto, {', '.join(places)}, or percentages"
+            f" such as {places[0]}=40,{places[-1]}=60"
+        )
     if abs(sum(fractions.values()) - 1) > 1e-6:
         raise ValueError(
             f"--{option} {text!r} adds up to {100 * sum(fractions.values()):g} percent; give 100"
@@ -83,23 +70,18 @@ def interleave(fractions: Fractions, count: int) -> list[str]:
     return order
 
 
-def place_by_fractions(fractions: Fractions, count: int) -> Placement:
-    """Places units by percentages."""
-    units = tuple(interleave(fractions, count))
-    return Placement(units, units[-1] if units[-1] != "cpu" else "device")
+def place_by_fractions(fractions: Fractions, count: int) -> Places:
+    """Places units by percentages, and the embedding where the head is."""
+    units = interleave(fractions, count)
+    return (*units, units[-1] if units[-1] != "cpu" else "device")
 
 
 _MAX_BATCH = 1024
-_MIN_GAIN = 1.02
-"""A larger batch must be so much faster, or the smaller one is chosen."""
-_MIN_FILE_GAIN = 1.1
-"""Entries go to the file only where that is so much faster; it wears the disk."""
-_MICRO_BATCH_TOKENS = 4096
-"""Of a prefill; more do not compute faster."""
-_MICRO_BATCH_FRACTION = 0.3
-"""Of the free memory, for a micro-batch's prefill."""
-_WAITING_FRACTION = 0.1
-"""Of the free memory, for the hidden states of prompts between two layers."""
+_MIN_GAIN = 1.02  # a larger batch must be so much faster, or the smaller one is chosen
+_MIN_FILE_GAIN = 1.1  # entries go to the file only where that is so much faster; it wears the disk
+_MICRO_BATCH_TOKENS = 4096  # of a prefill; more do not compute faster
+_MICRO_BATCH_FRACTION = 0.3  # of the free memory, for a micro-batch's prefill
+_WAITING_FRACTION = 0.1  # of the free memory, for the hidden states of prompts between two layers
 _IN_MEMORY = {"device": 1.0}
 _IN_FILE = {"file": 1.0}
 
@@ -115,26 +97,15 @@ class Workload:
 
     @classmethod
     def of(cls, lengths: list[int], max_new_tokens: int) -> Workload:
-        """The workload of prompts of these lengths."""
         mean = -(-sum(lengths) // len(lengths))
         return cls(mean, max(lengths), max_new_tokens, len(lengths))
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """Bytes that may be allocated."""
-
-    device: int  # for weights, caches and temporaries where the model computes
-    host: int = 0  # in the CPU's memory beside that; 0 if the model computes there
-    used: int = 0  # what the process has already, for messages about --memory
-    spare: int = 0  # by which that may be more in another run, for which an amount is told
 
 
 @dataclass(frozen=True)
 class Plan:
     """A decision, the device memory that it takes, and its expected speed."""
 
-    placement: Placement
+    placement: Places
     cache_placement: Fractions  # of the layers whose keys and values are in each place
     batch_size: int
     micro_batch_tokens: int  # prompt tokens of a micro-batch's prefill
@@ -147,12 +118,18 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """All device memory that it takes."""
         return self.cache_bytes + self.weight_bytes + self.buffer_bytes + self.temporary_bytes
 
+    @property
+    def counts(self) -> dict[str, int]:
+        units = self.placement[:-1]
+        return {place: units.count(place) for place in PLACES if place in units}
+
+    def gain(self, other: Plan) -> float:
+        return self.estimate.tokens_per_second / other.estimate.tokens_per_second
+
     def to_dict(self) -> dict[str, Any]:
-        """By field, ready for JSON."""
-        return {**asdict(self), "placement": self.placement.counts()}
+        return {**asdict(self), "placement": self.counts}
 
 
 @dataclass(frozen=True)
@@ -162,9 +139,12 @@ class Planner:
     meta: MetaModel
     memory: MemoryModel
     hardware: HardwareProfile
-    budget: MemoryBudget
+    room: int  # bytes for weights, caches and temporaries where the model computes
     workload: Workload
     device: torch.device
+    host_room: int = 0  # in the CPU's memory beside that; 0 if the model computes there
+    used: int = 0  # what the process has already, for messages about --memory
+    spare: int = 0  # by which that may be more in another run, for which an amount is told
     batch_size: int | None = None
     weights: Fractions | None = None
     caches: Fractions | None = None
@@ -175,7 +155,7 @@ class Planner:
         best = self._best(sizes, self.caches or _IN_MEMORY)
         if self.caches is None:
             other = self._best(sizes, _IN_FILE)
-            if other is not None and (best is None or _gain(other, best) > _MIN_FILE_GAIN):
+            if other is not None and (best is None or other.gain(best) > _MIN_FILE_GAIN):
                 best = other
         if best is None:
             raise self._too_little(sizes[0])
@@ -183,18 +163,14 @@ class Planner:
 
     def sooner(self, plan: Plan, seconds: float) -> Plan | None:
         """Finds the largest smaller batch whose first results are there in a given time."""
-        found = None
+        found, first = None, plan.estimate.first_result_seconds
         for size in reversed([own for own in self._batch_sizes() if own < plan.batch_size]):
-            try:
+            with suppress(ValueError):
                 found = replace(self, batch_size=size).plan()
-            except ValueError:
-                continue
-            if found.estimate.first_result_seconds <= seconds:
-                break
-        first = plan.estimate.first_result_seconds
-        if found is None or found.estimate.first_result_seconds > first / 2:
-            return None
-        return found
+                if found.estimate.first_result_seconds <= seconds:
+                    break
+        is_sooner = found is not None and found.estimate.first_result_seconds <= first / 2
+        return found if is_sooner else None
 
     def longest_that_fits(self) -> int:
         """Finds the longest prompt that the memory allows, alone."""
@@ -209,12 +185,11 @@ class Planner:
         best = None
         for size in sizes:
             plan = self._fit(size, caches)
-            if plan is not None and (best is None or _gain(plan, best) > _MIN_GAIN):
+            if plan is not None and (best is None or plan.gain(best) > _MIN_GAIN):
                 best = plan
         return best
 
     def _batch_sizes(self) -> list[int]:
-        """Candidates, about an eighth apart."""
         most = max(1, min(self.workload.num_prompts, _MAX_BATCH))
         found, size = [], 1
         while size < most:
@@ -226,9 +201,9 @@ class Planner:
         """The plan with the most resident weights that fits; ``None`` if none does."""
         count = len(self.meta.units)
 
-        def plan_with(placement: Placement) -> Plan | None:
+        def plan_with(placement: Places) -> Plan | None:
             plan = self._plan(batch_size, placement, caches)
-            return plan if plan.total_bytes <= self.budget.device else None
+            return plan if plan.total_bytes <= self.room else None
 
         whole = plan_with(place_by_fractions(self.weights or _IN_MEMORY, count))
         if whole is not None or self.weights is not None:
@@ -238,42 +213,48 @@ class Planner:
         )
         return plan_with(self._keep(too_many - 1)) if too_many else None
 
-    def _keep(self, resident: int) -> Placement:
+    def _keep(self, resident: int) -> Places:
         """Keeps some units on the device, evenly spread, and the others as near as possible."""
         count = len(self.meta.units)
         places = interleave({"device": resident / count, "disk": 1 - resident / count}, count)
-        left = self.budget.host if self.device.type != "cpu" else 0
+        left = self.host_room if self.device.type != "cpu" else 0
         for index, unit in enumerate(self.meta.units):
             if places[index] == "disk" and unit.nbytes <= left:
                 places[index] = "cpu"
                 left -= unit.nbytes
-        return Placement(tuple(places), "disk")
+        return (*places, "disk")
 
-    def _plan(self, batch_size: int, placement: Placement, caches: Fractions) -> Plan:
+    def _plan(self, batch_size: int, placement: Places, caches: Fractions) -> Plan:
         memory, work, meta = self.memory, self.workload, self.meta
         # On a CPU, units in its memory are on the device.
         near = ("device", "cpu") if self.device.type == "cpu" else ("device",)
-        placed = list(zip(meta.units, placement.units, strict=True))
+        placed = list(zip(meta.units, placement[:-1], strict=True))
         weights = sum(unit.nbytes for unit, place in placed if place in near)
         weights += sum(slot.nbytes for slot in meta.others)
-        is_shared = meta.is_tied and placement.units[-1] == "device"
-        if placement.embedding != "disk" and not is_shared:
+        is_shared = meta.is_tied and placement[-2] == "device"
+        if placement[-1] != "disk" and not is_shared:
             weights += meta.embedding.nbytes
         buffers = arena_bytes([unit for unit, place in placed if place not in near])
         away = 1 - caches.get("device", 0.0)
-        slots = memory.slots_for(work.mean_prompt, work.max_new_tokens)
-        most = memory.slots_for(work.longest_prompt, work.max_new_tokens)
+        slots, most = self._slots(work.mean_prompt), self._slots(work.longest_prompt)
+        new = work.max_new_tokens
         # The longest prompt must fit; most are shorter.
         cache_bytes = max(
-            batch_size * memory.sequence_bytes(slots, work.mean_prompt + work.max_new_tokens, away),
-            memory.sequence_bytes(most, work.longest_prompt + work.max_new_tokens, away),
+            batch_size * memory.sequence_bytes(slots, work.mean_prompt + new, away),
+            memory.sequence_bytes(most, work.longest_prompt + new, away),
         )
         mean = max(batch_size * slots, most) / batch_size
         # What is stored elsewhere is read into one of two workspaces.
         workspaces = int(2 * batch_size * mean * memory.entry_bytes) if away else 0
         fixed = memory.fixed_bytes + workspaces
-        free = max(0, self.budget.device - weights - buffers - cache_bytes - fixed)
-        micro_batch, tokens = self._prefill_tokens(free, batch_size * work.mean_prompt)
+        free = max(0, self.room - weights - buffers - cache_bytes - fixed)
+        # Prompt tokens of a micro-batch, and of a weight pass.
+        wanted, at_once = batch_size * work.mean_prompt, int(free * _MICRO_BATCH_FRACTION)
+        at_once //= max(1, memory.prefill_bytes(1))
+        micro_batch = max(work.longest_prompt, min(_MICRO_BATCH_TOKENS, at_once, wanted))
+        # A long prompt may leave less than its fraction to those that wait.
+        left = max(0, min(int(free * _WAITING_FRACTION), free - memory.prefill_bytes(micro_batch)))
+        tokens = max(micro_batch, min(left // max(1, memory.waiting_bytes(1)), wanted))
         # While sequences are merged, one tensor of a layer is there twice.
         decode = memory.decode_bytes(batch_size, mean) + batch_size * memory.layer_bytes(mean)
         prefill = memory.prefill_bytes(micro_batch) + memory.waiting_bytes(tokens)
@@ -290,39 +271,32 @@ class Planner:
             estimate=self._estimate(batch_size, placement, caches, tokens, micro_batch),
         )
 
-    def _prefill_tokens(self, free: int, wanted: int) -> tuple[int, int]:
-        """Prompt tokens of a micro-batch, and of a weight pass."""
-        memory, longest = self.memory, self.workload.longest_prompt
-        at_once = int(free * _MICRO_BATCH_FRACTION) // max(1, memory.prefill_bytes(1))
-        micro_batch = max(longest, min(_MICRO_BATCH_TOKENS, at_once, wanted))
-        # A long prompt may leave less than its fraction to those that wait.
-        left = max(0, min(int(free * _WAITING_FRACTION), free - memory.prefill_bytes(micro_batch)))
-        return micro_batch, max(micro_batch, min(left // max(1, memory.waiting_bytes(1)), wanted))
+    def _slots(self, prompt: int) -> int:
+        return self.memory.slots_for(prompt, self.workload.max_new_tokens)
 
     def _estimate(
         self,
         batch_size: int,
-        placement: Placement,
+        placement: Places,
         caches: Fractions,
         pass_tokens: int,
         micro_batch_tokens: int,
     ) -> Estimate:
-        """A batch of prompts from their prefill to their last tokens."""
-        machine, work, units = self.hardware, self.workload, self.meta.units
+        machine, units = self.hardware, self.meta.units
+        prompt, new = self.workload.mean_prompt, self.workload.max_new_tokens
         sizes = dict.fromkeys(PLACES, 0)
-        for unit, place in zip(units, placement.units, strict=True):
+        for unit, place in zip(units, placement[:-1], strict=True):
             sizes[place] += unit.nbytes
-        on_host = 0 if self.device.type == "cpu" else sizes["cpu"]
         # A disk, like a link, does one thing at a time: the caches come after the weights.
-        weights = max(sizes["disk"] / machine.disk, on_host / machine.host_device)
-        slots = self.memory.slots_for(work.mean_prompt, work.max_new_tokens)
+        on_host = 0 if self.device.type == "cpu" else sizes["cpu"]
+        roads = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
+        weights = max(held / speed for held, speed in roads.values())
+        slots = self._slots(prompt)
         moved = batch_size * self.memory.kv_bytes(slots)
-        length = work.mean_prompt + work.max_new_tokens
-        cache = batch_size * self.memory.sequence_bytes(slots, length) / machine.memory
-        if part := caches.get("file"):
-            cache = max(cache, (sizes["disk"] + part * moved) / machine.disk)
-        if part := caches.get("cpu"):
-            cache = max(cache, (on_host + part * moved) / machine.host_device)
+        cache = batch_size * self.memory.sequence_bytes(slots, prompt + new) / machine.memory
+        for place, (held, speed) in roads.items():
+            if part := caches.get(place):
+                cache = max(cache, (held + part * moved) / speed)
         # Multiplications and additions of a token, and the fixed cost of a micro-batch's forward.
         *layers, head = (2 * sum(slot.num_weights for slot in unit.slots) for unit in units)
         overhead = (len(units) - 1) * machine.layer_seconds + machine.forward_seconds
@@ -330,29 +304,26 @@ class Planner:
         compute = max(gemm, sum(sizes.values()) / machine.memory) + overhead
         step = {"weights": weights, "cache": cache, "compute": compute}
         seconds = max(step.values())
-        passes = -(-batch_size // max(1, pass_tokens // work.mean_prompt))
-        micro_batches = -(-batch_size // max(1, micro_batch_tokens // work.mean_prompt))
-        tokens, new = batch_size * work.mean_prompt, work.max_new_tokens
+        passes = -(-batch_size // max(1, pass_tokens // prompt))
+        micro_batches = -(-batch_size // max(1, micro_batch_tokens // prompt))
         # Of a prompt only the last token passes the head.
-        operations = tokens * sum(layers) + batch_size * head
-        compute = operations / machine.gemm_rate(min(tokens, micro_batch_tokens))
+        operations = batch_size * (prompt * sum(layers) + head)
+        compute = operations / machine.gemm_rate(min(batch_size * prompt, micro_batch_tokens))
         prefill = max(passes * weights, compute + micro_batches * overhead)
-        total = prefill + (new - 1) * seconds
-        # Each pass gives every running sequence a token, also while other prompts are prefilled.
-        first = prefill * min(1.0, new / passes) + max(0, new - passes) * seconds
         return Estimate(
             step=step,
             prefill_seconds=prefill,
-            first_result_seconds=first,
+            # Each pass gives every running sequence a token, also while others are prefilled.
+            first_result_seconds=prefill * min(1.0, new / passes) + max(0, new - passes) * seconds,
             decode_tokens_per_second=batch_size / seconds,
-            tokens_per_second=batch_size * new / total,
+            tokens_per_second=batch_size * new / (prefill + (new - 1) * seconds),
         )
 
     def _too_little(self, batch_size: int) -> ValueError:
         least = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
         plan = self._plan(batch_size, least, self.caches or _IN_FILE)
-        needed = self.budget.used + plan.total_bytes + self.budget.spare
-        given = self.budget.used + self.budget.device
+        needed = self.used + plan.total_bytes + self.spare
+        given = self.used + self.room
         what, remedy = "a batch of one needs", "more"
         if batch_size > 1:
             what, remedy = f"a batch of {batch_size} needs", "a smaller --batch or more memory"
@@ -360,15 +331,8 @@ class Planner:
             what = "one layer of this model at a time and a batch of one need"
         if self.weights is not None and set(self.weights) != {"disk"}:
             remedy += ", or --weights disk"
+        told, enough = (f"{-(-amount // 2**20)}MiB" for amount in (given, needed))
         return ValueError(
-            f"--memory {_mebibytes(given)} is too little: {what} {_mebibytes(needed)} with prompts"
-            f" of {self.workload.longest_prompt} tokens; give {remedy}"
+            f"--memory {told} is too little: {what} {enough} with prompts of"
+            f" {self.workload.longest_prompt} tokens; give {remedy}"
         )
-
-
-def _gain(plan: Plan, other: Plan) -> float:
-    return plan.estimate.tokens_per_second / other.estimate.tokens_per_second
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{-(-num_bytes // 2**20)}MiB"

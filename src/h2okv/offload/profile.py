@@ -19,14 +19,12 @@ from h2okv.integration.enable import enable
 from h2okv.offload.checkpoint import CheckpointFiles
 
 _DISK_BYTES = 256 << 20
-_READ_BYTES = 16 << 20
 _MIN_READ_BYTES = 1 << 16
 _SAMPLE_BYTES = 64 << 20
 _MIN_SAMPLE_BYTES = 1 << 20
 _GEMM_ROWS = (1, 8, 32, 256)
 _MIN_SECONDS = 0.05
-_MIN_RUNS = 5
-"""On a busy machine a single run may have waited for others most of the time."""
+_MIN_RUNS = 5  # on a busy machine a single run may have waited for others most of the time
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Clock:
     device: torch.device
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Runs a call, and returns the seconds until its work is done."""
+        """Runs a call until its work is done."""
         self._synchronise()
         start = time.perf_counter()
         call()
@@ -72,7 +70,6 @@ class HardwareProfile:
     forward_seconds: float = 0.0
 
     def gemm_rate(self, rows: int) -> float:
-        """Interpolates the GEMM throughput for a number of rows."""
         at, rates = zip(*self.gemm, strict=True)
         return float(np.interp(rows, at, rates))
 
@@ -87,24 +84,26 @@ def measure_hardware(
 ) -> HardwareProfile:
     """Measures the machine, in a second or two; the samples fit into so many bytes."""
     # A quarter each for the buffer and its copy, and for the matrices of the products.
-    sample = max(_MIN_SAMPLE_BYTES, min(_SAMPLE_BYTES, num_bytes // 4))
+    quarter = max(_MIN_SAMPLE_BYTES, num_bytes // 4)
+    sample = min(_SAMPLE_BYTES, quarter)
     bandwidth = measure_bandwidth(device, sample if device.type == "cpu" else None)
-    width = max(_MIN_SAMPLE_BYTES, num_bytes // 4) // (memory.hidden * 16)
-    width = max(1, min(memory.width, width))
-    layer_seconds, forward_seconds = measure_overhead(cache_config, dtype, device)
+    link = bandwidth
+    if device.type != "cpu":
+        source = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty_like(source, device=device)
+        copies = Clock(device).samples(lambda: target.copy_(source, non_blocking=True))
+        link = _SAMPLE_BYTES / min(copies)
+    width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
+    disk = measure_disk(files, max(_MIN_READ_BYTES, sample // 4))
+    gemm = measure_gemm(memory.hidden, width, dtype, device)
     return HardwareProfile(
-        disk=measure_disk(files, sample // 4),
-        host_device=bandwidth if device.type == "cpu" else measure_host_device(device),
-        memory=bandwidth,
-        gemm=measure_gemm(memory.hidden, width, dtype, device),
-        layer_seconds=layer_seconds,
-        forward_seconds=forward_seconds,
+        disk, link, bandwidth, gemm, *measure_overhead(cache_config, dtype, device)
     )
 
 
-def measure_disk(files: CheckpointFiles, read_bytes: int = _READ_BYTES) -> float:
-    """Reads a part of a checkpoint past the page cache."""
-    buffer = memoryview(bytearray(max(_MIN_READ_BYTES, min(_READ_BYTES, read_bytes))))
+def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
+    """Reads a part of a checkpoint past the page cache, so many bytes at a time."""
+    buffer = memoryview(bytearray(read_bytes))
     sizes = [size for _, size, _ in files.identity]
     largest = sizes.index(max(sizes))
     size = min(sizes[largest], _DISK_BYTES)
@@ -136,57 +135,45 @@ def measure_gemm(
     return tuple(found)
 
 
-def measure_host_device(device: torch.device) -> float:
-    """Copies pinned memory to a device."""
-    source = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    samples = Clock(device).samples(lambda: target.copy_(source, non_blocking=True))
-    return _SAMPLE_BYTES / min(samples)
-
-
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
     """Reads, and copies, a buffer that no cache of a processor holds."""
     if num_bytes is None:
         num_bytes = (1 if device.type == "cpu" else 4) << 30
         free = available_bytes(device)
-        if free is not None:
-            num_bytes = min(num_bytes, free // 8)
+        num_bytes = num_bytes if free is None else min(num_bytes, free // 8)
     # Ones, not empty: memory that was never written to is no memory yet.
     source = torch.ones(max(num_bytes, 1 << 20) // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)
     clock = Clock(device)
     reading = source.nbytes / min(clock.samples(source.sum))
-    copying = 2 * source.nbytes / min(clock.samples(lambda: target.copy_(source)))
-    return max(reading, copying)
+    return max(reading, 2 * source.nbytes / min(clock.samples(lambda: target.copy_(source))))
 
 
 def measure_overhead(
     cache_config: CacheConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float]:
     """Times decode steps of a model of next to no size: seconds of a layer, and of the rest."""
-    if cache_config.positions == "clamped":  # for other families than the one that is timed
-        cache_config = replace(cache_config, positions="original")
-    few, many = (_step_seconds(layers, cache_config, dtype, device) for layers in (1, 5))
-    layer = max(0.0, many - few) / 4
-    return layer, max(0.0, few - layer)
-
-
-@torch.inference_mode()
-def _step_seconds(
-    layers: int, cache_config: CacheConfig, dtype: torch.dtype, device: torch.device
-) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and rarely needed
 
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=64,
-        num_hidden_layers=layers,
-    )  # fmt: skip
-    with torch.random.fork_rng([]):
-        model: Any = LlamaForCausalLM(config).eval()
-    model.to(device=device, dtype=dtype)
-    cache = H2OCache.from_config(config, cache_config)
+    if cache_config.positions == "clamped":  # for other families than the one that is timed
+        cache_config = replace(cache_config, positions="original")
+    sizes: Any = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     token = torch.ones((1, 1), dtype=torch.long, device=device)
-    with enable(model):
-        model(token.expand(1, 32), past_key_values=cache)
-        # Not the best, as for bandwidths: what else runs on the machine delays every operation.
-        return median(Clock(device).samples(lambda: model(token, past_key_values=cache)))
+    seconds = []
+    for layers in (1, 5):
+        config = LlamaConfig(num_attention_heads=2, num_hidden_layers=layers, **sizes)
+        with torch.random.fork_rng([]):
+            model: Any = LlamaForCausalLM(config).eval()
+        model.to(device=device, dtype=dtype)
+        cache = H2OCache.from_config(config, cache_config)
+
+        def step(model: Any = model, cache: H2OCache = cache) -> None:
+            model(token, past_key_values=cache)
+
+        with torch.inference_mode(), enable(model):
+            model(token.expand(1, 32), past_key_values=cache)
+            # Not the best, as for bandwidths: whatever else runs here delays every operation.
+            seconds.append(median(Clock(device).samples(step)))
+    few, many = seconds
+    layer = max(0.0, many - few) / 4
+    return layer, max(0.0, few - layer)

@@ -1,0 +1,317 @@
+"""What is not on the device: weights that stream layer by layer, caches in memory or in a file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from h2okv.cache import H2OCache
+from h2okv.cache.slot_state import ordinary_tensors
+from h2okv.cache.slots import SlotLayer
+from h2okv.offload.checkpoint import CheckpointFiles, bytes_of
+from h2okv.offload.meta_model import MetaModel, ParameterSlot, Part, Unit, block_bytes, parts_of
+
+_BUFFERS = 2
+_STACK_BYTES = 1 << 20  # of the reader thread; the usual 8 MiB count as data of the process
+
+
+class WeightStream:
+    """Two buffers and a thread that reads one unit after the other into them, round and round.
+
+    The thread is always one unit ahead, also across weight passes. The buffers are the two ends of
+    one block. On an accelerator a pinned block is in front of it, and a copy stream between; only
+    the thread waits for the device, and only for its own copies. Units whose weights are in the
+    CPU's memory are copied from there.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        files: CheckpointFiles,
+        device: torch.device,
+        in_host_memory: dict[str, torch.Tensor],
+    ) -> None:
+        self.units = units  # in the order of a forward
+        self._files, self._device, self._in_host_memory = files, device, in_host_memory
+        self._block = torch.empty(arena_bytes(units), dtype=torch.uint8, device=device)
+        self._staging, self._copies = self._block, None
+        if device.type != "cpu":
+            self._staging = torch.empty(len(self._block), dtype=torch.uint8, pin_memory=True)
+            self._copies = torch.cuda.Stream(device)
+            self._copied, self._used = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+        self._current: Unit | None = None
+        self._num_loaded = 0
+        self.bytes_read = 0
+        self.wait_seconds = 0.0  # that computing waited for reading
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._reads: deque[Future[None]] = deque()
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            for number in range(_BUFFERS):
+                self._reads.append(self._thread.submit(self._read, number))
+        finally:
+            threading.stack_size(usual)
+
+    def load(self, unit: Unit) -> None:
+        """Installs the next unit's weights, and removes those of the one before."""
+        self.release()
+        following = self.units[self._num_loaded % len(self.units)]
+        assert following is unit, f"{unit.name} out of order, {following.name} is next"
+        start = time.perf_counter()
+        self._reads.popleft().result()
+        self.wait_seconds += time.perf_counter() - start
+        if self._copies is not None:
+            copied = self._copied[self._num_loaded % _BUFFERS]
+            torch.cuda.current_stream(self._device).wait_event(copied)
+        unit.fill(self._buffer(self._block, self._num_loaded))
+        self._num_loaded += 1
+        self._current = unit
+
+    def release(self) -> None:
+        """Returns the current unit's buffer to the reader; call it after a weight pass."""
+        if self._current is None:
+            return
+        for slot in self._current.slots:
+            slot.empty()
+        self._current = None
+        number = self._num_loaded - 1
+        if self._copies is not None:
+            self._used[number % _BUFFERS].record(torch.cuda.current_stream(self._device))
+        self._reads.append(self._thread.submit(self._read, number + _BUFFERS))
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._current = None
+
+    def _read(self, number: int) -> None:
+        """Reads the unit that is used after so many others; in the reader thread."""
+        unit, buffer = self.units[number % len(self.units)], number % _BUFFERS
+        host = self._in_host_memory.get(unit.name)
+        if host is None:
+            host = self._buffer(self._staging, number)
+            if self._copies is not None:
+                self._copied[buffer].synchronize()  # the last copy has left the pinned bytes
+            self._files.read_unit_into(unit, host)
+            self.bytes_read += unit.nbytes
+        if self._copies is not None:
+            with torch.cuda.stream(self._copies):
+                self._copies.wait_event(self._used[buffer])
+                self._buffer(self._block, number).copy_(host, non_blocking=True)
+                self._copied[buffer].record(self._copies)
+
+    def _buffer(self, block: torch.Tensor, number: int) -> torch.Tensor:
+        """The end of a block that a unit lies in; with an odd number of them each alternates."""
+        size = block_bytes(self.units[number % len(self.units)].parts)
+        return block[len(block) - size :] if number % _BUFFERS else block[:size]
+
+
+def arena_bytes(units: list[Unit]) -> int:
+    """Memory of two buffers, used and filled in turn, that are the two ends of one block."""
+    sizes = [block_bytes(unit.parts) for unit in units]
+    return max(map(add, sizes, [*sizes[1:], *sizes[:1]]), default=0)
+
+
+class EmbeddingReader:
+    """Reads only the rows of the tokens at hand; the embedding's own forward runs on them."""
+
+    def __init__(self, slot: ParameterSlot, files: CheckpointFiles, device: torch.device) -> None:
+        self._slot, self._device = slot, device
+        self._files, self._stored = files, files.found[slot.name]
+        self.bytes_read = 0
+        module: Any = slot.owner
+        # It only stops gradients, and would be out of range in a table of a few rows.
+        module.padding_idx = None
+        self._clear()
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(lambda *_: self._clear())
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens, indices = torch.unique(args[0], return_inverse=True)
+        rows = torch.empty((len(tokens), *self._slot.shape[1:]), dtype=self._slot.dtype)
+        stored = self._stored
+        size = stored.nbytes // stored.shape[0]
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            self._files.read_into(stored.file, stored.start + token * size, bytes_of(row))
+        self.bytes_read += rows.nbytes
+        self._slot.fill(rows.to(self._device))
+        return (indices, *args[1:])
+
+    def _clear(self) -> None:
+        """Leaves no rows; on the device, for some models ask where the embedding is."""
+        shape = (0, *self._slot.shape[1:])
+        self._slot.fill(torch.empty(shape, dtype=self._slot.dtype, device=self._device))
+
+
+def materialise(
+    meta: MetaModel, files: CheckpointFiles, places: Sequence[str], device: torch.device
+) -> tuple[WeightStream | None, EmbeddingReader | None]:
+    """Loads resident weights, and streams the others; the last place is the embedding's."""
+    *unit_places, embedding_place = places
+    for name, buffer in meta.model.named_buffers():
+        if name in files.found:  # others are as the model made them
+            buffer.copy_(files.read(files.found[name]))
+    for module in meta.model.modules():
+        for name, held in module._buffers.items():
+            if held is not None:
+                module._buffers[name] = held.to(device)
+    for slot in meta.others:
+        slot.fill(files.read(files.found[slot.name]).to(device))
+    streamed = []
+    in_host_memory: dict[str, torch.Tensor] = {}
+    for unit, place in zip(meta.units, unit_places, strict=True):
+        if place == "disk" or (place == "cpu" and device.type != "cpu"):
+            streamed.append(unit)
+            if place == "cpu":
+                in_host_memory[unit.name] = files.read_unit(unit, pinned=True)
+        else:
+            unit.fill(files.read_unit(unit).to(device))
+    embedding = None
+    if meta.is_tied and unit_places[-1] == "device":
+        (own,) = [slot for slot in meta.units[-1].slots if slot.name == meta.embedding.name]
+        meta.embedding.fill(own.owner.get_parameter(own.attribute).data)
+    elif embedding_place == "disk":
+        embedding = EmbeddingReader(meta.embedding, files, device)
+    else:
+        meta.embedding.fill(files.read(files.found[meta.embedding.name]).to(device))
+    stream = WeightStream(streamed, files, device, in_host_memory) if streamed else None
+    return stream, embedding
+
+
+@dataclass
+class _StoredLayer:
+    """A layer's entries in their tier, one after the other in a block of bytes."""
+
+    names: list[str]
+    parts: list[Part]
+    block: torch.Tensor
+    pages: mmap.mmap | None  # under the block, in the file
+    num_tokens: int = 0
+    free_slot: Any = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return parts_of(self.block, self.parts)
+
+    def write_step(self, entries: Iterable[torch.Tensor]) -> int:
+        """Writes the one slot of each sequence and head that a step has filled."""
+        written = 0
+        for target, tensor in zip(self.tensors(), entries, strict=True):
+            batch, heads, slots = tensor.shape[:3]
+            places = torch.arange(batch * heads) * slots + self.free_slot.flatten()
+            filled = tensor.reshape(batch * heads * slots, -1)[places.to(tensor.device)].cpu()
+            target.view(batch * heads * slots, -1)[places] = filled
+            written += filled.nbytes
+        return written
+
+    def advise(self, advice: int) -> None:
+        """Tells the system about the pages: that they are needed soon, or no longer."""
+        if self.pages is not None:
+            self.pages.madvise(advice)
+
+
+@dataclass
+class CacheStore:
+    """Keeps the entries of each layer in its tier while other layers compute.
+
+    In the file tier each layer has a file of its own, without a name, mapped into memory: it is
+    gone with its layer, or with the process. Without tiers everything stays on the device.
+    """
+
+    tiers: Sequence[str] = ()
+    folder: Path = Path()
+    device: torch.device = torch.device("cpu")
+    bytes_read: int = 0  # from files
+    bytes_written: int = 0
+    _stored: dict[tuple[int, int], _StoredLayer] = field(default_factory=dict)
+
+    def load(self, cache: H2OCache, layer_idx: int) -> None:
+        """Brings a layer's entries to the device; mutates the cache."""
+        stored = self._stored.get((id(cache), layer_idx))
+        if stored is None:
+            return
+        with ordinary_tensors():
+            tensors = [tensor.to(self.device, copy=True) for tensor in stored.tensors()]
+        layer: Any = cache.layers[layer_idx]
+        layer.state.set_tensors(dict(zip(stored.names, tensors, strict=True)))
+        if stored.pages is not None:
+            self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        stored.advise(mmap.MADV_DONTNEED)
+
+    def prefetch(self, cache: H2OCache, layer_idx: int) -> None:
+        """Has the system read the layer that is loaded next, if there is one."""
+        if stored := self._stored.get((id(cache), layer_idx)):
+            stored.advise(mmap.MADV_WILLNEED)
+
+    def save(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
+        """Takes a layer's entries off the device; after a step, only the slots it has filled."""
+        if layer_idx >= len(self.tiers) or self.tiers[layer_idx] == "device":
+            return
+        layer: Any = cache.layers[layer_idx]
+        if not isinstance(layer, SlotLayer) or not layer.holds_entries:
+            return
+        entries = layer.state.entry_tensors()
+        parts = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
+        num_tokens = int(layer.cumulative_length)
+        stored = self._stored.pop((id(cache), layer_idx), None)
+        fits = stored is not None and stored.parts == parts and not is_new
+        if stored is not None and fits and num_tokens == stored.num_tokens + 1:
+            written = stored.write_step(entries.values())
+        else:
+            del stored  # its room is free before more is taken
+            block = self._make_block(self.tiers[layer_idx], block_bytes(parts))
+            stored = _StoredLayer(list(entries), parts, *block)
+            pairs = zip(stored.tensors(), entries.values(), strict=True)
+            written = sum(target.copy_(tensor).nbytes for target, tensor in pairs)
+        if stored.pages is not None:
+            self.bytes_written += written
+        stored.advise(mmap.MADV_DONTNEED)
+        stored.num_tokens = num_tokens
+        stored.free_slot = layer.state.free_slot.cpu().clone()
+        self._stored[id(cache), layer_idx] = stored
+        layer.state.set_tensors({name: own.new_empty(0) for name, own in entries.items()})
+
+    @contextmanager
+    def changing(self, layer_idx: int, cache: H2OCache, *others: H2OCache) -> Iterator[None]:
+        """Has a layer of some caches on the device; the first one is stored anew afterwards."""
+        for own in (cache, *others):
+            self.load(own, layer_idx)
+        yield
+        self.save(cache, layer_idx, is_new=True)
+
+    def drop(self, cache: H2OCache) -> None:
+        for key in [key for key in self._stored if key[0] == id(cache)]:
+            del self._stored[key]
+
+    @ordinary_tensors()
+    def _make_block(self, tier: str, size: int) -> tuple[torch.Tensor, mmap.mmap | None]:
+        if tier == "cpu":
+            is_pinned = self.device.type == "cuda"
+            return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned), None
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                # Room is taken now, when a full disk is an error and not yet a signal.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:  # macOS
+                    os.ftruncate(file.fileno(), size)
+                pages = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise ValueError(
+                f"the cache's file in '{self.folder}' cannot be made or grow ({error.strerror});"
+                " what was finished is kept, so give another --cache-folder or a smaller --batch"
+                " and run the command again"
+            ) from error
+        return torch.frombuffer(pages, dtype=torch.uint8), pages
