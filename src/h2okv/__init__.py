@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
-from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +38,13 @@ __all__ = [
 ]
 
 _PLACES = {
-    "LLM": "engine:LLM",
-    "AsyncLLM": "engine:AsyncLLM",
-    "Budget": "config:Budget",
-    "CacheConfig": "config:CacheConfig",
-    "H2OCache": "cache:H2OCache",
-    "Policy": "policy:Policy",
-    "SamplingParams": "engine:SamplingParams",
-    "check_model": "cache.validation:check_model",
-    "enable": "integration:enable",
-    "measure_layer_budgets": "integration:measure_layer_budgets",
-    "policy_names": "policy:policy_names",
-    "prefill": "integration:prefill",
-    "recipe_path": "integration:recipe_path",
-    "register_policy": "policy:register_policy",
-    "use_ops": "ops.dispatch:use",
+    "cache": ("H2OCache",),
+    "cache.validation": ("check_model",),
+    "config": ("Budget", "CacheConfig"),
+    "engine": ("LLM", "AsyncLLM", "SamplingParams"),
+    "integration": ("enable", "measure_layer_budgets", "prefill", "recipe_path"),
+    "ops.dispatch": ("use_ops",),
+    "policy": ("Policy", "policy_names", "register_policy"),
 }
 """Where each name is. It is imported when it is first asked for: torch and transformers take
 seconds, and neither `h2okv --help` nor a Budget needs them."""
@@ -61,12 +53,13 @@ _MODELS = "transformers.modeling_utils"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'h2okv' has no attribute {name!r}")
-    place, attribute = _PLACES[name].split(":")
-    value = getattr(importlib.import_module(f"h2okv.{place}"), attribute)
-    globals()[name] = value
-    return value
+    for place, names in _PLACES.items():
+        if name in names:
+            module = importlib.import_module(f"h2okv.{place}")
+            value = getattr(module, "use" if name == "use_ops" else name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'h2okv' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -74,11 +67,7 @@ def __dir__() -> list[str]:
 
 
 class _RegisterWithTransformers:
-    """Registers the attention "h2o" as soon as transformers can load models.
-
-    `import h2okv` alone makes ``from_pretrained(..., attn_implementation="h2o")`` work, and does
-    not import transformers for that.
-    """
+    """Makes `import h2okv` alone register the attention "h2o", without importing transformers."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
@@ -106,17 +95,14 @@ def _register(models: ModuleType) -> None:
     """
     from transformers.masking_utils import AttentionMaskInterface
 
-    models.AttentionInterface.register("h2o", _bring("h2o_attention"))
-    AttentionMaskInterface.register("h2o", _bring("h2o_mask"))
+    models.AttentionInterface.register("h2o", partial(_bring, "h2o_attention"))
+    AttentionMaskInterface.register("h2o", partial(_bring, "h2o_mask"))
 
 
-def _bring(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        from h2okv.integration import attention
+def _bring(name: str, *args: Any, **options: Any) -> Any:
+    from h2okv.integration import attention
 
-        return getattr(attention, name)(*args, **options)
-
-    return call
+    return getattr(attention, name)(*args, **options)
 
 
 if _MODELS in sys.modules:

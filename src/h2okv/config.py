@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
+
+from h2okv.records import unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
@@ -65,10 +66,8 @@ class Budget:
         if self.max_tokens is not None:
             _check_tokens("max_tokens", self.max_tokens, 1)
         if self.heavy == 0 and self.recent == 0:
-            raise ValueError(
-                f"heavy={self.heavy!r} and recent={self.recent!r} keep nothing; "
-                "give at least one of them a value above 0."
-            )
+            parts = f"heavy={self.heavy!r} and recent={self.recent!r}"
+            raise ValueError(f"{parts} keep nothing; give at least one of them a value above 0.")
         fractions = sum(part for part in (self.heavy, self.recent) if isinstance(part, float))
         if fractions > 1 + _ROUNDING_SLACK:
             raise ValueError(
@@ -95,11 +94,13 @@ class Budget:
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
-        least = max(1, self.min_tokens)
-        heavy, recent = (
-            _to_tokens(part, prompt_length, least) for part in (self.heavy, self.recent)
-        )
-        tokens = TokenBudget(self.sink, heavy, recent)
+
+        def to_tokens(part: int | float) -> int:
+            if not isinstance(part, float) or part == 0:
+                return int(part)
+            return max(1, self.min_tokens, int(part * prompt_length + _ROUNDING_SLACK))
+
+        tokens = TokenBudget(self.sink, to_tokens(self.heavy), to_tokens(self.recent))
         if self.max_tokens is not None and tokens.total > self.max_tokens:
             raise ValueError(
                 f"sink + heavy + recent = {tokens.sink} + {tokens.heavy} + {tokens.recent} = "
@@ -111,17 +112,14 @@ class Budget:
 
 def _check_part(name: str, value: int | float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        problem = "is not a budget; give an int (tokens) or a float (fraction)."
+        problem = "is not a budget; give an int (tokens) or a float (fraction)"
     elif isinstance(value, float) and not 0.0 <= value <= 1.0:
-        problem = (
-            "is not a fraction of the prompt; give a float in (0, 1], or an int for a number of"
-            " tokens."
-        )
+        problem = "is not a fraction of the prompt; give a float in (0, 1], or an int for tokens"
     elif value < 0:
-        problem = "is negative; give a number of tokens of 0 or more."
+        problem = "is negative; give a number of tokens of 0 or more"
     else:
         return
-    raise ValueError(f"{name}={value!r} {problem}")
+    raise ValueError(f"{name}={value!r} {problem}.")
 
 
 def _check_tokens(name: str, value: int, least: int) -> None:
@@ -129,24 +127,6 @@ def _check_tokens(name: str, value: int, least: int) -> None:
         raise ValueError(
             f"{name}={value!r} is not a number of tokens; give an int of {least} or more."
         )
-
-
-def _to_tokens(value: int | float, prompt_length: int, least: int) -> int:
-    if not isinstance(value, float) or value == 0:
-        return int(value)
-    return max(least, int(value * prompt_length + _ROUNDING_SLACK))
-
-
-def _factors(values: Sequence[float]) -> tuple[float, ...]:
-    """Factors on the layers' budgets that leave the whole as it is."""
-    found = tuple(float(value) for value in values)
-    mean = sum(found) / max(1, len(found))
-    if not found or min(found) < 0 or not abs(mean - 1) <= 0.01:
-        raise ValueError(
-            f"layer_budgets of mean {mean:g} would change the whole budget, or one of them is"
-            " negative; give factors of mean 1, as h2okv.measure_layer_budgets does."
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -193,7 +173,14 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.layer_budgets is not None:
-            object.__setattr__(self, "layer_budgets", _factors(self.layer_budgets))
+            factors = tuple(map(float, self.layer_budgets))
+            mean = sum(factors) / max(1, len(factors))
+            if min(factors, default=-1) < 0 or not abs(mean - 1) <= 0.01:
+                raise ValueError(
+                    f"layer_budgets of mean {mean:g} would change the whole budget, or one of them"
+                    " is negative; give factors of mean 1, as h2okv.measure_layer_budgets does."
+                )
+            object.__setattr__(self, "layer_budgets", factors)
         if self.positions not in POSITIONS:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
@@ -222,18 +209,17 @@ class CacheConfig:
             raise ValueError(
                 f"heavy_fraction={heavy_fraction:g} is not a fraction of the budget; give 0 to 1"
             )
-        if budget is None or (isinstance(budget, float) and budget == 1.0):
+        is_tokens = isinstance(budget, int)
+        if budget is None or (budget == 1 and not is_tokens):
             return cls(**(options | {"policy": "full"}))
-        if isinstance(budget, float) and not 0 < budget < 1:
+        if is_tokens and budget < 2:
+            raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
+        if not is_tokens and not 0 < budget < 1:
             raise ValueError(
                 f"budget {budget:g} is out of range; give a fraction above 0 and up to 1, tokens"
                 " (64), or full"
             )
-        if isinstance(budget, int) and budget < 2:
-            raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
-        heavy = budget * heavy_fraction
-        if isinstance(budget, int):
-            heavy = int(heavy)
+        heavy = int(budget * heavy_fraction) if is_tokens else budget * heavy_fraction
         return cls(**(options | {"heavy": heavy, "recent": budget - heavy}))
 
     @classmethod
@@ -246,11 +232,7 @@ class CacheConfig:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(
-                    f"cache option {name!r} is unknown; {hint}choose from {', '.join(known)}."
-                )
+                raise unknown_name("cache option", name, known)
         return cls(**values)
 
     def seeded(self, seed: int) -> CacheConfig:
@@ -340,10 +322,8 @@ class CacheConfig:
         """All that a result depends on; what does not matter to a full cache is left out."""
         values = self.to_dict()
         if self.is_full:
-            kept = ("policy", "prefill_chunk", "kv_bits")
-            return {name: values[name] for name in kept}
-        if not self.min_tokens:  # as before there was such a thing
-            del values["min_tokens"]
-        if self.layer_budgets is None:
-            del values["layer_budgets"]
+            return {name: values[name] for name in ("policy", "prefill_chunk", "kv_bits")}
+        for name in ("min_tokens", "layer_budgets"):  # as before there were such things
+            if not values[name]:
+                del values[name]
         return values

@@ -42,12 +42,6 @@ def optional(module: str, what: str, extra: str = "eval") -> Any:
 class OutputClosedError(ValueError):
     """Whoever read stdout has gone away."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the output was closed by its reader, so the rest of the text is lost; write to a file"
-            " or let the reader read to the end"
-        )
-
 
 def write_text(text: str) -> None:
     """Writes text to stdout at once."""
@@ -55,7 +49,8 @@ def write_text(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError as error:
-        raise OutputClosedError from error
+        lost = "the output was closed by its reader, so the rest of the text is lost"
+        raise OutputClosedError(f"{lost}; write to a file, or let it be read to the end") from error
 
 
 def write_json(values: object) -> None:
@@ -74,24 +69,19 @@ def discard(text: str) -> None:
 
 def format_bytes(count: int) -> str:
     """Writes a number of bytes for people, in powers of 1024."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    power = min(4, max(count.bit_length() - 1, 0) // 10)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{count / 1024**power:.{min(power, 1)}f} {unit}"
 
 
 def format_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()
 ) -> str:
     """Lays out a table as text; a heading may have several lines."""
-    lines = [list(row) for row in rows]
-    if headings:
-        header = [heading.split("\n") for heading in headings]
-        depth = max(map(len, header))
-        padded = [[""] * (depth - len(own)) + own for own in header]
-        lines[:0] = [list(line) for line in zip(*padded, strict=True)]
+    lines, header = [list(row) for row in rows], [heading.split("\n") for heading in headings]
+    depth = max(map(len, header), default=0)
+    padded = [[""] * (depth - len(own)) + own for own in header]
+    lines[:0] = map(list, zip(*padded, strict=True))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if headings:
         lines.insert(depth, ["-" * width for width in widths])
@@ -114,21 +104,17 @@ class Progress:
     def __init__(
         self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True
     ) -> None:
-        self._unit, self._total = unit, total
-        self._done, self._note = 0.0, ""
-        self._bar: Any = None
-        if shown and sys.stderr.isatty():
-            self._bar = _make_bar()
-            self._task = self._bar.add_task(description, total=total, count="", note="")
+        self._unit = unit
+        self._bar = _make_bar() if shown and sys.stderr.isatty() else None
+        if self._bar is not None:
+            self._bar.add_task(description, total=total, count="", note="")
 
     def __enter__(self) -> Progress:
-        """Starts the bar."""
         if self._bar is not None:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes the bar, whatever happened."""
         self.close()
 
     @property
@@ -144,26 +130,25 @@ class Progress:
 
     def advance(self, n: float = 1, note: str = "") -> None:
         """Counts what was done now; a note is shown behind the count until the next one."""
-        self.update(self._done + n, note=note)
+        if self._bar is not None:
+            self.update(self._bar.tasks[0].completed + n, note=note)
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
         """Says how much is done in all; a total and a note that are given replace the last."""
-        self._done = done
-        self._total = self._total if total is None else total
-        self._note = note or self._note
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=done, total=self._total, count=self._count(), note=self._note
-            )
+            task = self._bar.tasks[0]
+            total, note = task.total if total is None else total, note or task.fields["note"]
+            count = self._count(done, total)
+            self._bar.update(task.id, completed=done, total=total, count=count, note=note)
 
-    def _count(self) -> str:
+    def _count(self, done: float, total: float | None) -> str:
         if not self._unit:
-            return f"{100 * self._done / self._total:.0f} %" if self._total else ""
+            return f"{100 * done / total:.0f} %" if total else ""
         if self._unit == "bytes":
-            known = (self._done, self._total) if self._total else (self._done,)
+            known = (done, total) if total else (done,)
             return " of ".join(format_bytes(int(size)) for size in known)
-        of_total = "" if self._total is None else f"/{self._total:,.0f}"
-        return f"{self._done:,.0f}{of_total} {self._unit}"
+        of_total = "" if total is None else f"/{total:,.0f}"
+        return f"{done:,.0f}{of_total} {self._unit}"
 
 
 def _make_bar() -> Any:
@@ -171,13 +156,11 @@ def _make_bar() -> Any:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
+    shown = ("{task.description}", "{task.fields[count]}", "{task.fields[note]}", "left")
+    description, count, note, left = (TextColumn(text, markup=False) for text in shown)
+    columns = (description, BarColumn(bar_width=20), count, note, TimeElapsedColumn(), left)
     return RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[count]}", markup=False),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
+        *columns,
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
@@ -205,7 +188,6 @@ class Interrupt:
         self._exit = ExitStack()
 
     def __enter__(self) -> Interrupt:
-        """Takes SIGINT over."""
         for register, begins in (
             (self._module.register_forward_pre_hook, True),
             (self._module.register_forward_hook, False),
@@ -221,7 +203,6 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives SIGINT back."""
         self._exit.close()
 
     def settle(self) -> None:

@@ -17,10 +17,8 @@ BLUE, RED, GREEN, PINK, SKY, ORANGE = COLOURS = (
 MARKERS = "osD^vPX*"
 
 
-def check_plot(path: Path | None) -> None:
+def check_plot(path: Path) -> None:
     """Finds out before a long run whether its picture can be made."""
-    if path is None:
-        return
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"'{path}' is not a picture's name; let it end in {', '.join(SUFFIXES)}")
     new_figure(1, 1)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+_SAMPLE = 4096  # numbers read of each parameter; another training changes all of them
+
 
 def versions() -> dict[str, str]:
     """Tells which code runs."""
@@ -43,27 +45,20 @@ def commit() -> str:
     return name + ("+" if name and git("status", "--porcelain", "--", "*.py") else "")
 
 
-ENVIRONMENT_COLUMNS = (
-    "date", "version", "commit", "machine", "device", "python", "torch", "transformers", "threads",
-)  # fmt: skip
-"""The names of what `environment` tells."""
-
-
 def environment(device: torch.device) -> dict[str, str]:
     """Describes the machine and the software."""
     code = versions()
-    values = (
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        code["h2okv"],
-        code["commit"],
-        _processor(),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        platform.python_version(),
-        code["torch"],
-        code["transformers"],
-        str(torch.get_num_threads()),
-    )
-    return dict(zip(ENVIRONMENT_COLUMNS, values, strict=True))
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "version": code["h2okv"],
+        "commit": code["commit"],
+        "machine": _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "python": platform.python_version(),
+        "torch": code["torch"],
+        "transformers": code["transformers"],
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 def _processor() -> str:
@@ -73,10 +68,6 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]}, {len(names)} cores" if names else platform.machine()
-
-
-_SAMPLE = 4096
-"""Numbers read of each parameter; another training changes all of them."""
 
 
 def fingerprint(module: torch.nn.Module) -> str | None:

@@ -14,8 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
-Row = Mapping[str, Any]
-"""A table's row: values by column."""
+Row = Mapping[str, Any]  # of a table: values by column
 
 
 def file_error(path: Path, what: str, error: OSError, remedy: str) -> ValueError:
@@ -53,20 +52,13 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
-            _sync_folder(path.parent)
+            if os.name == "posix":  # where a folder's new name can be put on the disk, too
+                folder = os.open(path.parent, os.O_RDONLY)
+                os.fsync(folder)
+                os.close(folder)
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts a new name on the disk, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -132,9 +124,9 @@ class Record:
     def texts(self, name: str) -> tuple[str, ...]:
         """A field that holds a text or a list of texts."""
         found = self._field(name)
-        entries = found if isinstance(found, list) else [found]
-        if not entries:
+        if found == []:
             self.refuse(name, "is an empty list; give at least one text")
+        entries = found if isinstance(found, list) else [found]
         return tuple(check_text(entry, f"{self.place}: field {name}") for entry in entries)
 
     def number(self, name: str, default: int) -> int:
@@ -180,10 +172,8 @@ def check_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: s
             then, now = (
                 "unset" if values.get(name) is None else values[name] for values in (saved, wanted)
             )
-            raise ValueError(
-                f"{where} was begun with {name} {then}, not {now}; go on with what it was begun"
-                " with, or choose another file"
-            )
+            differs = f"{where} was begun with {name} {then}, not {now}"
+            raise ValueError(f"{differs}; go on with that, or choose another file")
 
 
 class ResultFile:
@@ -213,11 +203,9 @@ class ResultFile:
             cleanup.pop_all()  # the file stays open unless something went wrong
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file."""
         self.close()
 
     def close(self) -> None:
@@ -252,14 +240,15 @@ class ResultFile:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 place = f"line {number} of '{self.path}'"
+                foreign = ValueError(f"{place} is not a result of {self.kind}; choose another file")
                 if not line.endswith(b"\n"):
-                    if not size and not self._is_torn_start(line):
-                        raise self._foreign(place)
-                    break
+                    if size or self._is_torn_start(line):
+                        break
+                    raise foreign
                 if number > 1 or not self._header:
                     self.take(Record.parse(line, place, f"a result of {self.kind}"))
                 elif line != self._header:
-                    raise self._foreign(place)
+                    raise foreign
                 size += len(line)
         return size
 
@@ -290,13 +279,8 @@ class ResultFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(
-                f"'{self.path}' is being written by another run; wait for it, or choose another"
-                " file"
-            ) from error
-
-    def _foreign(self, place: str) -> ValueError:
-        return ValueError(f"{place} is not a result of {self.kind}; choose another file")
+            other = f"'{self.path}' is being written by another run"
+            raise ValueError(f"{other}; wait for it, or choose another file") from error
 
     def _naming(self) -> AbstractContextManager[None]:
         remedy = (
@@ -359,7 +343,6 @@ class CsvFile:
                 )
             self._file = path.open("a", newline="", encoding="utf-8")
             self._file.truncate(data.rfind(b"\n") + 1)  # a kill may have torn the last row
-        self._writer = csv.writer(self._file, lineterminator="\n")
         if b"\n" not in data:
             self._write(self.columns)
 
@@ -369,7 +352,7 @@ class CsvFile:
 
     def _write(self, cells: Sequence[str]) -> None:
         with naming(self.path, "written", "choose another place"):
-            self._writer.writerow(cells)
+            csv.writer(self._file, lineterminator="\n").writerow(cells)
             self._file.flush()
 
     def close(self) -> None:
@@ -389,10 +372,8 @@ def csv_cell(value: Any) -> str:
 
 def _number(cell: str) -> Any:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(cell)
-        except ValueError:
-            continue
     return cell or None
 
 
@@ -402,11 +383,9 @@ def _columns(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         place = 0
         for name in row:
-            if name in columns:
-                place = columns.index(name) + 1
-            else:
+            if name not in columns:
                 columns.insert(place, name)
-                place += 1
+            place = columns.index(name) + 1
     return columns
 
 

@@ -12,6 +12,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 
 from h2okv.benchmarking.serving import Server, paged_blocks
 from h2okv.benchmarking.serving_client import (
@@ -29,7 +30,7 @@ from h2okv.benchmarking.serving_client import (
     summarize,
 )
 from h2okv.cli.app import run
-from h2okv.provenance import ENVIRONMENT_COLUMNS
+from h2okv.provenance import environment
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +211,7 @@ def test_the_command_shows_a_table_and_writes_rows(tmp_path, capsys, monkeypatch
     assert "1 clients" in told.out and "40/s" in told.out and "4/4" in told.out
     with rows.open(newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
-    assert tuple(found[0]) == (*ENVIRONMENT_COLUMNS, *COLUMNS)
+    assert tuple(found[0]) == (*environment(torch.device("cpu")), *COLUMNS)
     assert [(row["loop"], row["clients"], row["rate"]) for row in found] == [
         ("closed", "1", ""), ("closed", "2", ""), ("open", "", "40"),
     ]  # fmt: skip

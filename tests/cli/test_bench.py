@@ -12,7 +12,7 @@ import h2okv.offload.profile as profile
 import h2okv.ops.decode as step
 from h2okv.benchmarking.comparison import COLUMNS
 from h2okv.offload.profile import measure_bandwidth
-from h2okv.provenance import ENVIRONMENT_COLUMNS
+from h2okv.provenance import environment
 
 SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
 TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budget", "0.25",
@@ -54,7 +54,7 @@ def test_a_table_a_csv_file_and_a_picture(h2okv_command, tmp_path):
     assert "memory bandwidth measured" in done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = rows_of(rows)
-    assert tuple(found[0]) == (*ENVIRONMENT_COLUMNS, *COLUMNS)
+    assert tuple(found[0]) == (*environment(torch.device("cpu")), *COLUMNS)
     assert [(row["context"], row["cache"]) for row in found] == [
         (context, cache) for context in ("32", "64") for cache in ("dynamic", "static", "h2o")
     ]

@@ -232,7 +232,7 @@ def test_what_cannot_roll_keeps_its_positions_and_says_so_once(chat, monkeypatch
                 raise ValueError("positions='rolling': cannot find out how it turns its keys.")
             return super().update(*args, **kwargs)
 
-    monkeypatch.setattr("h2okv.cache.H2OCache", Unrollable)
+    monkeypatch.setattr(h2okv, "H2OCache", Unrollable)
     outcome = chat("the cat\n")
     assert len(statuses(outcome)) == 1
     (remark,) = remarks(outcome)

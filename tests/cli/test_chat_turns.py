@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from h2okv.chat.session import PlainForm, TemplateForm, Transcript, form_for
+from h2okv.chat.session import Transcript, TurnForm
 
 TURNS = ("the cat sat", "and the dog?", "on the mat")
 ANSWERS = ("on the log", "the dog sat on the mat", "so it did")
@@ -39,8 +39,8 @@ class TestTemplate:
         self, chat_tokenizer, ended, system
     ):
         tokenizer = chat_tokenizer()
-        form = form_for(tokenizer, system)
-        assert isinstance(form, TemplateForm)
+        form = TurnForm(tokenizer, system)
+        assert not form.is_plain
         before, _ = talk(form, TURNS[:2], ended)
         transcript = form.ask(before, TURNS[2])
         whole = tokenizer.apply_chat_template(
@@ -52,10 +52,10 @@ class TestTemplate:
 
     def test_an_end_token_that_was_generated_is_not_fed_again(self, chat_tokenizer):
         tokenizer = chat_tokenizer()
-        _, new = talk(TemplateForm(tokenizer), TURNS)
+        _, new = talk(TurnForm(tokenizer), TURNS)
         end = tokenizer.eos_token_id
         assert [ids.count(end) for ids in new] == [1, 1, 1]
-        _, new = talk(TemplateForm(tokenizer), TURNS, ended=False)
+        _, new = talk(TurnForm(tokenizer), TURNS, ended=False)
         assert [ids.count(end) for ids in new] == [1, 2, 2]
         assert new[1][0] == end
 
@@ -63,23 +63,23 @@ class TestTemplate:
     def test_a_template_that_changes_the_past_renders_the_new_turn_alone(
         self, chat_tokenizer, ended
     ):
-        _, stable = talk(TemplateForm(chat_tokenizer()), TURNS, ended)
-        _, changing = talk(TemplateForm(chat_tokenizer(COUNTING)), TURNS, ended)
+        _, stable = talk(TurnForm(chat_tokenizer()), TURNS, ended)
+        _, changing = talk(TurnForm(chat_tokenizer(COUNTING)), TURNS, ended)
         assert changing[1:] == stable[1:]
         assert changing[0] == [*changing[0][:1], *stable[0]]
 
     def test_a_template_that_refuses_is_one_sentence(self, chat_tokenizer):
-        form = TemplateForm(chat_tokenizer(NO_SYSTEM), "be brief")
+        form = TurnForm(chat_tokenizer(NO_SYSTEM), "be brief")
         with pytest.raises(ValueError, match=r"no system here\); leave out --system"):
             form.ask(Transcript(), "hello")
 
     def test_a_template_that_shows_no_past_cannot_go_on(self, chat_tokenizer):
-        form = TemplateForm(chat_tokenizer(LAST_ONLY))
+        form = TurnForm(chat_tokenizer(LAST_ONLY))
         with pytest.raises(ValueError, match="leaves earlier answers out"):
             talk(form, TURNS)
 
     def test_messages_are_kept(self, chat_tokenizer):
-        transcript, _ = talk(TemplateForm(chat_tokenizer(), "be brief"), TURNS[:1])
+        transcript, _ = talk(TurnForm(chat_tokenizer(), "be brief"), TURNS[:1])
         assert transcript.messages == [
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": TURNS[0]},
@@ -89,8 +89,8 @@ class TestTemplate:
 
 class TestPlain:
     def test_a_model_without_a_template_gets_a_dialogue(self, tokenizer):
-        form = form_for(tokenizer, "a play")
-        assert isinstance(form, PlainForm)
+        form = TurnForm(tokenizer, "a play")
+        assert form.is_plain
         first = form.ask(Transcript(), "hello")
         assert tokenizer.decode(first.token_ids) == "a play\n\nUser: hello\n\nAssistant:"
 
@@ -99,7 +99,7 @@ class TestPlain:
         [" a cat", " a cat\n", " a cat\n\n", " a cat\n\nUs", " a cat\n\nUser", " a cat U"],
     )
     def test_what_the_model_began_of_the_next_line_is_not_fed_again(self, tokenizer, answer):
-        form = PlainForm(tokenizer)
+        form = TurnForm(tokenizer)
         asked = form.ask(Transcript(), "hello")
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
         again = form.ask(asked.then("assistant", answer, ids, answer), "more")
@@ -108,7 +108,7 @@ class TestPlain:
         assert tokenizer.decode(again.token_ids) == expected
 
     def test_a_stop_string_after_one_line_end_is_taken_as_it_is(self, tokenizer):
-        form = PlainForm(tokenizer)
+        form = TurnForm(tokenizer)
         asked = form.ask(Transcript(), "hello")
         ids = tokenizer(" a cat\nUser", add_special_tokens=False)["input_ids"]
         again = form.ask(asked.then("assistant", "", ids, ""), "more")
@@ -121,7 +121,7 @@ class TestPlain:
         trainer = trainers.UnigramTrainer(special_tokens=["<unk>"], unk_token="<unk>")
         inner.train_from_iterator(["User: hello more\n\nAssistant: a cat" * 4], trainer=trainer)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-        form = PlainForm(tokenizer)
+        form = TurnForm(tokenizer)
         asked = form.ask(Transcript(), "hello")
         answer = tokenizer("a cat")["input_ids"]
         again = form.ask(asked.then("assistant", "a cat", answer, " a cat"), "more")

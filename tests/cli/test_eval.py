@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import yaml
 
-from h2okv.cli.args import cache_flags, cache_lists
+from h2okv.cli.args import cache_flags, cache_lists, expand
 from h2okv.config import CacheConfig
 from h2okv.evaluation.runner import Evaluation
 
@@ -205,10 +205,8 @@ def test_fidelity_refuses_before_any_work(
     ],
 )
 def test_the_options_of_a_cache_are_read_back_as_it(config):
-    @cache_lists(budget="20%")
-    def command(caches):
-        return caches
-
+    options = cache_lists(budget="20%")
+    command = expand(lambda caches=options: caches)
     given = iter(cache_flags(config).split())
     defaults = {name: own.default.default for name, own in signature(command).parameters.items()}
     options = {flag[2:].replace("-", "_"): value for flag, value in zip(given, given, strict=True)}

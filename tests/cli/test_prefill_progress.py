@@ -35,10 +35,10 @@ def test_finds_the_decoder_layers(make_llama):
 def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama, replace_stderr):
     terminal = replace_stderr(Terminal())
     model = make_llama(attention="sdpa")
-    with prefill_progress(model, LONG_PROMPT, wanted=True) as end:
+    with prefill_progress(model, LONG_PROMPT, wanted=True) as bar:
         assert len(hooks(model)) == len(model.model.layers)
         model(torch.ones(1, 4, dtype=torch.long))
-        end()
+        bar.close()
         assert hooks(model) == []
     assert f"reading {LONG_PROMPT:,} tokens" in terminal.getvalue()
 

@@ -30,6 +30,7 @@ def names(wheel) -> set[str]:
     [
         "h2okv/py.typed",
         "h2okv/assets/sample_prompt.txt",
+        "h2okv/cli/help.md",
         "h2okv/assets/books-llama/config.json",
         "h2okv/assets/books-llama/model.safetensors",
         "h2okv/assets/books-llama/tokenizer.json",

@@ -133,7 +133,7 @@ def command(capsys, monkeypatch):
         (("--port", 70000), "--port 70000 is out of range"),
         (("--host", "300.1.1.1"), "--host '300.1.1.1'"),
         (("--host", "192.0.2.1"), "of 192.0.2.1 cannot be opened"),
-        (("--max-body", "large"), "--max-body 'large' is not a size"),
+        (("--max-body", "large"), "--max-body 'large' is not an amount"),
         (("--timeout", 0), "timeout=0.0 is too little"),
         (("--cors-origin", "example.org"), "--cors-origin 'example.org' is not an origin; give"),
         (("--cors-origin", "https://a.org/x"), "is not an origin"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,7 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration import enable, read_blocks
 from h2okv.integration.loading import Described
 
-LONG_PROMPT = 512
-"""A prompt of so many tokens gets a progress bar while it is read."""
+LONG_PROMPT = 512  # tokens, from which a bar is shown while they are read
 FULL = "full cache"
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
@@ -80,7 +79,7 @@ class Generating(StoppingCriteria):
         self._detokenizer = Detokenizer(tokenizer, token_ids)
         self._shown, self._write = StopText(params.stop, strips_start), write
         self._text = ""
-        self._close_bar: Callable[[], None] = lambda: None
+        self._bar = ExitStack()
         self._times = [time.perf_counter()]  # of the start and of each token
 
     def __call__(
@@ -88,7 +87,7 @@ class Generating(StoppingCriteria):
     ) -> torch.BoolTensor:
         """Takes the newest token, int `[1, T]`; tells whether the text ends with it."""
         self._times.append(time.perf_counter())
-        self._close_bar()
+        self._bar.close()
         self._show(self._detokenizer.add([int(input_ids[0, -1])]))
         done = self._shown.stopped is not None or self._should_stop()
         return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
@@ -111,46 +110,37 @@ class Generating(StoppingCriteria):
         forward of `generate`; so they are read exactly as `h2okv.prefill` would.
         """
         length = self._ids.shape[1]
-        if not isinstance(cache, H2OCache):
-            with prefill_progress(model, length, show_progress) as self._close_bar:
-                self._generate(model, cache, self._ids, processors)
-            return
-        chunk = cache.prefill_chunk
-        before = 0 if chunk is None else (length - 1) // chunk * chunk
-        with prefill_progress(model, length, show_progress, chunk) as self._close_bar:
-            cache.expect(length)  # a fraction is of all of it, however it is read
-            try:
-                blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
-                if all(not self._should_stop() for _ in blocks):
-                    self._generate(model, cache, self._ids[:, before:], processors)
-            finally:
-                cache.expect(None)
-
-    def _generate(
-        self,
-        model: PreTrainedModel,
-        cache: Cache,
-        rest: torch.Tensor,
-        processors: Sequence[LogitsProcessor],
-    ) -> None:
         generate: Any = model.generate  # its type gets lost on the way through torch's Module
-        read = int(cache.get_seq_length()) + rest.shape[1]
-        generate(
-            input_ids=rest.to(model.device),
-            attention_mask=torch.ones(1, read, dtype=torch.long, device=model.device),
-            past_key_values=cache,
-            max_new_tokens=self._params.max_tokens,
-            use_cache=True,
-            num_beams=1,
-            eos_token_id=self._ends or None,
-            logits_processor=[RefuseNaN(), *processors],
-            stopping_criteria=[self],
-            **generation_kwargs(self._params),
-        )
+        with ExitStack() as stack:
+            blocks: Iterable[Any] = ()
+            chunk, before = None, 0
+            if isinstance(cache, H2OCache):
+                cache.expect(length)  # a fraction is of all of it, however it is read
+                stack.callback(cache.expect, None)
+                chunk = cache.prefill_chunk
+                before = 0 if chunk is None else (length - 1) // chunk * chunk
+                blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
+            self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))
+            if any(self._should_stop() for _ in blocks):
+                return
+            rest = self._ids[:, before:].to(model.device)
+            read = int(cache.get_seq_length()) + rest.shape[1]
+            generate(
+                input_ids=rest,
+                attention_mask=rest.new_ones(1, read),
+                past_key_values=cache,
+                max_new_tokens=self._params.max_tokens,
+                use_cache=True,
+                num_beams=1,
+                eos_token_id=self._ends or None,
+                logits_processor=[RefuseNaN(), *processors],
+                stopping_criteria=[self],
+                **generation_kwargs(self._params),
+            )
 
     def result(self, cache: Cache) -> Generation:
         """Finishes the text and measures, as far as it came."""
-        self._close_bar()
+        self._bar.close()
         self._show(self._detokenizer.end())
         if rest := self._shown.end():
             self._write(rest)
@@ -188,28 +178,25 @@ def _nbytes(cache: Cache) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-@contextmanager
 def prefill_progress(
     model: PreTrainedModel, prompt_tokens: int, wanted: bool, chunk: int | None = None
-) -> Iterator[Callable[[], None]]:
-    """Shows how many layers have read the prompt; gives the function that ends it early."""
+) -> ExitStack:
+    """Shows how many layers have read the prompt, until it is closed."""
     layers = decoder_layers(model)
     steps = len(layers) * math.ceil(prompt_tokens / (chunk or prompt_tokens))
     shown = wanted and prompt_tokens >= LONG_PROMPT and bool(layers)
-    with ExitStack() as stack:
-        bar = stack.enter_context(Progress(f"reading {prompt_tokens:,} tokens", steps, shown=shown))
-        for layer in layers if bar.is_drawn else ():
-            stack.callback(layer.register_forward_hook(lambda *_: bar.advance()).remove)
-        yield stack.close
+    stack = ExitStack()
+    bar = stack.enter_context(Progress(f"reading {prompt_tokens:,} tokens", steps, shown=shown))
+    for layer in layers if bar.is_drawn else ():
+        stack.callback(layer.register_forward_hook(lambda *_: bar.advance()).remove)
+    return stack
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Finds a model's decoder layers."""
     num_layers = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return list(module)
-    return []
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(next((found for found in lists if len(found) == num_layers), ()))
 
 
 def end_tokens(
@@ -249,22 +236,22 @@ def generate_once(
     processors: Sequence[LogitsProcessor] = (),
 ) -> Generation:
     """Generates from a prompt and measures it; Ctrl-C ends it with what there is."""
-    attention: AbstractContextManager[Any] = nullcontext()
+    attention: Any = nullcontext()
     if isinstance(cache, H2OCache):
         attention = enable(job.model, compile=job.compiled)
         cache.pin(job.pins)
-    params = replace(job.params, max_tokens=job.room)
-    tokenizer = job.described.tokenizer
+    tokenizer, wanted = job.described.tokenizer, int(job.params.max_tokens or 0)
     ends = end_tokens(job.model, tokenizer if job.is_chat else None)
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
+        params = replace(job.params, max_tokens=job.room)
         running = Generating(tokenizer, job.input_ids[0].tolist(), params, write, ends)
         try:
             running.run(job.model, cache, show_progress, processors)
             made = running.result(cache)
         except KeyboardInterrupt:
             made = replace(running.result(cache), finish_reason="interrupted")
-    if made.finish_reason == "length" and job.room < int(job.params.max_tokens or 0):
+    if made.finish_reason == "length" and job.room < wanted:
         return replace(made, finish_reason="context")
     return made
 
@@ -332,39 +319,34 @@ def generate_and_compare(
     job: Job, cache: CacheConfig, baselines: Sequence[CacheConfig] | None = None, quiet: bool = True
 ) -> Comparison:
     """Generates with one cache; given baselines, with the full cache and with each of them too."""
-    config = job.model.config
-    makers: dict[str, Callable[[], Cache]] = {
-        one.label: lambda one=one: H2OCache.from_config(config, one)  # type: ignore[misc]
-        for one in (cache, *(baselines or ()))
-    }
+    model_config, found = job.model.config, Comparison()
+    configs = {one.label: one for one in (cache, *(baselines or ()))}
     labels = [cache.label]
     if baselines is not None:
-        makers[FULL] = lambda: DynamicCache(config=config)
         labels += [FULL, *(one.label for one in baselines)]
-        _warm_up(job, [makers[label] for label in labels[:2]])
-    found = Comparison()
+
+    def make(label: str) -> Cache:
+        if label == FULL:
+            return DynamicCache(config=model_config)
+        return H2OCache.from_config(model_config, configs[label])
+
+    write = discard if quiet else write_text
+    if baselines is not None:
+        _warm_up(job, [make(label) for label in labels[:2]])
     try:
         for label in labels:
-            heading = f"--- {label} ---\n" if baselines is not None else ""
-            run = found.runs[label] = _say(job, makers[label](), heading, quiet)
+            write(f"--- {label} ---\n" if baselines is not None else "")
+            run = found.runs[label] = generate_once(job, make(label), write, not quiet)
+            write("\n\n" if baselines is not None else "\n")
             if FULL in found.runs:
                 own = cache.label if label == FULL else label
-                _note_agreement(job, found, own, makers[own]())
+                _note_agreement(job, found, own, make(own))
             if run.interrupted:
                 break
     except KeyboardInterrupt:
         found.interrupted = True
     found.interrupted |= any(run.interrupted for run in found.runs.values())
     return found
-
-
-def _say(job: Job, cache: Cache, heading: str, quiet: bool) -> Generation:
-    """Generates, before the user's eyes unless `quiet`."""
-    write = discard if quiet else write_text
-    write(heading)
-    run = generate_once(job, cache, write, show_progress=not quiet)
-    write("\n\n" if heading else "\n")
-    return run
 
 
 def _note_agreement(job: Job, found: Comparison, label: str, cache: Cache) -> None:
@@ -377,14 +359,10 @@ def _note_agreement(job: Job, found: Comparison, label: str, cache: Cache) -> No
         found.agreements[label] = replace(agreement, same_next_token=same)
 
 
-def _warm_up(job: Job, make_caches: Sequence[Callable[[], Cache]]) -> None:
+def _warm_up(job: Job, caches: Sequence[Cache]) -> None:
     """Runs a few tokens with each cache, so that none of them pays for what happens only once."""
-    short = replace(
-        job,
-        input_ids=job.input_ids[:, :_WARM_UP_PROMPT],
-        params=SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0),
-        pins=(),
-    )
-    for make_cache in make_caches:
-        if generate_once(short, make_cache(), lambda _: None).interrupted:
+    params = SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0)
+    short = replace(job, input_ids=job.input_ids[:, :_WARM_UP_PROMPT], params=params, pins=())
+    for cache in caches:
+        if generate_once(short, cache, lambda _: None).interrupted:
             raise KeyboardInterrupt

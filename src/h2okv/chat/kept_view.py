@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import groupby
+from typing import NamedTuple
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -23,21 +23,22 @@ _LONGEST_CHARACTER = 4
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
-class Level(Enum):
-    """How much of a token is kept, with its colours and its marks where there are none."""
+class _Look(NamedTuple):
+    meaning: str
+    style: str
+    before: str = ""  # the marks where there are no colours
+    after: str = ""
 
-    ALL = ("kept by all", "bold green", "", "")
-    MOST = ("by most (two thirds or more)", "green", "{most:", "}")
-    SOME = ("by some", "yellow", "{some:", "}")
-    FEW = ("by few (less than a third)", "dim yellow", "{few:", "}")
-    NONE = ("evicted", "dim strike", "[-", "-]")
-    WAITING = ("not read yet", "italic cyan", "{next:", "}")
 
-    def __init__(self, meaning: str, style: str, before: str, after: str) -> None:
-        self.meaning = meaning
-        self.style = style
-        self.before = before
-        self.after = after
+class Level(_Look, Enum):
+    """How much of a token is kept, with its colours and marks."""
+
+    ALL = _Look("kept by all", "bold green")
+    MOST = _Look("by most (two thirds or more)", "green", "{most:", "}")
+    SOME = _Look("by some", "yellow", "{some:", "}")
+    FEW = _Look("by few (less than a third)", "dim yellow", "{few:", "}")
+    NONE = _Look("evicted", "dim strike", "[-", "-]")
+    WAITING = _Look("not read yet", "italic cyan", "{next:", "}")
 
     @classmethod
     def of(cls, share: float | None) -> Level:
@@ -51,8 +52,7 @@ class Level(Enum):
         return cls.FEW if share < 1 / 3 else cls.SOME
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Neighbouring tokens of one level; their text has the special tokens too."""
 
     level: Level
@@ -87,18 +87,25 @@ def runs_of(
 
     A character that is spread over several tokens gets the mean of their shares.
     """
+
+    def text_of(start: int, end: int) -> str:
+        lead = max(0, start - _LEAD)
+        before = str(tokenizer.decode(list(token_ids[lead:start])))
+        text = str(tokenizer.decode(list(token_ids[lead:end])))[len(before) :]
+        # A terminal obeys control characters, and here they are only to be seen.
+        return text.translate(_CONTROL)
+
     spans = _characters(tokenizer, token_ids, shares)
     for level, group in groupby(spans, key=lambda span: Level.of(span[2])):
-        (start, end, _), *others = group
-        end = others[-1][1] if others else end
+        starts, ends, _ = zip(*group, strict=True)
+        start, end = starts[0], ends[-1]
         count = end - start
         if level is Level.NONE and shorten_above is not None and count > shorten_above:
             side = shorten_above // 3
-            head = _text(tokenizer, token_ids, start, start + side)
-            tail = _text(tokenizer, token_ids, end - side, end)
-            text = f"{head} ... {count - 2 * side:,} more evicted tokens ...{tail}"
+            left_out = f" ... {count - 2 * side:,} more evicted tokens ..."
+            text = text_of(start, start + side) + left_out + text_of(end - side, end)
         else:
-            text = _text(tokenizer, token_ids, start, end)
+            text = text_of(start, end)
         yield Run(level, text, count)
 
 
@@ -113,46 +120,24 @@ def _characters(
 
     first = 0
     while first < len(token_ids):
-        end = first + 1
-        if not is_text(token_ids[first]):
-            longest = min(first + _LONGEST_CHARACTER, len(token_ids))
-            ends = (n for n in range(end + 1, longest + 1) if is_text(*token_ids[first:n]))
-            end = next(ends, end)
+        longest = range(first + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1)
+        end = next((end for end in longest if is_text(*token_ids[first:end])), first + 1)
         known = shares[first:end]
         yield first, end, sum(known) / len(known) if known else None
         first = end
 
 
-def _text(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], start: int, end: int
-) -> str:
-    lead = max(0, start - _LEAD)
-    before = str(tokenizer.decode(list(token_ids[lead:start])))
-    text = str(tokenizer.decode(list(token_ids[lead:end])))[len(before) :]
-    # A terminal obeys control characters, and here they are only to be seen.
-    return text.translate(_CONTROL)
+def shown(runs: Sequence[Run], with_marks: bool = False) -> Text:
+    """The runs in colours, or with marks where there are none, below a legend."""
 
+    def look(level: Level, own: str) -> str:
+        return f"{level.before}{own}{level.after}" if with_marks else own
 
-def coloured(runs: Sequence[Run]) -> Text:
-    """Shows the runs by colour, with a legend."""
     text = Text()
-    for level, tokens in _totals(runs):
-        text.append(f"{level.meaning}: {tokens:,}", style=level.style).append("  ")
+    for level in Level:
+        if tokens := sum(run.num_tokens for run in runs if run.level is level):
+            text.append(f"{look(level, level.meaning)}: {tokens:,}", style=level.style).append("  ")
     text.append("\n\n")
     for run in runs:
-        text.append(run.text, style=run.level.style)
+        text.append(look(run.level, run.text), style=run.level.style)
     return text
-
-
-def marked(runs: Sequence[Run]) -> str:
-    """Shows the runs by brackets, with a legend, for where there are no colours."""
-    legend = [
-        f"{level.before}{level.meaning}{level.after}: {tokens:,}" for level, tokens in _totals(runs)
-    ]
-    text = "".join(f"{run.level.before}{run.text}{run.level.after}" for run in runs)
-    return f"{'  '.join(legend)}\n\n{text}"
-
-
-def _totals(runs: Sequence[Run]) -> list[tuple[Level, int]]:
-    totals = {level: sum(run.num_tokens for run in runs if run.level is level) for level in Level}
-    return [(level, tokens) for level, tokens in totals.items() if tokens]

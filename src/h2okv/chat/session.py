@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,12 @@ Message = dict[str, str]
 # trims, escapes or splits it.
 _PLACEHOLDER = "anearlieranswerstoodhere"
 _ANCHOR = "a"
+_SEPARATOR = "\n\nUser:"
+_LOOK_BACK = 16
+BROKEN = (
+    "the last answer was cut in the middle of a token, so the cache is of no use any more; /reset"
+    " begins a new chat, /load FILE goes back to a saved one"
+)
 _NOTE = "chat"
 _VERSION = 1
 
@@ -44,18 +49,23 @@ class Transcript:
         return Transcript(messages, self.token_ids + token_ids, self.text + text)
 
 
-class TurnForm(ABC):
-    """How a model wants to be talked to."""
+class TurnForm:
+    """How a model wants to be talked to.
 
-    stop_strings: tuple[str, ...] = ()
-    keeps_end_token = True
-    """Whether the token that ended an answer belongs to the chat."""
-    needs_special = False
-    """Whether the tokenizer adds the token that all texts begin with; a template has it itself."""
+    That is the chat template that it was trained with. It is rendered for the whole chat, and what
+    follows the part that was read already is new. Where a template says something else about the
+    past than it said before (many leave out earlier reasoning), the new turn is rendered behind a
+    placeholder for the last answer.
+
+    A model that was never taught to chat gets a plain dialogue. There an answer ends where the
+    model would write the user's next line, and the token that ends it is no part of the chat.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str = "") -> None:
         self.tokenizer = tokenizer
         self.system = system
+        self.is_plain = tokenizer.chat_template is None
+        self.stop_strings = ("\nUser:",) if self.is_plain else ()
 
     def ask(self, transcript: Transcript, message: str) -> Transcript:
         """Adds a user's turn, up to where the answer begins."""
@@ -63,16 +73,47 @@ class TurnForm(ABC):
             transcript = Transcript([{"role": "system", "content": self.system}])
         user = {"role": "user", "content": message}
         if transcript.token_ids:
-            text = self._continuation(transcript, user)
+            follow = self._follow_plain if self.is_plain else self._follow_template
+            text = follow(transcript, user)
             token_ids = self._encode_behind(text)
         else:
             text = self._render([*transcript.messages, user])
-            token_ids = self._encode(text, special=self.needs_special)
+            # The token that all texts begin with; a template has it itself.
+            token_ids = self._encode(text, special=self.is_plain)
         return transcript.then("user", message, token_ids, text)
 
-    @abstractmethod
-    def _continuation(self, transcript: Transcript, user: Message) -> str:
+    def _follow_template(self, transcript: Transcript, user: Message) -> str:
         """The text of a user's turn behind the transcript."""
+        try:
+            whole = self._render([*transcript.messages, user])
+        except ValueError:
+            whole = ""
+        if whole.startswith(transcript.text):
+            return whole[len(transcript.text) :]
+        question = {"role": "user", "content": "question"}
+        answer = {"role": "assistant", "content": _PLACEHOLDER}
+        before, _, after = self._render([question, answer, user]).partition(_PLACEHOLDER)
+        if not before or not after:
+            raise ValueError(
+                "the chat template leaves earlier answers out; /reset before each question, or use"
+                " another model"
+            )
+        # The answer may have brought the end of its turn itself.
+        end = str(self.tokenizer.convert_ids_to_tokens(transcript.token_ids[-1]))
+        return after.removeprefix(end) if transcript.text.endswith(end) else after
+
+    def _follow_plain(self, transcript: Transcript, user: Message) -> str:
+        """The same; the model may have begun the way to the user's line itself."""
+        last = transcript.token_ids[-_LOOK_BACK:]
+        end = str(self.tokenizer.decode(last, skip_special_tokens=True))
+        ways = [
+            (length, way[length:])
+            for way in (_SEPARATOR, *self.stop_strings)
+            for length in range(len(way))
+            if end.endswith(way[:length])
+        ]
+        _, rest = max(ways, key=lambda way: way[0])
+        return f"{rest} {user['content']}\n\nAssistant:"
 
     def _render(self, messages: list[Message]) -> str:
         try:
@@ -96,67 +137,6 @@ class TurnForm(ABC):
         return self._encode(text)
 
 
-class TemplateForm(TurnForm):
-    """The chat template that the model was trained with.
-
-    The template is rendered for the whole chat, and what follows the part that was read already is
-    new. Where a template says something else about the past than it said before (many leave out
-    earlier reasoning), the new turn is rendered behind a placeholder for the last answer.
-    """
-
-    def _continuation(self, transcript: Transcript, user: Message) -> str:
-        try:
-            whole = self._render([*transcript.messages, user])
-        except ValueError:
-            whole = ""
-        if whole.startswith(transcript.text):
-            return whole[len(transcript.text) :]
-        question = {"role": "user", "content": "question"}
-        answer = {"role": "assistant", "content": _PLACEHOLDER}
-        before, _, after = self._render([question, answer, user]).partition(_PLACEHOLDER)
-        if not before or not after:
-            raise ValueError(
-                "the model's chat template leaves earlier answers out, so a chat cannot go on;"
-                " use /reset for each question, or another model"
-            )
-        # The answer may have brought the end of its turn itself.
-        end = str(self.tokenizer.convert_ids_to_tokens(transcript.token_ids[-1]))
-        return after.removeprefix(end) if transcript.text.endswith(end) else after
-
-
-class PlainForm(TurnForm):
-    """A plain dialogue, for a model that was never taught to chat.
-
-    An answer ends where the model would write the user's next line.
-    """
-
-    stop_strings = ("\nUser:",)
-    keeps_end_token = False
-    needs_special = True
-
-    _SEPARATOR = "\n\nUser:"
-    _LOOK_BACK = 16
-
-    def _continuation(self, transcript: Transcript, user: Message) -> str:
-        last = transcript.token_ids[-self._LOOK_BACK :]
-        end = str(self.tokenizer.decode(last, skip_special_tokens=True))
-        return f"{self._rest_of_separator(end)} {user['content']}\n\nAssistant:"
-
-    def _rest_of_separator(self, end: str) -> str:
-        """What is missing of the way to the user's line; the model may have begun it itself."""
-        for length in range(len(self._SEPARATOR) - 1, 0, -1):
-            for ending in (self._SEPARATOR, *self.stop_strings):
-                if length < len(ending) and end.endswith(ending[:length]):
-                    return ending[length:]
-        return self._SEPARATOR
-
-
-def form_for(tokenizer: PreTrainedTokenizerBase, system: str = "") -> TurnForm:
-    """Chooses the model's chat template, or the plain form for a model without one."""
-    form = PlainForm if tokenizer.chat_template is None else TemplateForm
-    return form(tokenizer, system)
-
-
 @dataclass(frozen=True)
 class SavedChat:
     """What a file holds beside the cache."""
@@ -176,12 +156,11 @@ class SavedChat:
         saved = json.loads(note)
         if saved["version"] != _VERSION:
             raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
-        transcript = Transcript(**saved["transcript"])
+        transcript, sampling = Transcript(**saved["transcript"]), dict(saved["sampling"])
         if not all(isinstance(token, int) for token in transcript.token_ids):
             raise ValueError("a token that is not a number")
         if not all(set(message) == {"role", "content"} for message in transcript.messages):
             raise ValueError("a message without role or content")
-        sampling = dict(saved["sampling"])
         params = SamplingParams(max_tokens=sampling.pop("max_new_tokens"), **sampling)
         return cls(transcript, str(saved["system"]), params)
 
@@ -200,8 +179,7 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
     cache = H2OCache.load(path, model)
     if len(chat.transcript.token_ids) < cache.num_seen_tokens:
         raise ValueError(
-            f"the chat in '{path}' is damaged (its cache has read {cache.num_seen_tokens} tokens,"
-            f" its text has {len(chat.transcript.token_ids)}); use another file"
+            f"the chat in '{path}' is damaged (its cache has read more than its text); use another"
         )
     return cache, chat
 
@@ -209,13 +187,10 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """What is not left at its default, by the names of the command line."""
     always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-    default = SamplingParams()
-    told: dict[str, Any] = {"max_new_tokens": params.max_tokens}
-    for name in (part.name for part in fields(params) if part.name != "max_tokens"):
-        value = getattr(params, name)
-        if name in always or value != getattr(default, name):
-            told[name] = list(value) if isinstance(value, tuple) else value
-    return told
+    default, told = vars(SamplingParams()), dict(vars(params))
+    most = told.pop("max_tokens")
+    said = {name: own for name, own in told.items() if name in always or own != default[name]}
+    return {"max_new_tokens": most, **said}
 
 
 @dataclass(frozen=True)
@@ -234,13 +209,16 @@ class Chat:
         self, partner: Partner, cache: H2OCache, system: str = "", pin: Sequence[str] = ()
     ) -> None:
         self.partner = partner
-        self.cache = cache
         self.pin = pin  # messages of the first turn that are never evicted
-        self.form = form_for(partner.described.tokenizer, system)
-        self.transcript = Transcript()
-        self.is_broken = False
+        self._begin(cache, system, Transcript())
         self._end_tokens = end_tokens(partner.model, partner.described.tokenizer)
         torch.manual_seed(int(partner.params.seed or 0))
+
+    def _begin(self, cache: H2OCache, system: str, transcript: Transcript) -> None:
+        self.cache = cache
+        self.form = TurnForm(self.partner.described.tokenizer, system)
+        self.transcript = transcript
+        self.is_broken = False
 
     def say(
         self, message: str, write: Callable[[str], None], show_progress: bool = False
@@ -251,24 +229,19 @@ class Chat:
         may leave a cache that has read a half of a token, and `is_broken`.
         """
         self._require_whole()
-        seen = self.cache.num_seen_tokens
-        asked = self.form.ask(self.transcript, message)
+        seen, form, wanted = self.cache.num_seen_tokens, self.form, self.partner.params
+        asked = form.ask(self.transcript, message)
         new = asked.token_ids[seen:]
         if self.pin and not seen:
-            messages = asked.messages
-            self.cache.pin(message_spans(self.form.tokenizer, messages, self.pin))
+            self.cache.pin(message_spans(form.tokenizer, asked.messages, self.pin))
         check_vocabulary(new, self.partner.described.vocab_size)
-        wanted = self.partner.params
-        params = replace(
-            wanted,
-            max_tokens=self._room(seen, len(new)),
-            stop=(*self.form.stop_strings, *wanted.stop),
-        )
-        model, tokenizer = self.partner.model, self.partner.described.tokenizer
+        room, stop = self._room(seen, len(new)), (*form.stop_strings, *wanted.stop)
+        params, model = replace(wanted, max_tokens=room, stop=stop), self.partner.model
         with Interrupt(model.base_model) as interrupt:
             answering = Generating(
-                tokenizer, new, params, write, self._end_tokens, lambda: interrupt.requested, True
-            )
+                form.tokenizer, new, params, write, self._end_tokens,
+                should_stop=lambda: interrupt.requested, strips_start=True,
+            )  # fmt: skip
             try:
                 answering.run(model, self.cache, show_progress)
             except KeyboardInterrupt:
@@ -276,7 +249,7 @@ class Chat:
             finally:
                 interrupt.settle()
                 answer = answering.result(self.cache)
-                if answer.finish_reason == "length" and params.max_tokens != wanted.max_tokens:
+                if answer.finish_reason == "length" and room != wanted.max_tokens:
                     answer = replace(answer, finish_reason="context")
                 self._commit(asked, answer, seen)
         return answer
@@ -291,11 +264,11 @@ class Chat:
             return
         token_ids, text = answer.token_ids, answer.text
         is_eos = answer.finish_reason == "eos"
-        if answer.finish_reason == "stop" or (is_eos and not self.form.keeps_end_token):
+        if answer.finish_reason == "stop" or (is_eos and self.form.is_plain):
             # Only decided, never read, so that the chat can go on without it.
             token_ids = token_ids[:-1]
         elif is_eos:
-            text += str(self.partner.described.tokenizer.convert_ids_to_tokens(token_ids[-1]))
+            text += str(self.form.tokenizer.convert_ids_to_tokens(token_ids[-1]))
         self.transcript = asked.then("assistant", answer.text, token_ids, text)
 
     def _room(self, seen: int, new: int) -> int:
@@ -306,18 +279,16 @@ class Chat:
         room = described.context - seen - new
         if room < 1:
             raise ValueError(
-                f"the chat has {seen} tokens and this turn brings {new} more, but with"
-                f" --positions original the context of --model {described.name!r} ends at"
-                f" {described.context}; say less, /reset, or start with --positions rolling"
-                " (clamped for learned positions)"
+                f"the chat has {seen} tokens and this turn brings {new} more, but the context of"
+                f" --model {described.name!r} ends at {described.context}; say less, /reset, or"
+                " start with --positions rolling (clamped for learned positions)"
             )
         return min(wanted, room)
 
     def reset(self) -> None:
         """Forgets everything but the system text."""
         self.cache.reset()
-        self.transcript = Transcript()
-        self.is_broken = False
+        self._begin(self.cache, self.form.system, Transcript())
 
     def save(self, path: Path) -> None:
         """Writes the chat and its cache to one file, whole or not at all."""
@@ -336,15 +307,10 @@ class Chat:
 
     def load(self, path: Path) -> SavedChat:
         """Takes up a saved chat; the one that was going on is gone, unless this fails."""
-        self.cache, saved = read_chat(path, self.partner.model)
-        self.form = form_for(self.partner.described.tokenizer, saved.system)
-        self.transcript = saved.transcript
-        self.is_broken = False
+        cache, saved = read_chat(path, self.partner.model)
+        self._begin(cache, saved.system, saved.transcript)
         return saved
 
     def _require_whole(self) -> None:
         if self.is_broken:
-            raise ValueError(
-                "the last answer was cut in the middle of a token, so the cache is of no use any"
-                " more; /reset begins a new chat, /load FILE goes back to a saved one"
-            )
+            raise ValueError(BROKEN)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import webbrowser
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h2okv
 from h2okv.cli import args
-from h2okv.cli.args import TEXT, ModelOptions, option
+from h2okv.cli.args import TEXT, ModelOptions, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
 from h2okv.records import atomic_write
@@ -18,34 +20,24 @@ if TYPE_CHECKING:
     from h2okv.analysis.viewer.reading import Reader
 
 
-@args.model_options()
 def analyze(
-    model: ModelOptions,
+    model: ModelOptions = args.model_options(),
     out: Path = option(..., "The folder that the report is written to."),
     text: Path | None = TEXT,
     tokens: int = option(1024, "Tokens of the text."),
-    only: str = option("", "Only these measurements, comma-separated, such as sinks,ablation."),
+    only: Typed = option(
+        "", "Only these measurements, comma-separated, such as sinks,ablation.", read=args.names
+    ),
     quick: bool = option(False, "Only full attention: no policies, no theorem.", "--quick"),
     neurons: bool = option(False, "Also count active neurons.", "--neurons"),
 ) -> int:
-    """Measure what the paper observed, on your model and text, and write a report.
-
-    The folder gets report.html, PNG figures and CSV tables. What is finished stays there: after
-    Ctrl-C the same command continues.
-
-    Examples:
-
-        h2okv analyze --out report
-        h2okv analyze --model smollm2 --text chapter.txt --out report --quick
-        h2okv analyze --model ./my-model --text chapter.txt --out report --only sinks,ablation
-    """
     from h2okv.analysis import measurements, study
     from h2okv.analysis.ablation import find_neurons
     from h2okv.analysis.figures import new_figure
     from h2okv.analysis.report import REPORT_FILE, write_report
     from h2okv.analysis.score_stats import load_scipy
 
-    chosen = measurements.choose_measurements(args.split_list(only), quick, neurons)
+    chosen = measurements.choose_measurements(only, quick, neurons)
     check_least(study.LEAST_TOKENS, tokens=tokens)
     study.check_folder(out)
     # What is not installed shows before the long work, not in the middle of it.
@@ -69,22 +61,17 @@ def analyze(
             measurements.analyze(loaded, sample, out, chosen, report)
         except KeyboardInterrupt:
             done = sum(measurements.is_finished(out, measurement) for measurement in chosen)
-            write_remark(
-                f"stopped; {done} of {len(chosen)} measurements are finished in '{out}', and the"
-                " same command continues from there."
-            )
+            what = f"{done} of {len(chosen)} measurements are finished in '{out}'"
+            write_remark(f"stopped; {what}, and the same command continues from there.")
             return INTERRUPTED
     write_report(out)
     write_text(f"{out / REPORT_FILE}\n")
     return 0
 
 
+# What the page offers; others are named with --policy.
 _OFFERED = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
-"""What the page offers; others are named with --policy."""
-_SHORT_PROMPT = 6000
-"""Characters of the built-in text that the page begins with, so that it is there soon."""
-
-
+_SHORT_PROMPT = 6000  # characters of the built-in text, so that the page is there soon
 _UNSEEN: dict[str, Any] = {
     "scoring": "sum", "decay": None, "positions": "original", "prefill_chunk": None,
     "kv_bits": None, "layer_budgets": None,
@@ -92,13 +79,11 @@ _UNSEEN: dict[str, Any] = {
 """What the page does not show: it follows the scores of H2O, a token at a time."""
 
 
-@args.cache_lists("20%", "h2o", **_UNSEEN)
-@args.model_options()
 def view(
-    caches: list[CacheConfig],
-    model: ModelOptions,
+    caches: list[CacheConfig] = args.cache_lists("20%", **_UNSEEN),
+    model: ModelOptions = args.model_options(),
     text: Path | None = TEXT,
-    export: Path | None = option(None, "Write one HTML file and end."),
+    export: Path | None = option(None, "Write one HTML file and end.", read=args.writable),
     port: int = option(8765, "The port on this machine; 0 for any."),
     layer: int = option(0, "The layer to begin with."),
     head: int = option(0, "The KV head to begin with."),
@@ -106,48 +91,34 @@ def view(
     new_tokens: int = option(0, "Tokens that the model adds with the full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
-    """See what a policy keeps of a text, token by token, in the browser.
-
-    Without --export it serves a page on this machine only, until Ctrl-C; policies and budgets can
-    be changed there. With it, it writes one HTML file that opens anywhere, offline, with what the
-    options name. The second policy stands beside the first.
-
-    Examples:
-
-        h2okv view
-        h2okv view --text chapter.txt --policy h2o,recent --budget 10%
-        h2okv view --export kept.html --text chapter.txt --budget 256,20%
-    """
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
     from h2okv.analysis.viewer.server import check_port
-    from h2okv.cache import H2OCache
 
     check_least(LEAST_TOKENS, tokens=tokens)
     is_page = export is None
     asked = list(dict.fromkeys(cache.policy for cache in caches))
+    budgets = dict.fromkeys(args.budget_text(own) for own in caches if not own.is_full)
+    wording = args.text_or_sample(text)
     choice = {
         # An export holds what was asked for and nothing else.
         "policies": list(dict.fromkeys((*_OFFERED, *asked))) if is_page else asked,
-        "budgets": list(dict.fromkeys(args.budget_text(own) for own in caches if not own.is_full)),
+        "budgets": list(budgets) or ["full"],
         "policy": asked[0],
         "beside": asked[1] if len(asked) > 1 else "",
         "other": asked[1] if len(asked) > 1 else "recent" if is_page else asked[0],
         "layer": layer,
         "head": head,
         "new_tokens": new_tokens,
+        "text": wording[:_SHORT_PROMPT] if text is None else wording,
     }
-    choice["budgets"] = choice["budgets"] or ["full"]
-    args.check_file("export", export)
     if is_page:
         check_port(port)
-    wording = args.text_or_sample(text)
-    choice["text"] = wording[:_SHORT_PROMPT] if text is None else wording
     described = model.describe()
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
     check_layer(described.config, layer, head)
     for own in caches:
-        H2OCache.from_config(described.config, own)
+        h2okv.H2OCache.from_config(described.config, own)
     loaded = model.load(described)
     make_cache = partial(args.parse_cache, sink=caches[0].sink)
     parts = loaded, described.tokenizer, described.name, described.context, tokens, make_cache
@@ -179,16 +150,13 @@ def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool
     from h2okv.analysis.viewer.reading import Desk
     from h2okv.analysis.viewer.server import HOST, make_server
 
-    server = make_server(Desk(reader, choice), port)
-    address = f"http://{HOST}:{server.server_address[1]}/"
-    write_text(f"{address}\n")
-    write_remark("Ctrl-C ends it")
-    if open_browser:
-        webbrowser.open(address)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        write_remark("")
-    finally:
-        server.server_close()
+    with make_server(Desk(reader, choice), port) as server:
+        address = f"http://{HOST}:{server.server_address[1]}/"
+        write_text(f"{address}\n")
+        write_remark("Ctrl-C ends it")
+        if open_browser:
+            webbrowser.open(address)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    write_remark("")
     return 0

@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 import h2okv
-from h2okv.cli.args import reflow
 from h2okv.console import BAD_INPUT, OUTPUT_CLOSED, OutputClosedError, write_text
 
 COMMANDS = {
@@ -45,13 +44,15 @@ class LazyGroup(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Imports a command."""
+    from h2okv.cli import args
+
     module, attribute = COMMANDS[name][0].split(":")
     found = getattr(importlib.import_module(f"h2okv.cli.{module}"), attribute)
     if not isinstance(found, typer.Typer):
+        is_foreign = name == "lm-eval"  # whose options are the harness's own
+        settings = {"allow_extra_args": is_foreign, "ignore_unknown_options": is_foreign}
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        settings = getattr(found, "context_settings", None)
-        app.command(name, help=reflow(found.__doc__), context_settings=settings)(found)
+        app.command(name, help=args.helps()[name], context_settings=settings)(args.expand(found))
         found = app
     command = typer.main.get_command(found)
     command.name = name
@@ -84,23 +85,23 @@ for _name, (_, _summary) in COMMANDS.items():
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs one command."""
     _quieten_libraries()
     try:
         code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_usage(error))
     except OutputClosedError:
-        _drop_stdout()
+        # Somewhere for the interpreter to flush what is left, or it complains on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except ValueError as error:
-        return _fail(_one_line(str(error)))
+        return _fail(str(error))
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not be imported
             raise
         return _fail(
-            f"the device is out of memory ({_one_line(str(error))}); choose a smaller model,"
-            " a shorter prompt or --dtype bfloat16"
+            f"the device is out of memory ({error}); choose a smaller model, a shorter prompt or"
+            " --dtype bfloat16"
         )
     return code if isinstance(code, int) else 0
 
@@ -123,23 +124,13 @@ def _quieten_libraries() -> None:
 
 def _usage(error: typer.TyperException) -> str:
     """A mistake in the command line, and where to look."""
-    message = _one_line(error.format_message())
-    context = getattr(error, "ctx", None)
+    message, context = error.format_message(), getattr(error, "ctx", None)
     path = "h2okv" if context is None else context.command_path
     if message.endswith("?"):
         return f"{message} See {path} --help"
     return f"{message.rstrip('.')}; see {path} --help"
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _fail(sentence: str) -> int:
-    print(f"h2okv: {sentence.rstrip('.')}.", file=sys.stderr)
+def _fail(message: str) -> int:
+    print(f"h2okv: {' '.join(message.split()).rstrip('.')}.", file=sys.stderr)
     return BAD_INPUT
-
-
-def _drop_stdout() -> None:
-    """Gives the interpreter somewhere to flush what is left, or it complains on its way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,29 +10,35 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
+import h2okv
 from h2okv.assets import sample_prompt
-from h2okv.config import LEAST_ENTRIES, POSITIONS, CacheConfig, Positions
+from h2okv.config import LEAST_ENTRIES, CacheConfig
 from h2okv.console import check_least
+from h2okv.plots import check_plot
 from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
     import torch
+    from _typeshed import DataclassInstance
     from transformers import PreTrainedModel
 
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.loading import Described
 
+    Typed = Any
+else:
+    Typed = str  # of an option whose text is read
 Command = TypeVar("Command", bound=Callable[..., Any])
-Choice = TypeVar("Choice", bound=str)
-Number = TypeVar("Number", int, float)
+Made = TypeVar("Made", bound="DataclassInstance")
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -42,65 +48,179 @@ POLICIES = (
 )  # fmt: skip
 """Policies that drop entries; written down, for the registry imports torch."""
 SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
+
+
+@functools.cache
+def helps() -> dict[str, str]:
+    """What help.md says of each command."""
+    text = Path(__file__).with_name("help.md").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^# (.+)\n+", text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def group(name: str) -> typer.Typer:
+    return typer.Typer(
+        name=name, help=helps()[name], add_completion=False, pretty_exceptions_enable=False
+    )
+
+
+def subcommand(app: typer.Typer, name: str) -> Callable[[Command], Command]:
+    made = app.command(name, help=helps()[f"{app.info.name} {name}"])
+    return lambda command: made(expand(command))
+
+
+def option(
+    default: Any, help: str, *names: str, read: Callable[..., Any] | None = None, **how: Any
+) -> Any:
+    """An option of a command; a default that is worked out later stands in the help's brackets.
+
+    `read` checks what was given, or makes something of it; the option's name is for its errors.
+    """
+    if read is None:
+        return typer.Option(default, *names, help=help)
+
+    def called(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+        if value is None or context.resilient_parsing:  # a shell that completes a line
+            return value
+        return read(param.opts[0], value, **how)
+
+    return typer.Option(default, *names, help=help, callback=called)
+
+
+def choice(option: str, text: str, words: Sequence[str]) -> str:
+    """Reads one of a few words."""
+    if text not in words:
+        raise ValueError(f"{option} {text!r} is not known; choose from {', '.join(words)}")
+    return text
+
+
+def least(option: str, number: int, least: int = 1) -> int:
+    check_least(least, **{option[2:]: number})
+    return number
+
+
+def names(option: str, text: str) -> tuple[str, ...]:
+    """Reads a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -> tuple[Any, ...]:
+    """Reads a comma-separated list of numbers."""
+    try:
+        return tuple(map(kind, names(option, text)))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(
+            f"{option} {text!r} is not a list of {what}; give one such as {such}"
+        ) from None
+
+
+def memory(option: str, text: str) -> int:
+    from h2okv.engine.memory import parse_memory
+
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--memory", option)) from error
+
+
+def dtype(option: str, text: str) -> torch.dtype | None:
+    """Reads a data type; None for auto, which is the checkpoint's own."""
+    if choice(option, text, DTYPES) == "auto":
+        return None
+    import torch
+
+    return getattr(torch, text)
+
+
+def writable(option: str, path: Path) -> Path:
+    """Refuses a file that could not be written when the work is done."""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = "it is in no folder that exists"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    else:
+        return path
+    raise ValueError(f"{option} '{path}' cannot be written ({reason}); choose another file")
+
+
+def picture(option: str, path: Path) -> Path:
+    """Refuses one that could not be drawn, too."""
+    writable(option, path)
+    check_plot(path)
+    return path
+
+
+def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
+    """Makes a dataclass of those of a command's values that have the name of a field."""
+    known = {field.name for field in fields(kind) if field.init}
+    return kind(**{name: value for name, value in (given | more).items() if name in known})
+
+
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
 DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
-
-
-def option(default: Any, help: str, *names: str) -> Any:
-    """An option of a command; a default that is worked out later stands in the help's brackets."""
-    return typer.Option(default, *names, help=help)
-
-
 JSON = option(False, "Print one JSON object.", "--json")
 SEED = option(0, "Random seed.")
 TEXT = option(None, "A text file; by default the opening of a novel.")
 RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
-PIN = option(None, "Messages that are never evicted: system, user, last_user (comma-separated).")
-ROWS = option(None, "Append the rows to this file.")
+_PIN_HELP = "Messages that are never evicted: system, user, last_user (comma-separated)."
+PIN = option("", _PIN_HELP, read=names)
+ROWS = option(None, "Append the rows to this file.", read=writable)
 MEMORY_HELP = "Memory limit of the process (what is free), such as 4GiB; on a GPU that of the GPU."
 COMPILE = option(
     False, "Compile decode steps with torch.compile: slow to start, then faster.", "--compile"
 )
 
 
-def bundle(
-    parameter: str, build: Callable[..., Any], signature: Callable[..., Any], **changed: Any
-) -> Callable[[Command], Command]:
-    """Gives a command the options of a signature in the place of one parameter.
+class Bundle(NamedTuple):
+    """Options in the place of one parameter, which is what `build` makes of their values.
 
-    What `build` makes of their values is the parameter. An option in `changed` replaces the one of
-    its name; anything else there is a fixed value, and no option.
+    They are those of its signature, or of another one. An option in `changed` replaces the one of
+    its name; any other default, there or in the signature, is a fixed value, and no option.
     """
-    fixed, options = {}, []
-    for name, part in inspect.signature(signature, eval_str=True).parameters.items():
-        own = copy.copy(changed.get(name, part.default))
-        if not isinstance(own, ParameterInfo):
-            fixed[name] = own
-            continue
-        if isinstance(own, OptionInfo):
-            own.rich_help_panel = parameter.capitalize().rstrip("s")
-        options.append(part.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own))
 
-    def decorate(command: Command) -> Command:
-        whole = inspect.signature(command, eval_str=True)
-        parameters = [
-            part.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for part in whole.parameters.values()
-            if part.name != parameter
-        ]
+    build: Callable[..., Any]
+    panel: str = "Options"
+    changed: Mapping[str, Any] = {}
+    signature: Callable[..., Any] | None = None
 
-        @functools.wraps(command)
-        def run(**given: Any) -> Any:
-            values = {part.name: given.pop(part.name) for part in options}
-            return command(**given, **{parameter: build(**fixed, **values)})
+    def options(self) -> list[inspect.Parameter]:
+        """All of the signature; those that are fixed have a value and no option as default."""
+        source = inspect.signature(self.signature or self.build, eval_str=True)
+        found = []
+        for name, part in source.parameters.items():
+            own = copy.copy(self.changed.get(name, part.default))
+            if isinstance(own, OptionInfo):
+                own.rich_help_panel = own.rich_help_panel or self.panel
+            found.append(part.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own))
+        return found
 
-        changed: Any = run
-        changed.__signature__ = whole.replace(parameters=[*parameters, *options])
-        changed.__annotations__ = {part.name: part.annotation for part in (*parameters, *options)}
-        result: Command = changed
-        return result
 
-    return decorate
+def expand(command: Callable[..., Any]) -> Any:
+    """Gives a command the options of those of its parameters that are bundles."""
+    whole = inspect.signature(command, eval_str=True)
+    given = [own.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in whole.parameters.values()]
+    bundles = [own for own in given if isinstance(own.default, Bundle)]
+    inner = {own.name: own.default.options() for own in reversed(bundles)}
+    parts = [own for own in given if own not in bundles]
+    for options in inner.values():
+        parts += [own for own in options if isinstance(own.default, ParameterInfo)]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        for bundle in bundles:
+            own = {part.name: part.default for part in inner[bundle.name]}
+            # What is fixed may have the name of an option that is the command's own.
+            own |= {name: values.pop(name) for name in own if isinstance(own[name], ParameterInfo)}
+            values[bundle.name] = bundle.default.build(**own)
+        return command(**values)
+
+    made: Any = run
+    made.__signature__ = whole.replace(parameters=parts)
+    made.__annotations__ = {part.name: part.annotation for part in parts}
+    return made
 
 
 _AMOUNT = "tokens (64) or a fraction of the prompt (10%)"
@@ -108,6 +228,15 @@ _BUDGET = "Entries to keep: tokens (512), part of the prompt (20%), full."
 CHUNK_HELP = (
     "Most tokens between two evictions while a prompt is read; 1 is the paper's Algorithm 1."
 )
+
+
+def _factors(option: str, path: Path) -> list[float]:
+    try:
+        return [float(factor) for factor in json.loads(read_text(option, path))]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{option} '{path}' is no JSON list of numbers; give a file of h2okv eval layers"
+        ) from error
 
 
 def make_cache(
@@ -127,18 +256,22 @@ def make_cache(
     prefill_chunk: int | None = option(None, CHUNK_HELP),
     kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits."),
     layer_budgets: Path | None = option(
-        None, "Divide heavy hitters among the layers as a file of h2okv eval layers says."
+        None,
+        "Divide heavy hitters among the layers as a file of h2okv eval layers says.",
+        read=_factors,
     ),
+    usual: str = "20%",
 ) -> CacheConfig:
     """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
     rest: dict[str, Any] = {
-        "policy": policy, "sink": sink, "scoring": scoring, "decay": decay,
-        "positions": positions, "prefill_chunk": prefill_chunk, "kv_bits": kv_bits,
-        "layer_budgets": None if layer_budgets is None else read_factors(layer_budgets),
+        "policy": policy, "sink": sink, "scoring": scoring, "decay": decay, "positions": positions,
+        "prefill_chunk": prefill_chunk, "kv_bits": kv_bits, "layer_budgets": layer_budgets,
     }  # fmt: skip
     if heavy is None and recent is None:
         return CacheConfig.from_budget(parse_budget(budget), heavy_fraction, **rest)
-    half = CacheConfig.from_budget(parse_budget(budget))
+    if budget != usual:
+        raise ValueError("--budget goes without --heavy and --recent, its parts; leave one out")
+    half = CacheConfig.from_budget(parse_budget("20%" if "," in usual else usual))
     return CacheConfig(
         heavy=half.heavy if heavy is None else parse_amount("heavy", heavy),
         recent=half.recent if recent is None else parse_amount("recent", recent),
@@ -146,43 +279,28 @@ def make_cache(
     )
 
 
-def _names_parts(default: str, budget: str, values: dict[str, Any]) -> bool:
-    """Whether --heavy or --recent stand for --budget, which must then be left alone."""
-    is_fine = values["heavy"] is not None or values["recent"] is not None
-    if is_fine and budget != default:
-        raise ValueError("--budget goes without --heavy and --recent, its parts; leave one out")
-    return is_fine
+def cache_options(budget: str = "20%", **changed: Any) -> Any:
+    """The options of a `CacheConfig`."""
+    changed |= {"budget": option(budget, _BUDGET), "usual": budget}
+    return Bundle(make_cache, "Cache", changed)
 
 
-def cache_options(budget: str = "20%", **fixed: Any) -> Callable[[Command], Command]:
-    """Gives a command the options of a cache, and hands it ``cache``, a `CacheConfig`."""
-
-    def build(**values: Any) -> CacheConfig:
-        _names_parts(budget, values["budget"], values)
-        return make_cache(**values)
-
-    return bundle("cache", build, make_cache, budget=option(budget, _BUDGET), **fixed)
-
-
-def cache_lists(
-    budget: str, policy: str = "h2o", scoring: str = "sum", **changed: Any
-) -> Callable[[Command], Command]:
-    """The same for a command that compares: ``caches``, each policy with each budget."""
+def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **changed: Any) -> Any:
+    """The same for a list of them: each policy with each budget."""
 
     def build(**values: Any) -> list[CacheConfig]:
-        lists = {name: split_list(values.pop(name)) for name in ("budget", "policy", "scoring")}
+        lists = {name: names(name, values.pop(name)) for name in ("budget", "policy", "scoring")}
         for name, found in lists.items():
             if not found:
                 raise ValueError(f"--{name} names nothing; give at least one value")
-        if _names_parts(budget, ",".join(lists["budget"]), values):
-            lists["budget"] = ("20%",)
-        caches: list[CacheConfig] = []
+        if values["heavy"] or values["recent"]:
+            lists["budget"], values["usual"] = (",".join(lists["budget"]),), budget
+        caches: dict[str, CacheConfig] = {}
         for own, name in itertools.product(lists["budget"], lists["policy"]):
             for chosen in _scorings_of(name, lists["scoring"], values["decay"]):
                 made = make_cache(policy=name, budget=own, **(values | chosen))
-                if not any(made.identity() == other.identity() for other in caches):
-                    caches.append(made)
-        return caches
+                caches.setdefault(repr(made.identity()), made)
+        return list(caches.values())
 
     lists = {
         "policy": option(policy, f"Policies, comma-separated: {', '.join(POLICIES)}."),
@@ -193,7 +311,7 @@ def cache_lists(
             scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
         ),
     }
-    return bundle("caches", build, make_cache, **lists, **changed)
+    return Bundle(build, "Cache", lists | changed, make_cache)
 
 
 def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
@@ -243,29 +361,13 @@ def cache_flags(config: CacheConfig) -> str:
     return " ".join(flags)
 
 
-def read_factors(path: Path) -> list[float]:
-    """Reads a JSON list of numbers."""
-    try:
-        found = json.loads(read_text("layer-budgets", path))
-        return [float(factor) for factor in found]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"--layer-budgets '{path}' is no JSON list of numbers; give a file of h2okv eval layers"
-        ) from error
-
-
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model, in which dtype, on which device; the fields are a command's options."""
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
-    dtype_name: str = option("auto", f"Data type of the weights: {', '.join(DTYPES)}.", "--dtype")
+    dtype: Typed = option("auto", f"Data type of the weights: {', '.join(DTYPES)}.", read=dtype)
     device_name: str = option("auto", DEVICE_HELP, "--device")
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The data type of the weights; None for the checkpoint's own."""
-        return parse_dtype(self.dtype_name)
 
     @property
     def device(self) -> torch.device:
@@ -278,7 +380,7 @@ class ModelOptions:
         """Reads config and tokenizer, so that most mistakes show before the weights load."""
         from h2okv.integration.loading import describe
 
-        _ = self.dtype, self.device
+        _ = self.device
         return describe(self.name)
 
     def load(self, described: Described) -> PreTrainedModel:
@@ -287,11 +389,11 @@ class ModelOptions:
         return load_weights(described, self.dtype, self.device)
 
 
-def model_options(**fixed: Any) -> Callable[[Command], Command]:
-    """Gives a command the options of a model, and hands it ``model``, `ModelOptions`."""
-    return bundle("model", ModelOptions, ModelOptions, **fixed)
+def model_options(**changed: Any) -> Any:
+    return Bundle(ModelOptions, "Model", changed)
 
 
+_MOST = "Most tokens to generate."
 _MODELS_OWN = "the model's own, or "
 
 
@@ -303,7 +405,7 @@ def _own(neutral: int, help: str) -> Any:
 class SamplingOptions:
     """Sampling as far as the user said it; the fields are a command's options."""
 
-    max_new_tokens: int | None = option(128, "Most tokens to generate.")
+    max_new_tokens: int | None = option(128, _MOST, read=least)
     temperature: float | None = _own(0, "0 is greedy decoding; higher is more random")
     top_p: float | None = _own(1, "Nucleus sampling: most likely tokens of this total probability")
     top_k: int | None = _own(0, "Sample among this many of the most likely tokens; 0 for all")
@@ -314,62 +416,50 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         self._make({})
-        check_least(max_new_tokens=self.max_new_tokens)
         if not 0 <= (self.seed or 0) < 2**63:
             raise ValueError(f"--seed {self.seed} is out of range; give 0 to {2**63 - 1}")
 
     def params(self, described: Described | None = None) -> SamplingParams:
-        """Settles what the user left open by the model's generation config; greedy without one."""
-        params = self._make({} if described is None else _sampling_of(described))
+        """Settles what the user left open as the model's authors say; greedy if they do not."""
+        own: dict[str, Any] = {}
+        if described is not None:
+            from transformers import GenerationConfig
+
+            from h2okv.engine.sampler import model_sampling
+
+            with suppress(OSError, ValueError):
+                own = model_sampling(GenerationConfig.from_pretrained(described.source))
+        params = self._make(own)
         for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
             value = getattr(self, name)
             if params.is_greedy and value not in (None, neutral):
-                raise ValueError(
-                    f"{flag(name)} {value:g} has no effect on greedy decoding; add"
-                    " --temperature 0.8"
-                )
+                reason = f"{flag(name)} {value:g} has no effect on greedy decoding"
+                raise ValueError(f"{reason}; add --temperature 0.8")
         return params
 
     def _make(self, own: dict[str, Any]) -> SamplingParams:
-        from h2okv.engine.sampling_params import SamplingParams
-
         said = {name: value for name, value in vars(self).items() if value is not None}
         most = said.pop("max_new_tokens", None)
         try:
-            return SamplingParams(**{"temperature": 0.0, "max_tokens": most, **own, **said})
+            return h2okv.SamplingParams(**{"temperature": 0.0, "max_tokens": most, **own, **said})
         except ValueError as error:  # which names the argument, and here it is an option
             message = re.sub(r"^(\w+)=", lambda match: f"{flag(match[1])} ", str(error))
             raise ValueError(message.replace("--max-tokens", "--max-new-tokens")) from error
 
 
-def _sampling_of(described: Described) -> dict[str, Any]:
-    """How a model's authors want it to be sampled, if they say so."""
-    from transformers import GenerationConfig
-
-    from h2okv.engine.sampler import model_sampling
-
-    try:
-        return model_sampling(GenerationConfig.from_pretrained(described.source))
-    except (OSError, ValueError):
-        return {}
-
-
-def sampling_options(
-    max_new_tokens: int | None = 128, models_own: bool = True, **fixed: Any
-) -> Callable[[Command], Command]:
-    """Gives a command the options of sampling, and hands it ``sampling``, `SamplingOptions`."""
-    most = None if max_new_tokens is None else option(max_new_tokens, "Most tokens to generate.")
-    changed = {"max_new_tokens": most, **fixed}
-    if not models_own:  # the command does not ask how the model's authors want it to be sampled
-        for part in fields(SamplingOptions):
+def sampling_options(max_new_tokens: int | None = 128) -> Any:
+    """With None a task says how long its answers are, and the model's authors nothing."""
+    changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=least)}
+    if max_new_tokens is None:
+        changed = {"max_new_tokens": None, "seed": None}
+        for part in fields(SamplingOptions)[1:-1]:
             own: Any = copy.copy(part.default)
+            changed[part.name] = own
             own.help = own.help.replace(_MODELS_OWN, "")
-            changed.setdefault(part.name, own)
-    return bundle("sampling", SamplingOptions, SamplingOptions, **changed)
+    return Bundle(SamplingOptions, "Sampling", changed)
 
 
 def flag(name: str) -> str:
-    """The option that sets a parameter."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -397,64 +487,9 @@ def parse_budget(text: str) -> int | float | None:
     return None if text.strip() == "full" else parse_amount("budget", text.strip())
 
 
-def parse_choice(option: str, text: str, choices: Sequence[Choice]) -> Choice:
-    """Reads an option that takes one of a few words."""
-    for word in choices:
-        if word == text:
-            return word
-    raise ValueError(f"--{option} {text!r} is not known; choose from {', '.join(choices)}")
-
-
-def parse_positions(text: str) -> Positions | None:
-    """Reads how entries are positioned; None for auto, which the command settles."""
-    chosen: Any = parse_choice("positions", text, ("auto", *POSITIONS))
-    return None if chosen == "auto" else chosen
-
-
-def parse_dtype(text: str) -> torch.dtype | None:
-    """Reads a data type."""
-    import torch
-
-    name = parse_choice("dtype", text, DTYPES)
-    return None if name == "auto" else getattr(torch, name)
-
-
-def split_list(text: str) -> tuple[str, ...]:
-    """Reads a comma-separated list."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def parse_numbers(
-    name: str, text: str, kind: type[Number], example: str = "2048,8192"
-) -> tuple[Number, ...]:
-    """Reads a comma-separated list of numbers."""
-    try:
-        return tuple(kind(part) for part in split_list(text))
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(
-            f"--{name} {text!r} is not a list of {what}; give one such as {example}"
-        ) from None
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Refuses a file that could not be written when the work is done."""
-    if path is None:
-        return
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not path.parent.is_dir():
-        reason = "it is in no folder that exists"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "permission denied"
-    else:
-        return
-    raise ValueError(f"--{option} '{path}' cannot be written ({reason}); choose another file")
-
-
 def text_or_sample(path: Path | None) -> str:
     """Reads --text; without it the opening of a novel."""
-    return sample_prompt() if path is None else read_text("text", path)
+    return sample_prompt() if path is None else read_text("--text", path)
 
 
 def read_text(option: str, path: Path) -> str:
@@ -462,7 +497,7 @@ def read_text(option: str, path: Path) -> str:
     try:
         return read_text_file(path).rstrip("\r\n")
     except ValueError as error:
-        raise ValueError(f"--{option} {error}") from error
+        raise ValueError(f"{option} {error}") from error
 
 
 def check_copies(option: str, copies: int | None, ray: bool, device: str) -> None:
@@ -470,19 +505,9 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
     if not ray and copies is not None:
         raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
     check_least(**{option: copies})
-    if ray and device not in (devices := ("auto", "cpu", "cuda")):
-        raise ValueError(
-            f"--device {device!r} cannot be chosen with --ray, which gives each copy of the model"
-            f" a GPU of its own; give {', '.join(devices)}"
-        )
-
-
-def reflow(text: str | None) -> str:
-    """Joins the lines of each paragraph, for the terminal to wrap; indented ones stay."""
-    paragraphs = inspect.cleandoc(text or "").split("\n\n")
-    return "\n\n".join(
-        part if part.startswith(" ") else " ".join(part.split()) for part in paragraphs
-    )
+    if ray and device not in ("auto", "cpu", "cuda"):
+        reason = f"--device {device!r} cannot be chosen with --ray, which places each copy"
+        raise ValueError(f"{reason}; give auto, cpu, cuda")
 
 
 def with_least_entries(

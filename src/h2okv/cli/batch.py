@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,15 @@ from h2okv.cli.args import (
     MEMORY_HELP,
     MODEL_HELP,
     RAW,
-    Command,
     ModelOptions,
     SamplingOptions,
+    Typed,
+    least,
     option,
 )
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
-    check_least,
     format_bytes,
     format_table,
     write_json,
@@ -36,60 +35,62 @@ from h2okv.console import (
 if TYPE_CHECKING:
     from h2okv.offload.offload_engine import PlannedJob
 
+_PATIENCE = 60.0  # seconds until the first result, above which the user is told
+
+
+def _batch_size(option: str, text: str) -> int | None:
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise ValueError(f"{option} {text!r} is not a number; give 1 or more, or auto")
+    return None if text == "auto" else int(text)
+
+
+def _placement(option: str, text: str) -> Any:
+    from h2okv.offload.planner import CACHE_TIERS, PLACES, parse_placement
+
+    return parse_placement(option[2:], text, CACHE_TIERS if option == "--cache" else PLACES)
+
+
+def _weight_bits(option: str, bits: int) -> int:
+    from h2okv.offload.meta_model import WEIGHT_BITS
+
+    if bits not in WEIGHT_BITS:
+        raise ValueError(f"{option} {bits} is not known; give 8 or 4, or leave it out")
+    return bits
+
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Where a job's weights and caches may go; the fields are a command's options."""
+    """Where weights and caches may go: options of a command, and fields of an `OffloadRequest`."""
 
-    batch: str = option("auto", "Sequences that run together: a number, or auto.")
-    memory: str | None = option(None, MEMORY_HELP)
-    weights: str = option(
-        "auto", "Place of weights: auto, device, cpu, disk, or device=40,disk=60."
+    batch_size: Typed = option(
+        "auto", "Sequences that run together: a number, or auto.", "--batch", read=_batch_size
     )
-    cache_places: str = option(
-        "auto", "Where keys and values are: auto, device, cpu, file, or percentages.", "--cache"
+    memory: Typed = option(None, MEMORY_HELP, read=args.memory)
+    weight_placement: Typed = option(
+        "auto",
+        "Place of weights: auto, device, cpu, disk, or device=40,disk=60.",
+        "--weights",
+        read=_placement,
+    )
+    cache_placement: Typed = option(
+        "auto",
+        "Where keys and values are: auto, device, cpu, file, or percentages.",
+        "--cache",
+        read=_placement,
     )
     weight_bits: int | None = option(
-        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16)."
+        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16).", read=_weight_bits
     )
 
-    def request(self, model: ModelOptions, cache: CacheConfig) -> dict[str, Any]:
-        """Fields of an `OffloadRequest`."""
-        from h2okv.engine.memory import parse_memory
-        from h2okv.offload.meta_model import WEIGHT_BITS
-        from h2okv.offload.planner import CACHE_TIERS, PLACES, parse_placement
 
-        if self.batch != "auto" and not (self.batch.isdecimal() and int(self.batch)):
-            raise ValueError(f"--batch {self.batch!r} is not a number; give 1 or more, or auto")
-        bits = self.weight_bits
-        if bits is not None and bits not in WEIGHT_BITS:
-            raise ValueError(f"--weight-bits {bits} is not known; give 8 or 4, or leave it out")
-        return {
-            "model": model.name,
-            "cache": cache,
-            "dtype": model.dtype,
-            "batch_size": None if self.batch == "auto" else int(self.batch),
-            "weight_placement": parse_placement("weights", self.weights, PLACES),
-            "cache_placement": parse_placement("cache", self.cache_places, CACHE_TIERS),
-            "memory": None if self.memory is None else parse_memory(self.memory),
-            "weight_bits": bits,
-        }
+_OFFLOAD: Any = args.Bundle(OffloadOptions, "Offload")
 
 
-def offload_options() -> Callable[[Command], Command]:
-    """Gives a command the options of offloading, and hands it ``offload``, `OffloadOptions`."""
-    return args.bundle("offload", OffloadOptions, OffloadOptions)
-
-
-@args.cache_options()
-@args.model_options()
-@args.sampling_options()
-@offload_options()
 def batch(
-    cache: CacheConfig,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    offload: OffloadOptions,
+    cache: CacheConfig = args.cache_options(),
+    model: ModelOptions = args.model_options(),
+    sampling: SamplingOptions = args.sampling_options(),
+    offload: OffloadOptions = _OFFLOAD,
     input: Path = option(..., "The prompts, a JSONL file."),
     output: Path = option(..., "The results, a JSONL file; made or continued."),
     cache_folder: Path | None = option(None, "Folder for a cache in a file (that of the output)."),
@@ -100,20 +101,6 @@ def batch(
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
-    """Generate for a file of prompts, as many at a time as fit into memory.
-
-    The input has a line {"id": ..., "prompt": "..."} for each prompt, or {"id": ..., "messages":
-    [...]} with messages as in OpenAI's API; the output a line {"id", "text", ...} or {"id",
-    "error"}. If the model has a chat template, a prompt is a user's message to be answered; --raw
-    continues its text. Every result is on the disk as soon as it is there: after Ctrl-C or a kill
-    the same command continues with what is left.
-
-    Examples:
-
-        h2okv batch --input prompts.jsonl --output texts.jsonl --max-new-tokens 64
-        h2okv batch --model ./large-model --memory 4GiB --input prompts.jsonl --output texts.jsonl
-        h2okv batch --ray --actors 8 --model ./model --input prompts.jsonl --output texts.jsonl
-    """
     import torch
 
     from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
@@ -121,17 +108,11 @@ def batch(
     cache, note = args.with_least_entries(cache)
     if sampling.stop:
         raise ValueError("--stop is not known to h2okv batch; cut the texts afterwards")
-    request = BatchRequest(
-        **offload.request(model, cache),
-        input=input,
-        output=output,
-        sampling=sampling.params(),
-        is_raw=raw,
-        device=torch.device("cpu") if ray else model.device,
-        cache_folder=cache_folder,
-        converted=converted,
-        keep_pages=keep_pages,
-    )
+    beside = {
+        "model": model.name, "dtype": model.dtype, "sampling": sampling.params(), "is_raw": raw,
+        "device": torch.device("cpu") if ray else model.device,
+    }  # fmt: skip
+    request = args.build(BatchRequest, locals(), **vars(offload), **beside)
     if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
         raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
     args.check_copies("actors", actors, ray, model.device_name)
@@ -151,10 +132,10 @@ def batch(
         return INTERRUPTED
     if as_json:
         write_text(summary.to_json() + "\n")
-    else:
-        write_remark(summary.to_text())
-        if note is not None:
-            write_remark(note)
+        return 0
+    write_remark(summary.to_text())
+    if note is not None:
+        write_remark(note)
     return 0
 
 
@@ -164,8 +145,8 @@ def _check_for_ray(
     """Refuses with --ray what is planned for one machine alone."""
     given = {
         "--memory": offload.memory,
-        "--weights": offload.weights != "auto",
-        "--cache": offload.cache_places != "auto",
+        "--weights": offload.weight_placement,
+        "--cache": offload.cache_placement,
         "--cache-folder": cache_folder,
         "--converted": converted,
         "--weight-bits": offload.weight_bits,
@@ -173,44 +154,27 @@ def _check_for_ray(
     }
     for name, value in given.items():
         if value:
-            raise ValueError(
-                f"{name} is planned for one machine, and with --ray every actor holds the whole"
-                f" model in its memory; leave out {name} or --ray"
-            )
+            reason = "is for one machine, and with --ray every actor holds the whole model"
+            raise ValueError(f"{name} {reason}; leave out {name} or --ray")
 
 
-_PATIENCE = 60.0
-"""Seconds until the first result, above which the user is told."""
-
-
-@args.cache_options(prefill_chunk=None)
-@args.model_options(name=typer.Argument(BUNDLED, metavar="MODEL", help=MODEL_HELP))
-@offload_options()
 def plan(
-    cache: CacheConfig,
-    model: ModelOptions,
-    offload: OffloadOptions,
-    prompt: int = option(512, "Tokens of a prompt."),
-    gen: int = option(128, "New tokens for a prompt."),
-    prompts: int = option(1000, "Prompts of the job."),
+    cache: CacheConfig = args.cache_options(prefill_chunk=None),
+    model: ModelOptions = args.model_options(
+        name=typer.Argument(BUNDLED, metavar="MODEL", help=MODEL_HELP)
+    ),
+    offload: OffloadOptions = _OFFLOAD,
+    prompt: int = option(512, "Tokens of a prompt.", read=least),
+    gen: int = option(128, "New tokens for a prompt.", read=least),
+    prompts: int = option(1000, "Prompts of the job.", read=least),
     as_json: bool = JSON,
-) -> int:
-    """Plan a batch job: where the weights go, the batch size, and the speed to expect.
-
-    Bandwidths, GEMM throughput and the overhead of a layer are measured here, in a few seconds; a
-    decode step takes the longest of loading the weights, reading the caches and computing.
-
-    Examples:
-
-        h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256
-        h2okv plan ./large-model --memory 4GiB --prompt 1024 --gen 256 --budget full
-    """
+) -> None:
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
-    check_least(prompt=prompt, gen=gen, prompts=prompts)
     cache, _ = args.with_least_entries(cache)
-    request = offload_engine.OffloadRequest(**offload.request(model, cache), device=model.device)
+    place = {"model": model.name, "dtype": model.dtype, "device": model.device}
+    request = offload_engine.OffloadRequest(cache=cache, **place, **vars(offload))
     planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
     if as_json:
         write_json(planned.to_dict())
@@ -218,7 +182,6 @@ def plan(
         write_text(format_table((), _plan_rows(planned)))
     if planned.plan.estimate.first_result_seconds > _PATIENCE:
         write_remark(_warning(planned))
-    return 0
 
 
 def _warning(planned: PlannedJob) -> str:

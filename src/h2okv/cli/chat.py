@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import h2okv
 from h2okv.cli import args
-from h2okv.cli.args import BUNDLED, COMPILE, PIN, ModelOptions, SamplingOptions, option
-from h2okv.config import CacheConfig, Positions
+from h2okv.cli.args import BUNDLED, COMPILE, PIN, ModelOptions, SamplingOptions, Typed, option
+from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     OutputClosedError,
@@ -30,56 +30,48 @@ if TYPE_CHECKING:
     from h2okv.chat.generation import Generation
     from h2okv.chat.session import Chat
 
-_CHUNK = 512
-"""Enough tokens to read fast, few enough to hear Ctrl-C soon."""
+_COMMANDS = ("/help", "/cache", "/save", "/load", "/reset", "/quit")
+_BLOCK_MARK = '"""'
+_PROMPT, _MORE = "> ", "... "
+ReadLine = Callable[[str], str | None]
+_LONG_CHAT = 2000
+_SHORTEN_ABOVE = 30
+_CHUNK = 512  # enough tokens to read fast, few enough to hear Ctrl-C soon
 
 
-@args.cache_options("512", positions="original")
-@args.model_options()
-@args.sampling_options(256)
 def chat(
-    cache: CacheConfig,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    positions: str = option("auto", "auto (rolling where possible), original, rolling or clamped."),
+    cache: CacheConfig = args.cache_options("512", positions="original"),
+    model: ModelOptions = args.model_options(),
+    sampling: SamplingOptions = args.sampling_options(256),
+    positions: Typed = option(
+        "auto",
+        "auto (rolling where possible), original, rolling or clamped.",
+        read=args.choice,
+        words=("auto", *POSITIONS),
+    ),
     system: str = option("", "System message, before the first turn."),
-    pin: str | None = PIN,
+    pin: Typed = PIN,
     compile: bool = COMPILE,
     load: Path | None = option(None, "Continue a saved chat."),
 ) -> int:
-    """Chat with a model in constant KV memory.
-
-    Only what is new is read in each turn, and the cache never holds more than its budget, so that
-    a chat can go on for ever. Answers stream to stdout, all else goes to stderr. /help lists what
-    can be typed beside a turn; from a pipe, each line or block is a turn.
-
-    Examples:
-
-        h2okv chat --model smollm2
-        h2okv chat --model ./my-model --budget 1024 --sink 4 --system "Answer briefly."
-        h2okv chat --load evening.chat
-    """
-    from h2okv.cache import H2OCache
     from h2okv.chat.session import Chat, Partner, read_chat
-    from h2okv.integration import enable
     from h2okv.integration.chat_template import check_pinnable
 
-    pinned = args.split_list(pin or "")
-    check_pinnable(pinned)
+    check_pinnable(pin)
     if load is not None and system:
         raise ValueError("--system has no effect with --load, for the saved chat has its own")
-    wanted = args.parse_positions(positions)
     described = model.describe()
     params = sampling.params(described)
-    cache, remark = plan_cache(described.config, cache, wanted)
+    cache, remark = plan_cache(described.config, cache, positions)
     if load is not None:
-        read_chat(load.expanduser(), described.config)  # mistakes show before the weights load
+        load = load.expanduser()
+        read_chat(load, described.config)  # mistakes show before the weights load
     loaded = model.load(described)
-    with enable(loaded, compile=compile):
-        if wanted is None and remark is None:
+    with h2okv.enable(loaded, compile=compile):
+        if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
-        made = H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
-        session = Chat(Partner(loaded, described, params), made, system, pinned)
+        made = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
+        session = Chat(Partner(loaded, described, params), made, system, pin)
         if load is not None:
             load_and_tell(session, load)
         elif remark:
@@ -90,26 +82,24 @@ def chat(
 
 
 def plan_cache(
-    config: PreTrainedConfig, cache: CacheConfig, wanted: Positions | None
+    config: PreTrainedConfig, cache: CacheConfig, wanted: Any
 ) -> tuple[CacheConfig, str | None]:
     """Settles positions and chunk; gives a remark on positions that had to stay original."""
-    from h2okv.cache import H2OCache
     from h2okv.cache.validation import context_window
 
+    is_auto = wanted == "auto"
     for name in ("heavy", "recent"):
         part = getattr(cache, name)
         if isinstance(part, float) and not cache.is_full:
-            raise ValueError(
-                f"--{name} {part:g} is a fraction of a prompt, but a chat has no end; give tokens,"
-                f" such as --budget 512 or --{name} 256"
-            )
-    chunk, remark = cache.prefill_chunk, None
+            why = f"--{name} {part:g} is a fraction of a prompt, but a chat has no end"
+            raise ValueError(f"{why}; give tokens, such as --budget 512 or --{name} 256")
+    chunk = cache.prefill_chunk
     check_least(prefill_chunk=chunk)
-    H2OCache.from_config(config, cache)
-    cache = replace(cache, positions=wanted or "rolling")
-    if wanted is None:
+    h2okv.H2OCache.from_config(config, cache)
+    cache, remark = replace(cache, positions="rolling" if is_auto else wanted), None
+    if is_auto:
         try:
-            H2OCache.from_config(config, cache)
+            h2okv.H2OCache.from_config(config, cache)
         except ValueError as error:
             cache, remark = _with_original(cache, error)
     held, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
@@ -119,7 +109,7 @@ def plan_cache(
     if reason := cache.past_window(held, chunk, window):
         raise ValueError(reason)
     cache = replace(cache, prefill_chunk=chunk)
-    H2OCache.from_config(config, cache)
+    h2okv.H2OCache.from_config(config, cache)
     return cache, remark
 
 
@@ -127,12 +117,10 @@ def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheCo
     """Asks the loaded model whether its positions roll, for a config does not tell everything."""
     import torch
 
-    from h2okv.cache import H2OCache
-
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model(token, past_key_values=H2OCache.from_config(model.config, cache))
+            model(token, past_key_values=h2okv.H2OCache.from_config(model.config, cache))
     except ValueError as error:
         if "positions=" not in str(error):
             raise
@@ -146,56 +134,36 @@ def _with_original(cache: CacheConfig, error: ValueError) -> tuple[CacheConfig, 
     return replace(cache, positions="original"), remark
 
 
-_LONG_CHAT = 2000
-_SHORTEN_ABOVE = 30
-
-_HELP = '''Type a turn and press Enter. A line that ends in a backslash goes on in the next one, and
-whatever stands between two lines of """ is one turn as it is.
-
-/cache [LAYER [HEAD]]  the chat so far: which tokens the cache still holds, by all layers and heads
-                       or by the one named
-/save FILE             write the chat and its cache to a file
-/load FILE             continue a saved chat; the one that is going on is left
-/reset                 forget everything but the system text
-/help                  this text
-/quit                  leave; Ctrl-D does it too
-
-Ctrl-C ends an answer and keeps the chat; at the prompt it clears the line, twice it leaves.
-'''
-
-
 def run_command(session: Chat, line: str) -> None:
     """Runs a line that begins with a slash."""
     name, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if name not in _COMMANDS:
-        close = difflib.get_close_matches(name, [*_COMMANDS, "/quit"], n=1)
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
         hint = f"did you mean {close[0]}" if close else "/help lists what there is"
-        raise ValueError(
-            f"{name!r} is not a command; {hint} (a turn that begins with / goes between two"
-            ' lines of """)'
-        )
+        rest = 'a turn that begins with / goes between two lines of """'
+        raise ValueError(f"{name!r} is not a command; {hint} ({rest})")
     if name in ("/save", "/load") and not rest:
         raise ValueError(f"{name} needs a file, such as {name} evening.chat")
-    _COMMANDS[name](session, rest)
+    if name == "/help":
+        write_text(args.helps()["/help"])
+    elif name == "/cache":
+        show_cache(session, rest)
+    elif name == "/load":
+        load_and_tell(session, Path(rest).expanduser())
+    elif name == "/save":
+        path = Path(rest).expanduser()
+        session.save(path)
+        write_remark(f"saved to '{path}'")
+    else:
+        session.reset()
+        write_remark("a new chat")
 
 
-def _reset(session: Chat, rest: str) -> None:
-    session.reset()
-    write_remark("a new chat")
-
-
-def _save(session: Chat, rest: str) -> None:
-    path = Path(rest).expanduser()
-    session.save(path)
-    write_remark(f"saved to '{path}'")
-
-
-def load_and_tell(session: Chat, path: str | Path) -> None:
+def load_and_tell(session: Chat, path: Path) -> None:
     """Takes up a saved chat and says so on stderr."""
     from h2okv.chat.session import sampling_fields
 
-    path = Path(path).expanduser()
     saved = session.load(path)
     turns = sum(message["role"] == "user" for message in saved.transcript.messages)
     cache = session.cache
@@ -209,10 +177,10 @@ def load_and_tell(session: Chat, path: str | Path) -> None:
         write_remark(f"note: it was saved with {' '.join(others)}; this chat goes on with its own")
 
 
-def _show_cache(session: Chat, rest: str) -> None:
+def show_cache(session: Chat, rest: str) -> None:
     from rich.console import Console
 
-    from h2okv.chat.kept_view import coloured, kept_shares, marked, runs_of
+    from h2okv.chat.kept_view import kept_shares, runs_of, shown
 
     words = rest.split()
     if len(words) > 2:
@@ -231,45 +199,16 @@ def _show_cache(session: Chat, rest: str) -> None:
     runs = list(runs_of(tokenizer, token_ids, shares, shorten))
     console = Console(file=sys.stdout, highlight=False)
     if console.color_system is None or console.no_color:
-        write_text(marked(runs) + "\n")
+        write_text(f"{shown(runs, with_marks=True)}\n")
         return
-    with console.capture() as captured:
-        console.print(coloured(runs))
-    _page(captured.get())
+    text = shown(runs)
+    is_long = sys.stdin.isatty() and len(text.wrap(console, console.width)) >= console.height
+    os.environ["LESS"] = f"{os.environ.get('LESS', '')} -R"  # or less shows no colours
+    with console.pager(styles=True) if is_long else contextlib.nullcontext():
+        console.print(text)
 
 
-def _page(text: str) -> None:
-    """Shows a coloured text, one that is longer than the terminal through a pager."""
-    if not sys.stdin.isatty() or text.count("\n") < shutil.get_terminal_size().lines:
-        write_text(text)
-        return
-    import pydoc
-
-    # less shows colours only if it is told to.
-    options = os.environ.get("LESS", "")
-    if "R" not in options:
-        os.environ["LESS"] = f"{options} -R".strip()
-    pydoc.pager(text)
-
-
-_COMMANDS: dict[str, Callable[[Chat, str], None]] = {
-    "/help": lambda session, rest: write_text(_HELP),
-    "/cache": _show_cache,
-    "/save": _save,
-    "/load": load_and_tell,
-    "/reset": _reset,
-}
-
-
-BLOCK_MARK = '"""'
-_PROMPT = "> "
-_MORE = "... "
-
-ReadLine = Callable[[str], str | None]
-
-
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One turn, or one command: a line that begins with a slash, which a block never is."""
 
     text: str
@@ -282,24 +221,21 @@ def read_entry(read_line: ReadLine) -> Entry | None:
     if line is None:
         return None
     lines: list[str] = []
-    if is_block := line.strip() == BLOCK_MARK:
+    if is_block := line.strip() == _BLOCK_MARK:
         # The end of the input ends a block too, so that nothing is lost.
-        while (line := read_line(_MORE)) is not None and line.strip() != BLOCK_MARK:
+        while (line := read_line(_MORE)) is not None and line.strip() != _BLOCK_MARK:
             lines.append(line)
     else:
         while line is not None and line.endswith("\\"):
             lines.append(line[:-1])
             line = read_line(_MORE)
         lines += [] if line is None else [line]
+    for number, line in enumerate(lines, start=1):
+        if any("\ud800" <= letter <= "\udfff" for letter in line):  # bytes that are no text
+            where = f"line {number} of the input" if len(lines) > 1 else "the line"
+            raise ValueError(f"{where} is not UTF-8 text; convert it to UTF-8")
     text = "\n".join(lines)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        where = f"line {text.count(chr(10), 0, error.start) + 1} of the input"
-        where = where if "\n" in text else "the line"
-        raise ValueError(f"{where} is not UTF-8 text; convert it to UTF-8") from error
-    is_command = not is_block and text.startswith("/") and "\n" not in text
-    return Entry(text, is_command)
+    return Entry(text, is_command=not is_block and text.startswith("/") and len(lines) == 1)
 
 
 def open_stdin() -> ReadLine:
@@ -307,40 +243,36 @@ def open_stdin() -> ReadLine:
     if hasattr(sys.stdin, "reconfigure"):
         # Bytes that are no text are found out about in the entry that holds them.
         sys.stdin.reconfigure(errors="surrogateescape")
-    if not sys.stdin.isatty():
-        return _read_pipe
-    with contextlib.suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401  importing it gives input() editing and history
-    return _read_terminal
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401  importing it gives input() editing and history
 
+    def read(prompt: str) -> str | None:
+        if not is_terminal:
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        try:
+            if sys.stdout.isatty():
+                return input(prompt)
+            print(prompt, end="", file=sys.stderr, flush=True)
+            return input()
+        except EOFError:
+            print(file=sys.stderr)  # what comes next shall not stand behind the prompt
+            return None
 
-def _read_terminal(prompt: str) -> str | None:
-    try:
-        if sys.stdout.isatty():
-            return input(prompt)
-        print(prompt, end="", file=sys.stderr, flush=True)
-        return input()
-    except EOFError:
-        print(file=sys.stderr)  # what comes next shall not stand behind the prompt
-        return None
-
-
-def _read_pipe(prompt: str) -> str | None:
-    line = sys.stdin.readline()
-    return line.rstrip("\r\n") if line else None
+    return read
 
 
 def greeting(session: Chat) -> str:
     """Says who is there, before the first turn."""
     partner, cache = session.partner, session.cache
     name, dtype = partner.described.name, str(partner.model.dtype).removeprefix("torch.")
-    if partner.described.tokenizer.chat_template is not None:
-        manner = "its own chat template"
-    elif name == BUNDLED:
-        manner = "a plain dialogue; it writes book-like English and is not an assistant"
-    else:
+    manner, budget = "its own chat template", cache.budget
+    if session.form.is_plain:
         manner = "a plain dialogue, for it has no chat template"
-    budget = cache.budget
+        if name == BUNDLED:
+            manner = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
         f"{name}, {dtype} on {partner.model.device}: {manner}\n"
         f"cache: {cache.policy.name}, sink {budget.sink} + heavy {budget.heavy} + recent"
@@ -384,6 +316,8 @@ def _answer(session: Chat, message: str) -> None:
     """Shows an answer as it comes, and then what it took."""
     from rich.console import Console
 
+    from h2okv.chat.session import BROKEN
+
     shown = False
 
     def write(piece: str) -> None:
@@ -399,10 +333,7 @@ def _answer(session: Chat, message: str) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)
     if session.is_broken:
-        write_remark(
-            "the second Ctrl-C cut the model in the middle of a token, and the cache is of no use"
-            " any more: /reset begins a new chat, /load FILE goes back to a saved one."
-        )
+        write_remark(f"{BROKEN}.")
 
 
 def status_line(session: Chat, answer: Generation) -> str:
@@ -413,17 +344,14 @@ def status_line(session: Chat, answer: Generation) -> str:
     waiting = len(session.transcript.token_ids) - cache.num_seen_tokens - len(answer.token_ids)
     rest = f", {waiting:,} tokens of the turn are read with the next one" if waiting > 0 else ""
     endings = {
-        "length": f"cut at --max-new-tokens {session.partner.params.max_tokens}",
-        "context": "cut, the context is full",
-        "interrupted": f"stopped{rest}",
+        "length": f" | cut at --max-new-tokens {session.partner.params.max_tokens}",
+        "context": " | cut, the context is full",
+        "interrupted": f" | stopped{rest}",
     }
-    parts = [
-        f"{cache.num_seen_tokens:,} tokens seen",
-        f"{cache.num_cached_tokens:,} held",
-        f"cache {held} reserved, full cache {full}",
-        "- tokens/s" if speed is None else f"{speed:.1f} tokens/s",
-        "no token" if first is None else f"first after {first:.2f} s",
-    ]
-    if answer.finish_reason in endings:
-        parts.append(endings[answer.finish_reason])
-    return " | ".join(parts)
+    return (
+        f"{cache.num_seen_tokens:,} tokens seen | {cache.num_cached_tokens:,} held"
+        f" | cache {held} reserved, full cache {full}"
+        f" | {'-' if speed is None else f'{speed:.1f}'} tokens/s"
+        f" | {'no token' if first is None else f'first after {first:.2f} s'}"
+        f"{endings.get(answer.finish_reason, '')}"
+    )
