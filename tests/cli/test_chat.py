@@ -207,6 +207,7 @@ OPTIONS = {
     "system of a saved chat": (("--load", "x", "--system", "y"), ("--system", "--load")),
     "no such file": (("--load", "nowhere.chat"), ("'nowhere.chat' is not a file",)),
     "top-p": (("--top-p", "0.5"), ("--top-p", "--temperature")),
+    "pin": (("--pin", "systm"), ("pin 'systm'", "did you mean system?")),
 }
 
 

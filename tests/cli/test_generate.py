@@ -284,6 +284,9 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
     text.write_text("a cat and a dog and a bird " * 40)
     outcome = h2okv_command("eval", "layers", "--model", model_folder, "--text", text, "--out", out)
     factors = json.loads(out.read_text())
+    lost = ("--out", tmp_path / "nowhere" / "layers.json")
+    refused = h2okv_command("eval", "layers", "--model", model_folder, "--text", text, *lost)
+    assert refused.code == 2 and "nowhere" in refused.err and refused.err.count("\n") == 1
     assert outcome.code == 0 and len(factors) == 2 and abs(sum(factors) - 2) < 1e-3
     options = ("--scoring", "expected", "--heavy", 20, "--recent", 4, "--layer-budgets", out)
     told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
