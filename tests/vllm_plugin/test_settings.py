@@ -80,7 +80,7 @@ def test_the_setting_is_a_cache_config():
         ({"heavy": 0.1, "recent": 0.1}, "fraction of the prompt"),
         ({"heavy": -1, "recent": 4}, "negative"),
         ({"heavy": 0, "recent": 0}, "keep nothing"),
-        (GIVEN | {"hevy": 3}, "did you mean 'heavy'"),
+        (GIVEN | {"hevy": 3}, "did you mean heavy"),
         (GIVEN | {"policy": "h20"}, "policy 'h20' is unknown"),
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
         (GIVEN | {"policy": "snapkv"}, "keeps more with every token"),
