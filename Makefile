@@ -3,8 +3,8 @@
 PYTHON ?= python3
 # Further options for pip, for example an index that has CPU-only builds of torch.
 PIP_ARGS ?=
-# Two worker processes, a file at a time; PYTEST_ARGS= runs the tests in one process.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Two worker processes, a file at a time, in order. PYTEST_ARGS= runs the tests in one process.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What `make check-wheel` uses: a fresh environment outside the repository.
 WHEEL_DIR ?= dist
 

@@ -18,6 +18,11 @@ os.environ["H2OKV_OPS"] = "plain"
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+def pytest_collection_modifyitems(items):
+    # The longest file, which mostly waits: begun last, it would do so alone at the end.
+    items.sort(key=lambda item: item.path.stem != "test_batch_ray")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     # Tiny models are slower on several threads than on one.

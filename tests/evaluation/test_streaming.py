@@ -332,10 +332,10 @@ def test_a_place_that_cannot_be_written(tmp_path):
 def test_a_full_disk_brings_a_sentence(tmp_path, monkeypatch):
     file = StreamFile(tmp_path / "rows.csv")
 
-    def no_room():
+    def no_room(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(file, "_file", SimpleNamespace(flush=no_room))
+    monkeypatch.setattr(file, "_file", SimpleNamespace(write=no_room, flush=no_room))
     with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
         file.extend(ROWS)
     monkeypatch.undo()
