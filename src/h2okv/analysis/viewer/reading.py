@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -74,7 +75,7 @@ def _blob(array: np.ndarray) -> str:
 LEAST_TOKENS = 8
 MOST_TOKENS = 65_000  # positions travel as 16 bits
 _READ_AT_ONCE = 64
-_MOST_STEPS = 256  # longer texts are read in blocks, and so evicted from after every few tokens
+_MOST_STEPS, _LONG = 256, 1024
 _KEPT_READINGS, _KEPT_TRACES = 4, 24
 
 
@@ -145,7 +146,9 @@ class Reading:
         """Follows a policy through the text; see `pack_trace`."""
         config = self.reader.make_cache(policy, budget)
         tokens = config.budget.resolve(self.length)
-        block = -(-self.length // _MOST_STEPS)
+        # Long texts are read in blocks, and so evicted from after every few tokens: a step takes
+        # much the same time with one token as with many, and longer the more are held.
+        block = math.ceil(self.length / _MOST_STEPS * max(1, self.length / _LONG))
         trace = follow(
             self.reader.model,
             self.input_ids,
