@@ -185,11 +185,18 @@ def main() -> None:
         os.environ.setdefault(name, value)
     from transformers import AutoTokenizer
 
-    text = asked.text.read_text(encoding="utf-8")[: 6 * asked.prompt * max(asked.requests)]
-    ids = AutoTokenizer.from_pretrained(asked.model)(text)["input_ids"]
+    try:
+        text = asked.text.read_text(encoding="utf-8")[: 6 * asked.prompt * max(asked.requests)]
+        ids = AutoTokenizer.from_pretrained(asked.model)(text)["input_ids"]
+    except (OSError, ValueError) as error:
+        parser.error(str(error).splitlines()[0])
     starts = range(0, len(ids) - asked.prompt, asked.prompt)
     prompts = [ids[start : start + asked.prompt] for start in starts][: max(asked.requests)]
-    assert len(prompts) == max(asked.requests), "the text is too short"
+    if len(prompts) < max(asked.requests):
+        parser.error(
+            f"--text {asked.text} has {len(prompts)} prompts of {asked.prompt} tokens, and --requests"
+            f" asks for {max(asked.requests)}; give a longer text"
+        )
     context = multiprocessing.get_context("spawn")
     for dtype in asked.dtype:
         for memory in asked.memory:
