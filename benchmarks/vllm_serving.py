@@ -194,8 +194,8 @@ def main() -> None:
     prompts = [ids[start : start + asked.prompt] for start in starts][: max(asked.requests)]
     if len(prompts) < max(asked.requests):
         parser.error(
-            f"--text {asked.text} has {len(prompts)} prompts of {asked.prompt} tokens, and --requests"
-            f" asks for {max(asked.requests)}; give a longer text"
+            f"--text {asked.text} has {len(prompts)} prompts of {asked.prompt} tokens, and"
+            f" --requests asks for {max(asked.requests)}; give a longer text"
         )
     context = multiprocessing.get_context("spawn")
     for dtype in asked.dtype:

@@ -86,6 +86,9 @@ def open_port(host: str, port: int) -> socket.socket:
 class Listener(uvicorn.Server):
     """A uvicorn server that stops the engine with it."""
 
+    # Said here, for mypy does not always get to uvicorn's own assignment first.
+    should_exit: bool
+
     def __init__(self, app: ASGIApp, engine: AsyncLLM, settings: ServerSettings) -> None:
         config = uvicorn.Config(
             guarded(app, settings),
