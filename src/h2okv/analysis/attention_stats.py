@@ -44,9 +44,10 @@ class LayerAttention:
 
     def logits(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The logits ``[H, G, last - first, last]`` of some queries, causality not applied."""
-        grouped = self.query.to(dtype).unflatten(0, (self.key.shape[0], -1))
-        key = self.key.to(dtype).unsqueeze(1).mT
-        logits = grouped[:, :, first:last] @ key[..., :last] * self.scale
+        grouped = self.query[:, first:last].to(dtype).unflatten(0, (self.key.shape[0], -1))
+        # One product for each KV head: a batched one would copy its keys for each query head.
+        logits = (grouped.flatten(1, 2) @ self.key[:, :last].to(dtype).mT).mul_(self.scale)
+        logits = logits.unflatten(1, grouped.shape[1:3])
         cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -63,11 +64,13 @@ class LayerAttention:
         for first in range(0, length, size):
             last = min(first + size, length)
             own = columns[first:last, None]
-            unseen = columns[:last] > own
+            logits = self.logits(first, last)
+            # Keys before the block are in every query's past.
+            logits[..., first:].masked_fill_(columns[first:last] > own, -torch.inf)
             if hidden is not None:
-                unseen = unseen | (hidden[:, None, :last] & (columns[:last] != own))
-                unseen = unseen.unsqueeze(1)
-            yield first, self.logits(first, last).masked_fill_(unseen, -torch.inf).softmax(dim=-1)
+                unseen = hidden[:, None, :last] & (columns[:last] != own)
+                logits.masked_fill_(unseen.unsqueeze(1), -torch.inf)
+            yield first, logits.softmax(dim=-1)
 
 
 Handler = Callable[[LayerAttention], torch.Tensor | None]
@@ -215,7 +218,8 @@ def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) ->
         last = probabilities.shape[-1]
         own = probabilities.sum(dim=1).transpose(1, 2)
         queries = torch.arange(first, last, device=own.device).expand_as(own)
-        own = own.masked_fill(queries <= torch.arange(last, device=own.device)[:, None], 0)
+        # A key's own query does not count, and those before it have given it nothing.
+        own[:, first:].diagonal(dim1=1, dim2=2).zero_()
         both = torch.cat([mass[:, :last], own], dim=-1)
         mass[:, :last], place = both.topk(count)
         found[:, :last] = torch.cat([found[:, :last], queries], dim=-1).gather(-1, place)
