@@ -54,8 +54,10 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             draft.replace(path)
             if os.name == "posix":  # where a folder's new name can be put on the disk, too
                 folder = os.open(path.parent, os.O_RDONLY)
-                os.fsync(folder)
-                os.close(folder)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -67,9 +69,9 @@ def write_json(path: Path, content: Any) -> None:
         file.write(json.dumps(content, indent=1) + "\n")
 
 
-def read_text_file(path: Path) -> str:
+def read_text_file(path: Path, kind: str = "text") -> str:
     """Reads a text that a user names; an empty one, or one that is not UTF-8, is refused."""
-    with naming(path, "read", "give a text file"):
+    with naming(path, "read", f"give a {kind} file"):
         text = decode_text(path.expanduser().read_bytes(), f"'{path}'")
     if not text.strip():
         raise ValueError(f"'{path}' is empty; give a file with some text")
@@ -156,7 +158,7 @@ class Record:
 def read_jsonl(path: Path, wanted: str = "an object") -> list[Record]:
     """Reads a file with one JSON object on each line; blank lines are passed over."""
     # Not splitlines, which also parts at characters that may stand in a JSON string.
-    lines = enumerate(read_text_file(path).split("\n"), start=1)
+    lines = enumerate(read_text_file(path, "JSONL").split("\n"), start=1)
     return [
         Record.parse(line, f"line {number} of '{path}'", wanted)
         for number, line in lines
@@ -173,7 +175,7 @@ def check_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: s
                 "unset" if values.get(name) is None else values[name] for values in (saved, wanted)
             )
             differs = f"{where} was begun with {name} {then}, not {now}"
-            raise ValueError(f"{differs}; go on with that, or choose another file")
+            raise ValueError(f"{differs}; go on as it was, or choose another file")
 
 
 class ResultFile:

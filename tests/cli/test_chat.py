@@ -118,6 +118,13 @@ def test_cache_shows_kept_and_evicted_tokens(chat):
     assert "{some:" not in shown[2]
 
 
+def test_colours_do_not_change_the_pager_for_others(chat, monkeypatch):
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("LESS", "-FX")):
+        monkeypatch.setenv(name, value)
+    assert "\x1b[" in chat("the cat\n/cache\n/cache\n").out
+    assert os.environ["LESS"] == "-FX"
+
+
 def test_a_line_that_is_no_text_is_refused_and_the_next_is_answered(chat):
     outcome = chat(b"caf\xe9\nthe cat\n")
     assert "the line is not UTF-8 text" in remarks(outcome)[0]

@@ -236,6 +236,18 @@ def test_a_head_that_is_stored_apart_although_the_config_ties_it(
     assert texts[0] != texts[1]
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_that_is_stored_twice_is_held_once(make_llama, tmp_path, same):
+    make_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    head[-1, -1] += not same
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    streamed = stream(tmp_path, mixed)
+    assert streamed.meta.is_tied is same
+    streamed.close()
+
+
 @pytest.mark.slow
 def test_other_weights_of_the_same_size_are_converted_again(
     make_llama, tmp_path, make_sequences, run_engine

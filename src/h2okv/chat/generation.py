@@ -332,7 +332,7 @@ def generate_and_compare(
 
     write = discard if quiet else write_text
     if baselines is not None:
-        _warm_up(job, [make(label) for label in labels[:2]])
+        _warm_up(job, map(make, labels[:2]))
     try:
         for label in labels:
             write(f"--- {label} ---\n" if baselines is not None else "")
@@ -359,7 +359,7 @@ def _note_agreement(job: Job, found: Comparison, label: str, cache: Cache) -> No
         found.agreements[label] = replace(agreement, same_next_token=same)
 
 
-def _warm_up(job: Job, caches: Sequence[Cache]) -> None:
+def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
     """Runs a few tokens with each cache, so that none of them pays for what happens only once."""
     params = SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0)
     short = replace(job, input_ids=job.input_ids[:, :_WARM_UP_PROMPT], params=params, pins=())

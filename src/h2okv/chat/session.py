@@ -179,7 +179,8 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
     cache = H2OCache.load(path, model)
     if len(chat.transcript.token_ids) < cache.num_seen_tokens:
         raise ValueError(
-            f"the chat in '{path}' is damaged (its cache has read more than its text); use another"
+            f"the chat in '{path}' is damaged (its cache has read {cache.num_seen_tokens} tokens,"
+            f" its text has {len(chat.transcript.token_ids)}); use another file"
         )
     return cache, chat
 

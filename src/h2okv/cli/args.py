@@ -293,7 +293,7 @@ def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **change
         for name, found in lists.items():
             if not found:
                 raise ValueError(f"--{name} names nothing; give at least one value")
-        if values["heavy"] or values["recent"]:
+        if values["heavy"] is not None or values["recent"] is not None:
             lists["budget"], values["usual"] = (",".join(lists["budget"]),), budget
         caches: dict[str, CacheConfig] = {}
         for own, name in itertools.product(lists["budget"], lists["policy"]):
@@ -506,7 +506,7 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
         raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
     check_least(**{option: copies})
     if ray and device not in ("auto", "cpu", "cuda"):
-        reason = f"--device {device!r} cannot be chosen with --ray, which places each copy"
+        reason = f"--device {device!r} cannot be chosen with --ray, which gives each copy a GPU"
         raise ValueError(f"{reason}; give auto, cpu, cuda")
 
 

@@ -284,7 +284,7 @@ def _context(option: str, text: str) -> tuple[int, int] | None:
 def _fields(option: str, text: str) -> dict[str, Any]:
     """Reads further fields of every request."""
     with suppress(ValueError):
-        fields = json.loads(text or "{}")
+        fields = json.loads(text.strip() or "{}")
         if isinstance(fields, dict):
             return fields
     raise ValueError(

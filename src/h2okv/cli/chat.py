@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import pydoc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,11 +202,14 @@ def show_cache(session: Chat, rest: str) -> None:
     if console.color_system is None or console.no_color:
         write_text(f"{shown(runs, with_marks=True)}\n")
         return
-    text = shown(runs)
-    is_long = sys.stdin.isatty() and len(text.wrap(console, console.width)) >= console.height
-    os.environ["LESS"] = f"{os.environ.get('LESS', '')} -R"  # or less shows no colours
-    with console.pager(styles=True) if is_long else contextlib.nullcontext():
-        console.print(text)
+    with console.capture() as captured:
+        console.print(shown(runs))
+    if not sys.stdin.isatty() or captured.get().count("\n") < console.height:
+        write_text(captured.get())
+        return
+    if "R" not in (options := os.environ.get("LESS", "")):
+        os.environ["LESS"] = f"{options} -R"  # or less shows no colours
+    pydoc.pager(captured.get())
 
 
 class Entry(NamedTuple):

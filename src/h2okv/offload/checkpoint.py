@@ -45,6 +45,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _AGAIN = "get the model again"
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+_COMPARED = 1 << 20  # bytes of an embedding that are compared with the head's at once
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 """Read at each of so many places of a file; another training run changes all of them."""
@@ -248,8 +249,9 @@ def open_checkpoint(
         dtype = max(files.tensors.values(), key=lambda stored: stored.nbytes).dtype
         dtype = dtype if dtype.is_floating_point else torch.float32
     meta = make_meta_model(config, dtype, str(folder))
-    stored = {name for name, _ in named_keys(meta, files).values()}
-    if meta.is_tied and stored >= {meta.embedding.name, _head_name(meta)}:
+    stored = {name: files.tensors[key] for key, (name, _) in named_keys(meta, files).items()}
+    table, own = stored.get(meta.embedding.name), stored.get(_head_name(meta))
+    if meta.is_tied and table and own and not _are_equal(files, table, own):
         # Like `from_pretrained`, we believe the files rather than the config.
         head: Any = meta.units[-1].module
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
@@ -258,6 +260,19 @@ def open_checkpoint(
     with contextlib.suppress(NeedsConversion):
         files.found = map_weights(meta, files)
     return meta, files
+
+
+def _are_equal(files: CheckpointFiles, first: StoredTensor, second: StoredTensor) -> bool:
+    """Compares two tensors, a part at a time."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    for start in range(0, first.nbytes, _COMPARED):
+        parts = [bytearray(min(_COMPARED, first.nbytes - start)) for _ in range(2)]
+        for stored, part in zip((first, second), parts, strict=True):
+            files.read_into(stored.file, stored.start + start, memoryview(part))
+        if parts[0] != parts[1]:
+            return False
+    return True
 
 
 def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTensor]:
