@@ -86,7 +86,7 @@ def open_port(host: str, port: int) -> socket.socket:
 class Listener(uvicorn.Server):
     """A uvicorn server that stops the engine with it."""
 
-    # Said here, for mypy does not always get to uvicorn's own assignment first.
+    # Said here too, for lint runs where uvicorn is not installed.
     should_exit: bool
 
     def __init__(self, app: ASGIApp, engine: AsyncLLM, settings: ServerSettings) -> None:
