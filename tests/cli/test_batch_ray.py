@@ -4,7 +4,6 @@ import json
 import random
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -81,21 +80,25 @@ def whole(model_folder, tmp_path_factory) -> Path:
 
 
 def test_an_actor_is_killed_in_the_middle(ray_here, whole, job, tmp_path):
-    output = tmp_path / "ray.jsonl"
+    output, is_over = tmp_path / "ray.jsonl", threading.Event()
     finished_at_kill = []
 
     def kill_one():
-        while not output.exists() or output.stat().st_size == 0:
-            time.sleep(0.005)
-        victim, *_ = workers()
-        victim.kill()
-        finished_at_kill.append(len(read(output)))
+        while not is_over.wait(0.005):
+            if output.exists() and output.stat().st_size:
+                victim, *_ = workers()
+                victim.kill()
+                finished_at_kill.append(output.read_bytes().count(b"\n"))
+                return
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    outcome, records = job("--ray", "--actors", 2, *SAMPLING, output="ray.jsonl")
-    killer.join()
-    assert 0 < finished_at_kill[0] < 66
+    try:
+        outcome, records = job("--ray", "--actors", 2, *SAMPLING, output="ray.jsonl")
+    finally:
+        is_over.set()
+        killer.join()
+    assert len(finished_at_kill) == 1 and 0 < finished_at_kill[0] < 66
     assert records == read(whole)
     assert outcome.out == ""
     assert "66 prompts, 4 with an error record" in outcome.err

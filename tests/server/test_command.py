@@ -231,6 +231,14 @@ def test_what_is_not_installed_is_named():
     assert done.returncode == 2 and wanted in done.stderr, done.stderr
 
 
+def test_a_signal_as_soon_as_the_address_is_told_ends_it_in_order(command, monkeypatch):
+    def announce(*told):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("h2okv.server.launch.announce", announce)
+    assert command("--port", 0, "--max-num-seqs", 1, "--max-prompt-tokens", 64) == (0, "")
+
+
 def test_a_warning_where_everybody_may_ask(command, monkeypatch):
     def announce_only(listener, sockets):
         sockets[0].close()

@@ -5,6 +5,7 @@ import urllib.request
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 BODY = {"model": "fake", "prompt": "once upon a time", "max_tokens": 2}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -45,6 +46,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"prompt": ["a"] * 129}, "prompt", "129 x 1 = 129 outputs"),
         ({"stream": "yes"}, "stream", "stream='yes' does not fit"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        ({"stream_options": {}}, "stream_options", "needs stream=true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "is not known"),
         ({"stop": 5}, "stop", "stop=5 does not fit"),
         ({"stop": [""]}, "stop", "an empty text would end every output"),
@@ -127,6 +129,7 @@ def test_what_changes_nothing_is_taken(served):
         "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "modalities": ["text"],
         "response_format": {"type": "text"}, "safety_identifier": "x", "prompt_cache_key": "y",
         "prediction": {"type": "content", "content": "x"}, "reasoning_effort": None,
+        "stream_options": None, "h2o": None,
     }  # fmt: skip
     served.client().post("/chat/completions", body={**CHAT, **further}, cast_to=object)
 
@@ -138,6 +141,17 @@ def test_a_template_that_does_not_take_the_chat(serve, make_fake, bundled_tokeni
     error = refusal(serve(fake), "/chat/completions", CHAT)
     assert error.status_code == 400 and error.body["param"] == "messages"
     assert "does not take these messages (users must not be silent)" in error.body["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompt_without_tokens(serve, make_fake, bundled_tokenizer, streams):
+    fake = make_fake()
+    fake.tokenizer = copy.deepcopy(bundled_tokenizer)
+    fake.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A $B")  # no BOS
+    error = refusal(serve(fake), "/completions", {**BODY, "prompt": ["a", ""], "stream": streams})
+    assert error.status_code == 400 and error.body["param"] == "prompt"
+    assert error.body["message"] == "prompt has no tokens; give at least one."
+    assert fake.asked == []
 
 
 @pytest.mark.parametrize(

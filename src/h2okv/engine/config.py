@@ -24,7 +24,8 @@ class EngineConfig:
         max_prompt_tokens: The longest prompt, which all slots are made for where budgets are
             fractions; ``None``: the model's context, up to 8,192.
         max_waiting: The most requests that wait to be scheduled; more are refused.
-        max_prefill_tokens: The most prompt tokens between two decode steps (chunked prefill).
+        max_prefill_tokens: The most prompt tokens between two decode steps (chunked prefill); the
+            outputs do not depend on it.
         max_prefill_time_fraction: The largest fraction of the time that is spent on prefill while
             others decode: a smaller one makes tokens come more evenly, and first tokens later.
         prefixes: Texts, or their tokens, that many prompts begin with. Each is read once; a prompt
@@ -61,7 +62,11 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:
-        """Changes a config, or the defaults, by fields of this class and of `CacheConfig`."""
+        """Changes a config, or the defaults, by fields of this class and of `CacheConfig`.
+
+        Raises:
+            ValueError: If an option is unknown or out of range.
+        """
         own = [part.name for part in fields(cls)]
         known = [*own, *(part.name for part in fields(CacheConfig))]
         for name in options:

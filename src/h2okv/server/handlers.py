@@ -153,6 +153,8 @@ class TextRoute:
         """The parameters with the prompt's stops, and as many new tokens as there is room for."""
         context, length = self.engine.max_context, len(prompt.token_ids)
         most, wanted = self.settings.max_new_tokens, params.max_tokens
+        if not length:
+            raise invalid("prompt has no tokens; give at least one.", "prompt")
         if wanted is not None and wanted > most:
             told = f"max_tokens={wanted} is more than this server writes; give {most} at most."
             raise invalid(told, "max_tokens")
@@ -186,10 +188,10 @@ class TextRoute:
                     delta = dataclasses.replace(delta, index=number * own.n + delta.index)
                     metrics.take(delta)
                     builder.take(delta)
-                    if body.stream:  # the events of one delta together
-                        events = _events([*pending, *builder.chunks(delta)])
+                    # The events of one delta together.
+                    if body.stream and (chunks := [*pending, *builder.chunks(delta)]):
                         pending.clear()
-                        await stream.write(events)
+                        await stream.write(_events(chunks))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -222,9 +224,8 @@ class _EventStream:
                 self.has_begun = True
                 start = {"type": "http.response.start", "status": 200}
                 await self._send({**start, "headers": [*self._HEADERS]})
-            if data or not more_body:
-                body = {"type": "http.response.body", "body": data, "more_body": more_body}
-                await self._send(body)
+            body = {"type": "http.response.body", "body": data, "more_body": more_body}
+            await self._send(body)
 
 
 def _events(values: Iterable[dict[str, Any]]) -> bytes:

@@ -28,9 +28,10 @@ def run_server(request: ServeRequest) -> int:
     with open_port(settings.host, settings.port) as opened:
         engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
         listener = Listener(make_app(engine, settings), engine, settings)
-        # Whoever connects before it listens waits.
-        announce(settings, opened.getsockname()[1], engine.describe())
-        listener.run(sockets=[opened])
+        with listener.capture_signals():  # whoever has read the address may end it
+            # Whoever connects before it listens waits.
+            announce(settings, opened.getsockname()[1], engine.describe())
+            listener.run(sockets=[opened])
     return 0
 
 

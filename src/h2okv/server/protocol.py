@@ -102,7 +102,7 @@ class SampledRequest(Strict):
     tool_choice: Any = lacking("calls no tools; leave it out", "none", "auto")
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -135,14 +135,19 @@ class SampledRequest(Strict):
     def _one_stop(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator("stream_options", "h2o", mode="before")
+    @field_validator("h2o", mode="before")
     @classmethod
     def _left_out(cls, value: Any) -> Any:
         return {} if value is None else value
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
-        return self._need("stream_options", self.stream_options == StreamOptions(), "stream")
+        return self._need("stream_options", self.stream_options is None, "stream")
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     def _need(self, name: str, is_unused: bool, other: str) -> Self:
         if not is_unused and not getattr(self, other):
@@ -418,7 +423,7 @@ _TOLD = {
         "invalid_value",
         "{field} has the key {value}, which is not a token; give its number.",
     ),
-    "model_type": ("invalid_value", "{field}={value} is not a JSON object; send one."),
+    "model_type": ("invalid_value", "{field} is not a JSON object, but {value}; send one."),
 }
 """The code of an error of pydantic's, and what is told of it."""
 _OTHERS = ("invalid_value", "{field}={value} does not fit; give {should}.")

@@ -67,7 +67,7 @@ class ResponseBuilder(ABC):
 
     def closing(self) -> Iterable[dict[str, Any]]:
         """The chunks that come after all text."""
-        if self.body.stream_options.include_usage:
+        if self.body.wants_usage:
             chunk = {"object": self.kinds[2], "choices": [], "usage": self._usage()}
             yield {**chunk, **self._shared}
 
@@ -88,7 +88,7 @@ class ResponseBuilder(ABC):
     def _chunk(self, index: int, finish_reason: str | None, **choice: Any) -> dict[str, Any]:
         choice |= {"index": index, "finish_reason": finish_reason}
         # With the counts asked for, all chunks have the field, and only the last one a value.
-        usage = {"usage": None} if self.body.stream_options.include_usage else {}
+        usage = {"usage": None} if self.body.wants_usage else {}
         return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
     def _kept(self, index: int, kept: KeptTokens | None) -> dict[str, Any]:
