@@ -82,8 +82,3 @@ def test_they_are_measured(make_llama):
 def test_what_makes_no_sense_is_refused(make_llama, factors, message):
     with pytest.raises(ValueError, match=message):
         h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors)
-
-
-def test_an_engine_has_slots_of_one_size(make_llama):
-    with pytest.raises(ValueError, match="the slots of many sequences are alike in all layers"):
-        h2okv.LLM(make_llama(layers=3), object(), layer_budgets=FACTORS)

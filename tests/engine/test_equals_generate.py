@@ -42,6 +42,9 @@ def token_ids(outputs):
         {"policy": "sink_recent", "sink": 3},
         {"policy": "strided_heavy"},
         {"policy": "random"},
+        {"layer_budgets": (1.5, 0.5)},
+        {"layer_budgets": (0.4, 1.6), "heavy": 6, "recent": 3, "positions": "rolling"},
+        {"layer_budgets": (1.25, 0.75), "scoring": "expected", "sink": 2, "prefill_chunk": 8},
     ],
     ids=str,
 )
@@ -113,7 +116,7 @@ def test_sequences_come_and_go_without_a_trace(make_llama, kept_sets):
         return cache
 
     with torch.no_grad():
-        block = SlotPool(read(ids[:1, :4], 1), 2, 12)
+        block = SlotPool(read(ids[:1, :4], 1), 2, (12, 12))
         broken = read(ids[:1], 10)
         for layer in broken.layers:
             layer.values.fill_(torch.nan)

@@ -28,15 +28,20 @@ def held_bytes(layer):
     return sum(own.nbytes for own in layer.state.tensors().values())
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS, {"policy": "strided_heavy"}, {"layer_budgets": (1.5, 0.5)}],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
     model = make_llama().to(dtype)
     cache = h2okv.H2OCache(model.config, 1, 1, **options)
-    sizes = MemoryModel(model.config, cache, dtype).serving(37, 100, 50)
+    budgets = (37, 21) if "layer_budgets" in options else (37, 37)
+    sizes = MemoryModel(model.config, cache, dtype).serving(budgets, 100, 50)
     with torch.no_grad():
         model(torch.tensor([[5]]), past_key_values=cache)
-    assert SlotPool(cache, 5, 37).nbytes == 5 * sizes.sequence
+    assert SlotPool(cache, 5, budgets).nbytes == 5 * sizes.sequence
 
 
 @pytest.mark.parametrize("budget", [(0.2, 0.3), (5, 9)], ids=str)
@@ -81,7 +86,7 @@ def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
 def test_sequences_fill_the_memory_and_no_more(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config)
-    sizes = MemoryModel(model.config, cache, model.dtype).serving(37, 100, 50)
+    sizes = MemoryModel(model.config, cache, model.dtype).serving((37, 37), 100, 50)
     assert sizes.num_seqs(sizes.least) == 1
     assert sizes.num_seqs(sizes.least - 1) == 0
     assert sizes.num_seqs(sizes.least + 9 * (sizes.sequence + sizes.step)) == 10
@@ -121,3 +126,18 @@ def test_memory_of_this_process():
         pytest.skip("this system has no /proc")
     assert 0 < resident <= peak_resident_bytes()
     assert available_bytes(torch.device("cpu")) > 0
+
+
+def test_layers_with_budgets_of_their_own_are_counted_and_refused_one_by_one(make_llama, make_llm):
+    """Entries of 8 x 0.5, 8 x 1.5 and 8 x 1, each with 4 recent ones."""
+    model = make_llama(layers=3)
+    llm = make_llm(model, heavy=8, recent=4, layer_budgets=(0.5, 1.5, 1.0))
+    llm.generate([[5] * 40], h2okv.SamplingParams(max_tokens=6))
+    pool, stats = llm.engine.runner.pool, llm.stats()
+    assert [layer.capacity - 1 for layer in pool.cache.layers] == [8, 16, 12]
+    assert stats.reserved_bytes == llm.engine.max_num_seqs * llm.engine.memory.sequence
+    # The last token is not read any more, so that 45 are seen.
+    assert stats.evictions == (3 * 45 - 8 - 16 - 12) * pool.num_heads // 3
+    # No more in all, but more of it in the layer whose part is largest.
+    with pytest.raises(ValueError, match="budget of 17 entries is larger than the 16"):
+        llm.generate([[5] * 40], budget=h2okv.Budget(heavy=10, recent=2))

@@ -351,6 +351,11 @@ class H2OCache(Cache):
         """Entries of each layer and KV head that a prompt of so many tokens is evicted down to."""
         return self.policy.allocate_budget(self.budget.resolve(length)).total
 
+    def layer_entries_for(self, length: int) -> tuple[int, ...]:
+        """The same for each layer with H2O entries, by its own budget."""
+        budgets = (layer.budget.resolve(length) for layer in self._scored)
+        return tuple(self.policy.allocate_budget(budget).total for budget in budgets)
+
     def slots_for(self, prompt: int, new: int) -> int:
         """Slots of a sequence in each layer, at most: the budget and the free slot.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,10 @@ def window_slots(
 
 
 class SlotBookkeeping:
-    """The budgets in use of layers that are alike, and how many entries each has still room for."""
+    """The budgets in use of layers that are alike, and how many entries each has still room for.
+
+    ``capacity`` is K of the largest sequence.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -90,49 +94,56 @@ class SlotBookkeeping:
 
 
 class SlotPool:
-    """The same number of slots for each of so many sequences, in each layer.
+    """Slots for so many sequences: in a layer the same number for each.
+
+    ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O.
 
     Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
     when one is released the last one takes its place. Shapes, dtype and devices are read off a
     cache that the model has written to, so that each rank of a model in parts holds its own heads.
     """
 
-    def __init__(self, like: H2OCache, max_num_seqs: int, budget: int) -> None:
+    def __init__(self, like: H2OCache, max_num_seqs: int, capacities: Sequence[int]) -> None:
         check_poolable(like)
         # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
-        self.budget = budget  # K of the largest sequence
         layers: list[Any] = self.cache.layers
         layers[:] = [layer for layer, _ in _as_slots(self.cache, 0)]
         self._layers: list[SlotLayer] = layers
-        # By the window; None for the layers of H2O.
-        windows = {own.window for own in self._layers}
-        self._books = {
-            window: SlotBookkeeping(budget if window is None else window - 1) for window in windows
-        }
+        # Layers with one window share their books, and so do those of H2O, unless each has a budget
+        # of its own; the key is the first layer of a kind.
+        has_own = like.cache_config.layer_budgets is not None
+        kinds: dict[Any, int] = {}
+        self._kinds = [
+            kinds.setdefault(index if own.window is None and has_own else own.window, index)
+            for index, own in enumerate(self._layers)
+        ]
+        sizes = iter(capacities)
+        most = [next(sizes) if own.window is None else own.window - 1 for own in self._layers]
+        self._books = {index: SlotBookkeeping(most[index]) for index in kinds.values()}
         self._num_seen: list[int] = []
         self._states = []
-        # Slots within each sequence's budget, bool [B, H, S], for all layers alike.
-        self._masks: dict[tuple[torch.device, int], Tensor] = {}
+        # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
+        self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
-        for layer in self._layers:
-            layer.capacity = self._books[layer.window].capacity + 1
+        for kind, layer in zip(self._kinds, self._layers, strict=True):
+            layer.capacity = self._books[kind].capacity + 1
             layer.rotary = None  # of as many ranks as the cache that this one is like
             self._states.append(layer.state.like(max_num_seqs, layer.capacity))
             if layer.window is None:
                 self.num_heads += layer.num_kv_heads
-                shape = (max_num_seqs, layer.num_kv_heads, budget + 1)
+                shape = (max_num_seqs, layer.num_kv_heads, layer.capacity)
                 with ordinary_tensors():
                     mask = torch.zeros(shape, dtype=torch.bool, device=layer.device)
-                self._masks[layer.device, layer.num_kv_heads] = mask
+                self._masks[layer.device, layer.num_kv_heads, kind] = mask
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the slots that hold an entry."""
         total = 0.0
-        for layer, state in zip(self._layers, self._states, strict=True):
-            books = self._books[layer.window]
+        for kind, state in zip(self._kinds, self._states, strict=True):
+            books = self._books[kind]
             slots = self.max_num_seqs * (books.capacity + 1)
             total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
         return int(total)
@@ -160,14 +171,15 @@ class SlotPool:
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
         """Copies a sequence of a cache into free slots; returns its place."""
         layers = _as_slots(source, sequence)
-        kinds = {layer.window: (layer, index) for layer, index in layers}
-        first, index = kinds[None]
-        budget = first.state.budgets[index]
-        if budget.total > self.budget:
-            raise ValueError(
-                f"a budget of {budget.total} entries does not fit a pool of {self.budget} for each "
-                "sequence; lower it, or make the pool larger."
-            )
+        budgets = {}
+        for kind, books in self._books.items():
+            layer, index = layers[kind]
+            budgets[kind] = budget = layer.state.budgets[index]
+            if budget.total > books.capacity:
+                raise ValueError(
+                    f"a budget of {budget.total} entries does not fit a pool of {books.capacity}"
+                    " for each sequence; lower it, or make the pool larger."
+                )
         place = len(self._num_seen)
         if place == self.max_num_seqs:
             raise ValueError(f"all {self.max_num_seqs} sequences are in use; release one first.")
@@ -175,12 +187,13 @@ class SlotPool:
             state.copy_sequence(place, layer.state, index)
             own.owner = layer.owner
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
-        for mask in self._masks.values():
-            mask[place] = torch.arange(mask.shape[2], device=mask.device) <= budget.total
-        for window, (layer, index) in kinds.items():
-            num_held = int((layer.state.positions[index, 0] >= 0).sum())
-            self._books[window].admit(layer.state.budgets[index], num_held)
-        self._num_seen.append(int(first.state.num_real_tokens[sequence]))
+        for (_, _, kind), mask in self._masks.items():
+            mask[place] = torch.arange(mask.shape[2], device=mask.device) <= budgets[kind].total
+        for kind, books in self._books.items():
+            layer, index = layers[kind]
+            books.admit(budgets[kind], int((layer.state.positions[index, 0] >= 0).sum()))
+            seen = int(layer.state.num_real_tokens[index])
+        self._num_seen.append(seen)
         self._show()
         return place
 
@@ -199,22 +212,23 @@ class SlotPool:
 
     def count_step(self) -> int:
         """Notes that a decode step has run; returns the entries that it evicted."""
-        full = {window: books.count_step() for window, books in self._books.items()}
+        full = {kind: books.count_step() for kind, books in self._books.items()}
         self._num_seen = [seen + 1 for seen in self._num_seen]
-        return full[None] * self.num_heads
+        layers = zip(self._kinds, self._layers, strict=True)
+        return sum(full[kind] * own.num_kv_heads for kind, own in layers if own.window is None)
 
     def _show(self) -> None:
         """Lets the cache's layers see the sequences in use; mutates them."""
         used = len(self._num_seen)
         if used == 0:
             return
-        for layer, state in zip(self._layers, self._states, strict=True):
-            books = self._books[layer.window]
+        for kind, layer, state in zip(self._kinds, self._layers, self._states, strict=True):
+            books = self._books[kind]
             layer.state = state.map(lambda tensor: tensor[:used])
             layer.state.budgets = list(books.budgets)
             books.set_flags(layer)
             if not books.fills_all_slots:
-                layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads][:used]
+                layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads, kind][:used]
             if layer.rotation is not None and layer.rotary is None:
                 layer.make_rotary()
 
@@ -231,10 +245,10 @@ def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
     ]
 
 
-def num_cached_by_sequence(cache: H2OCache) -> list[int]:
-    """Entries that each of a cache's sequences holds; waits for the device."""
-    layer = next(own for own in cache.layers if isinstance(own, SlotLayer))
-    return (layer.state.positions[:, 0] >= 0).sum(dim=-1).tolist()
+def num_entries(cache: H2OCache) -> int:
+    """Entries of all sequences, layers and KV heads; waits for the device."""
+    layers = (own for own in cache.layers if isinstance(own, SlotLayer) and own.holds_entries)
+    return sum(int((layer.state.positions >= 0).sum()) for layer in layers)
 
 
 def check_poolable(cache: H2OCache) -> None:
@@ -248,11 +262,6 @@ def check_poolable(cache: H2OCache) -> None:
         raise ValueError(
             f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
             "whose entries are not held in slots; use h2okv batch or generate for it."
-        )
-    if cache.cache_config.layer_budgets is not None:
-        raise ValueError(
-            "layer_budgets: the slots of many sequences are alike in all layers; leave it out, or"
-            " use generate."
         )
     if not cache.policy.is_bounded:
         raise ValueError(

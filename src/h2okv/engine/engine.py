@@ -78,13 +78,13 @@ class Engine:
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
-            self.max_budget, self.max_prompt_tokens, config.max_prefill_tokens, ranks
+            self.max_budgets, self.max_prompt_tokens, config.max_prefill_tokens, ranks
         )
         self.max_num_seqs = self._count_seqs()
         with ExitStack() as stack:
             stack.enter_context(enable(self.model))
             self.runner = ModelRunner(
-                self.model, self._make_cache, self.max_num_seqs, self.max_budget, self.group
+                self.model, self._make_cache, self.max_num_seqs, self.max_budgets, self.group
             )
             for text in config.prefixes:
                 self._save_prefix(text)
@@ -268,12 +268,12 @@ class Engine:
             raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
         cache = self._make_cache(budget)
         cache.pin(pins, len(tokens))
-        keeps = cache.entries_for(len(tokens))
-        if keeps > self.max_budget:
-            raise ValueError(
-                f"the budget of {keeps} entries is larger than the {self.max_budget} that a "
-                "sequence has slots for; lower heavy, recent or sink."
-            )
+        for keeps, most in zip(cache.layer_entries_for(len(tokens)), self.max_budgets, strict=True):
+            if keeps > most:
+                raise ValueError(
+                    f"the budget of {keeps} entries is larger than the {most} that a sequence has"
+                    " slots for; lower heavy, recent or sink."
+                )
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins:
             # The longest that the prompt begins with and goes on from.
@@ -346,6 +346,7 @@ class Engine:
         # A prompt that fills the context can still be read, for the log-probabilities of its own.
         self.max_prompt_tokens = wished or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
         self.max_budget = probe.entries_for(self.max_prompt_tokens)
+        self.max_budgets = probe.layer_entries_for(self.max_prompt_tokens)
 
     def _count_seqs(self) -> int:
         """How many sequences the memory has room for."""

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,23 +211,27 @@ class MemoryModel:
         return int(tokens * (self.hidden + 2 * self.key_size) * self.element * 1.1)
 
     def serving(
-        self, budget: int, max_prompt: int, max_prefill_tokens: int, ranks: int = 1
+        self, budgets: Sequence[int], max_prompt: int, max_prefill_tokens: int, ranks: int = 1
     ) -> ServingMemory:
-        """Says what serving takes, on each of the ranks that share the KV heads."""
+        """Says what serving takes, on each of the ranks that share the KV heads.
+
+        ``budgets`` are the most entries of a sequence in each layer of slots.
+        """
         chunk = self.cache.prefill_chunk
-        held = max_prompt if chunk is None else budget + min(chunk, max_prompt)
+        held = max_prompt if chunk is None else max(budgets) + min(chunk, max_prompt)
         # The next chunk is put behind what is held, and one layer is there twice meanwhile.
         prefill = -(-(self.sequence_bytes(held, 0) + 3 * self.layer_bytes(held)) // ranks)
         # Temporaries are counted whole: states and logits, most of them, are not split.
         tokens = min(max_prefill_tokens, max_prompt)
         prefill += self.prefill_bytes(tokens) + tokens * self.vocabulary * 4
-        # All layers share the marks of the slots within a sequence's budget.
-        sequence = self.num_slot_layers * self.slots.total(budget + 1)
-        sequence += self.num_kv_heads * (budget + 1)
+        sequence = sum(self.slots.total(budget + 1) for budget in budgets)
+        # Layers with one budget share the marks of the slots within a sequence's.
+        marked = budgets if self.cache.cache_config.layer_budgets is not None else budgets[:1]
+        sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
         sequence += sum(self.window_slots.total(window) for window in self.windows)
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
-            step=self.decode_bytes(1, budget + 1),
+            step=self.decode_bytes(1, max(budgets) + 1),
             prefill=prefill,
             fixed=self.fixed_bytes,
         )

@@ -20,7 +20,7 @@ from h2okv.cache.slot_pool import (
     SlotPool,
     can_split_blocks,
     expect_partial_block,
-    num_cached_by_sequence,
+    num_entries,
 )
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
@@ -72,7 +72,7 @@ class ModelRunner:
         model: PreTrainedModel,
         make_cache: Callable[[Budget | None], H2OCache],  # with the engine's budget or another one
         max_num_seqs: int,
-        budget: int,
+        capacities: Sequence[int],  # entries of the largest sequence in each layer of H2O
         group: TensorParallelGroup | None = None,
     ) -> None:
         self.group = group
@@ -80,7 +80,7 @@ class ModelRunner:
         self._make_cache = make_cache
         self.prefixes: dict[tuple[int, ...], H2OCache] = {}
         self._prefilled: H2OCache | None = None
-        self._size = (max_num_seqs, budget)
+        self._size = (max_num_seqs, capacities)
         self.pool = self._make_pool()
 
     def _make_pool(self) -> SlotPool:
@@ -172,7 +172,7 @@ class ModelRunner:
                 self._prefilled.expect(start.length)
         cache = self._prefilled
         assert cache is not None
-        before = cache.num_cached_tokens
+        before = num_entries(cache)
         if cache.prefill_chunk is None and can_split_blocks(cache):
             expect_partial_block(cache, not chunk.is_last)
         lengths = [len(own.tokens) for own in chunks]
@@ -188,8 +188,8 @@ class ModelRunner:
             mask=mask.long() if any(pads) else None,
             keep=0 if chunk.wants_all_logits else 1,
         )
-        evicted = before + sum(lengths) - sum(num_cached_by_sequence(cache))
-        return list(logits), evicted * self.pool.num_heads
+        evicted = before + sum(lengths) * self.pool.num_heads - num_entries(cache)
+        return list(logits), evicted
 
     def kept(self, place: int, num_seen: int) -> KeptTokens:
         """Tells what a sequence in the pool holds; waits for the device."""
