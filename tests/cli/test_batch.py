@@ -163,7 +163,7 @@ def test_ids_given_twice(job, prompts):
     text = prompts.read_text()
     prompts.write_text(text + text.splitlines()[2])
     outcome, records = job(prompts, code=2)
-    assert "line 13 of " in outcome.err and 'id "p2" is that of line 3 of ' in outcome.err
+    assert "line 13 of " in outcome.err and 'id "p2" is that of line 3 too' in outcome.err
     assert not records
 
 

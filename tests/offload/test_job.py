@@ -1,6 +1,7 @@
 """A job's prompts, results and texts: what is refused, resumed, and read by the model."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.models import resolve_model
-from h2okv.offload.job import Job, TextCodec, read_prompts
+from h2okv.offload.job import Job, PromptFile, TextCodec
 from h2okv.offload.offload_engine import BatchRequest
 
 SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
@@ -25,12 +26,15 @@ def write(tmp_path, text):
 
 def test_prompts_come_back(tmp_path):
     path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n{"id": "1", "prompt": ["?"]}')
-    assert [prompt[:2] for prompt in read_prompts(path)] == [(1, "ä"), ("1", ["?"])]
+    file = PromptFile(path)
+    assert list(file.lines) == ["1", '"1"']
+    read = [file.read(name) for name in reversed(file.lines)]
+    assert [prompt[:2] for prompt in read] == [("1", ["?"]), (1, "ä")]
 
 
 def test_messages_come_back(tmp_path):
     line = json.dumps({"id": 1, "messages": MESSAGES})
-    assert read_prompts(write(tmp_path, line))[0].content == MESSAGES
+    assert PromptFile(write(tmp_path, line)).read("1").content == MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def test_messages_come_back(tmp_path):
     [
         ('{"id": 1, "prompt": "a"}\n{"id": 2', "line 2 of .* is not JSON"),
         ('["id", "prompt"]\n', "line 1 of .* is not a JSON object; give {"),
-        (b'{"id": 1, "prompt": "\xe9"}\n', "is not UTF-8 text"),
+        (b'{"id": 1, "prompt": "\xe9"}\n', "line 1 of .* is not UTF-8 text"),
         ('{"prompt": "a"}\n', "line 1 of .*: id null is not a name"),
         ('{"id": true, "prompt": "a"}\n', "id true is not a name"),
         ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is not a name"),
@@ -48,17 +52,43 @@ def test_messages_come_back(tmp_path):
             '{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}\n',
             "line 3 of .*: id 1 is that of line 1",
         ),
-        ("\n\n", "is empty"),
+        ("\n\n", "has no prompts"),
     ],
 )
 def test_bad_lines(tmp_path, text, words):
     with pytest.raises(ValueError, match=words):
-        read_prompts(write(tmp_path, text))
+        PromptFile(write(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="'.*nowhere.jsonl' cannot be read"):
-        read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ValueError, match="'.*nowhere.jsonl' cannot be read.*JSONL"):
+        PromptFile(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize("change", ["other text", "other id", "shorter", "gone"])
+def test_a_file_that_changes(tmp_path, change):
+    path = write(tmp_path, '{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
+    file = PromptFile(path)
+    if change == "gone":
+        path.unlink()
+    else:
+        first, other = '{"id": 1, "prompt": "a"}\n', {"id": 2, "prompt": "b"}
+        other |= {"prompt": "x"} if change == "other text" else {"id": 3}
+        path.write_text("{}\n" if change == "shorter" else first + json.dumps(other) + "\n")
+    with pytest.raises(ValueError, match="has changed while it was read|cannot be read"):
+        file.read("2")
+
+
+def test_prompts_stay_in_the_file(tmp_path):
+    lines = (json.dumps({"id": n, "prompt": "x" * 50_000}) for n in range(200))
+    path = write(tmp_path, "\n".join(lines))
+    tracemalloc.start()
+    file = PromptFile(path)
+    sizes = [len(file.read(name).content) for name in file.lines]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sizes == [50_000] * 200
+    assert most < path.stat().st_size / 10
 
 
 def record(name, **values):
@@ -72,7 +102,7 @@ def open_job(tmp_path):
     def make(settings=SETTINGS, **prompts):
         prompts = prompts or {"a": "x"}
         lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
-        given = read_prompts(write(tmp_path, "\n".join(lines)))
+        given = PromptFile(write(tmp_path, "\n".join(lines)))
         return Job(tmp_path / "out.jsonl", settings, given)
 
     return make
@@ -113,7 +143,7 @@ def test_other_settings(open_job):
 
 def test_other_prompts(open_job):
     with open_job(a="one", b="two") as job:
-        job.append([record("a", prompt_digest=job.prompts[0].digest)])
+        job.append([record("a", prompt_digest=job.prompts.read('"a"').digest)])
         job.check_prompts()
     with (
         open_job(a="changed") as job,

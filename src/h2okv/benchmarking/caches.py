@@ -224,8 +224,8 @@ class _Kvpress(CacheRunner):
         try:
             cls._package()
         except Exception as error:  # whatever another package's import may raise
-            is_there = getattr(error, "name", "") != "kvpress"
-            return f"installed, but fails: {one_line(error)}" if is_there else "not installed"
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name == "kvpress"
+            return "not installed" if is_missing else f"installed, but fails: {one_line(error)}"
         return None
 
     @staticmethod

@@ -29,7 +29,7 @@ def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> 
 def _run(
     device: str, actors: int | None, request: BatchRequest, described: Described, job: Job
 ) -> Summary:
-    bar = Progress("batch", len(job.prompts), "prompts")
+    bar = Progress("batch", len(job.prompts.lines), "prompts")
 
     def told(seconds: float, new_tokens: int) -> None:
         bar.update(len(job.finished), note=f"{new_tokens / max(seconds, 1e-9):,.1f} tokens/s")
@@ -44,17 +44,18 @@ def _results(
     ray: Any, job: Job, request: BatchRequest, device: str, actors: int | None
 ) -> Iterator[list[dict[str, Any]]]:
     """Results by blocks; an actor that dies is restarted, and gets its block again."""
-    prompts = job.unfinished()
+    left = job.unfinished()
     count, resources = place_copies(ray, device, actors)
     # At least two blocks for each actor, so that all have work to the end.
     most = _BATCHES * (request.batch_size or _BATCH_SIZE)
-    size = max(1, min(most, -(-len(prompts) // (2 * count))))
-    blocks = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    size = max(1, min(most, -(-len(left) // (2 * count))))
+    blocks = [left[first : first + size] for first in range(0, len(left), size)]
     remote = ray.remote(Worker).options(max_restarts=-1, max_task_retries=-1, **resources)
     workers = [remote.remote(request, device) for _ in range(count)]
     try:
+        # The file is read on this machine alone, and a block when there is an actor for it.
         yield from ray.util.ActorPool(workers).map_unordered(
-            lambda worker, block: worker.generate.remote(block), blocks
+            lambda worker, block: worker.generate.remote([*map(job.prompts.read, block)]), blocks
         )
     except ray.exceptions.RayError as error:
         raise ValueError(

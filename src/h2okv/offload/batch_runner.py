@@ -159,6 +159,7 @@ class ForwardScheduler:
         return sum(part.bytes_read for part in parts if part is not None)
 
     def close(self) -> None:
+        self.store.close()
         if self.stream is not None:
             self.stream.close()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,39 +18,88 @@ from h2okv.integration.chat_template import chat_text
 from h2okv.integration.loading import check_vocabulary
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
 from h2okv.provenance import digest
-from h2okv.records import Record, ResultFile, check_text, read_jsonl
+from h2okv.records import Record, ResultFile, check_text, decode_text, naming
 
 _LINE = '{"id": 1, "prompt": "..."}'
 
 
 class Prompt(NamedTuple):
-    """A line of the input."""
+    """What a line of the input asks for."""
 
     id: PromptId
     content: Any  # a text or messages
     digest: str  # of the content
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Reads lines ``{"id", "prompt"}`` or ``{"id", "messages"}``."""
-    known: dict[str, str] = {}
-    prompts = []
-    for record in read_jsonl(path, _LINE):
-        fields, problem = record.fields, ""
-        prompt_id: Any = fields.get("id")
-        content, name = fields.get("prompt", fields.get("messages")), json.dumps(prompt_id)
-        if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
-            problem = f"id {name} is not a name; give a text or a whole number"
-        elif "prompt" in fields and "messages" in fields:
-            problem = "it has both prompt and messages; leave one of them out"
-        elif "messages" in fields and not isinstance(content, list):
-            problem = 'messages are not a list; write [{"role": "user", "content": "..."}]'
-        elif known.setdefault(name, record.place) != record.place:
-            problem = f"id {name} is that of {known[name]} too; give every prompt an id of its own"
-        if problem:
-            raise ValueError(f"{record.place}: {problem}")
-        prompts.append(Prompt(prompt_id, content, digest(json.dumps(content, sort_keys=True))))
-    return prompts
+class PromptLine(NamedTuple):
+    """Where a prompt is in the input, and the digest of its content."""
+
+    number: int
+    start: int  # its first byte
+    size: int
+    digest: str
+
+
+class PromptFile:
+    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, scanned once, then read on demand.
+
+    Only ids, places and digests are kept in memory. A line that changes after the scan is noticed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[str, PromptLine] = {}  # by the prompt's id as JSON
+        start = 0
+        with self._opened() as file:
+            for number, data in enumerate(file, start=1):
+                if data.strip(b"\xef\xbb\xbf \t\r\n"):
+                    place = f"line {number} of '{path}'"
+                    prompt = _parse(data, place)
+                    name = json.dumps(prompt.id)
+                    own = PromptLine(number, start, len(data), prompt.digest)
+                    if (first := self.lines.setdefault(name, own)) is not own:
+                        raise ValueError(
+                            f"{place}: id {name} is that of line {first.number} too; give every"
+                            " prompt an id of its own"
+                        )
+                start += len(data)
+        if not self.lines:
+            raise ValueError(f"'{path}' has no prompts; give lines such as {_LINE}")
+
+    def read(self, name: str) -> Prompt:
+        """Reads a prompt again, by its id as JSON."""
+        line = self.lines[name]
+        with self._opened() as file:
+            file.seek(line.start)
+            data = file.read(line.size)
+        with suppress(ValueError):
+            prompt = _parse(data, name)
+            if (json.dumps(prompt.id), prompt.digest) == (name, line.digest):
+                return prompt
+        raise ValueError(
+            f"'{self.path}' has changed while it was read (id {name}); leave it as it is during a"
+            " job, and run the command again"
+        )
+
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        with naming(self.path, "read", "give a JSONL file"), self.path.open("rb") as file:
+            yield file
+
+
+def _parse(data: bytes, place: str) -> Prompt:
+    fields, problem = Record.parse(decode_text(data, place), place, _LINE).fields, ""
+    prompt_id: Any = fields.get("id")
+    content = fields.get("prompt", fields.get("messages"))
+    if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
+        problem = f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number"
+    elif "prompt" in fields and "messages" in fields:
+        problem = "it has both prompt and messages; leave one of them out"
+    elif "messages" in fields and not isinstance(content, list):
+        problem = 'messages are not a list; write [{"role": "user", "content": "..."}]'
+    if problem:
+        raise ValueError(f"{place}: {problem}")
+    return Prompt(prompt_id, content, digest(json.dumps(content, sort_keys=True)))
 
 
 @dataclass(frozen=True)
@@ -195,7 +245,7 @@ class Summary:
 class Job(ResultFile):
     """Prompts and the file of their results; what made these is in a file beside it."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], prompts: list[Prompt]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], prompts: PromptFile) -> None:
         self.prompts = prompts
         self.finished: dict[str, str] = {}  # the digest of each prompt, by its id as JSON
         self.num_errors = 0  # results that say why a prompt could not be served
@@ -209,18 +259,19 @@ class Job(ResultFile):
 
     def check_prompts(self) -> None:
         """Refuses results of other prompts."""
-        digests = {json.dumps(prompt.id): prompt.digest for prompt in self.prompts}
         for name, found in self.finished.items():
-            if digests.get(name) != found:
+            line = self.prompts.lines.get(name)
+            if line is None or line.digest != found:
                 other = f"another prompt with id {name}"
-                what = other if name in digests else f"id {name}, which is not in the input"
+                what = f"id {name}, which is not in the input" if line is None else other
                 raise ValueError(
                     f"'{self.path}' has a result for {what}; choose another file, or give the input"
                     " that it was begun with"
                 )
 
-    def unfinished(self) -> list[Prompt]:
-        return [prompt for prompt in self.prompts if json.dumps(prompt.id) not in self.finished]
+    def unfinished(self) -> list[str]:
+        """The prompts without a result, by their ids as JSON."""
+        return [name for name in self.prompts.lines if name not in self.finished]
 
     def collect(
         self, blocks: Iterable[list[dict[str, Any]]], told: Callable[[float, int], None]
@@ -235,5 +286,5 @@ class Job(ResultFile):
             new_tokens += sum(record.get("new_tokens", 0) for record in records)
             seconds = time.perf_counter() - start
             told(seconds, new_tokens)
-        counts = len(self.prompts), skipped, self.num_errors, prompt_tokens, new_tokens
+        counts = len(self.prompts.lines), skipped, self.num_errors, prompt_tokens, new_tokens
         return Summary(*counts, seconds=seconds)

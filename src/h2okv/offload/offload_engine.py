@@ -29,7 +29,7 @@ from h2okv.offload.checkpoint import (
     open_converted,
     weights_digest,
 )
-from h2okv.offload.job import Job, Summary, TextCodec, generate_records, read_prompts
+from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.planner import Fractions, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import measure_hardware
@@ -124,17 +124,18 @@ def run(
 ) -> Summary:
     """Runs a job, or what an earlier run of it left, with ``execute`` or in this process."""
     described = describe_for(request)
-    prompts = read_prompts(request.input)
+    prompts = PromptFile(request.input)
     with Job(request.output, job_settings(request, described), prompts) as job:
         job.check_prompts()
-        if len(job.finished) == len(prompts):
-            return Summary(len(prompts), len(prompts), job.num_errors)
+        count = len(prompts.lines)
+        if len(job.finished) == count:
+            return Summary(count, count, job.num_errors)
         try:
             return (execute or _run_here)(request, described, job)
         except KeyboardInterrupt:
             raise Interrupted(
-                f"stopped; {len(job.finished)} of {len(prompts)} prompts are finished, and"
-                " the same command goes on from there"
+                f"stopped; {len(job.finished)} of {count} prompts are finished, and the same"
+                " command goes on from there"
             ) from None
 
 
@@ -143,14 +144,16 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
 
     def lengths() -> Iterator[int]:
         """Tokens of each unfinished prompt that can be served."""
-        with Progress("counting tokens", len(job.unfinished()), "prompts") as progress:
-            for prompt in job.unfinished():
+        left = job.unfinished()
+        with Progress("counting tokens", len(left), "prompts") as progress:
+            for prompt in map(job.prompts.read, left):
                 with suppress(ValueError):
                     yield len(codec.encode(prompt.content))
                 progress.advance()
 
     runner, chosen = open_runner(request, described, lengths())
-    count, length, scheduler = len(job.prompts), request.max_new_tokens, runner.scheduler
+    count, length, scheduler = len(job.prompts.lines), request.max_new_tokens, runner.scheduler
+    left = map(job.prompts.read, job.unfinished())
 
     def told(seconds: float, _: int) -> None:
         speed = runner.num_new_tokens / max(seconds, 1e-9)
@@ -159,7 +162,7 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
 
     try:
         with Progress("batch", count * length) as progress:
-            summary = job.collect(generate_records(job.unfinished(), codec, runner), told)
+            summary = job.collect(generate_records(left, codec, runner), told)
     finally:
         scheduler.close()
     return replace(

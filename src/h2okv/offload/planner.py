@@ -45,7 +45,7 @@ def parse_placement(option: str, text: str, places: tuple[str, ...]) -> Fraction
         return None
     if text in places:
         return {text: 1.0}
-    parts = [re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)%?", part.strip()) for part in text.split(",")]
+    parts = [re.fullmatch(r"(\w+)=(\d*\.?\d+)%?", part.strip()) for part in text.split(",")]
     fractions = {part[1]: float(part[2]) / 100 for part in parts if part is not None}
     if len(fractions) < len(parts) or not fractions.keys() <= set(places):
         raise ValueError(

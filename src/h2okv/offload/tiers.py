@@ -295,6 +295,9 @@ class CacheStore:
         for key in [key for key in self._stored if key[0] == id(cache)]:
             del self._stored[key]
 
+    def close(self) -> None:
+        self._stored.clear()
+
     @ordinary_tensors()
     def _make_block(self, tier: str, size: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         if tier == "cpu":
