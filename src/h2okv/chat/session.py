@@ -16,8 +16,14 @@ from h2okv.cache.checkpoint import read_notes
 from h2okv.chat.generation import Generating, Generation, end_tokens
 from h2okv.console import Interrupt
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import ChatTemplateError, chat_text, message_spans
-from h2okv.integration.loading import Described, check_vocabulary
+from h2okv.integration.chat_template import (
+    ChatTemplateError,
+    chat_text,
+    check_vocabulary,
+    encode,
+    message_spans,
+)
+from h2okv.integration.loading import Described
 
 Message = dict[str, str]
 
@@ -79,7 +85,7 @@ class TurnForm:
         else:
             text = self._render([*transcript.messages, user])
             # The token that all texts begin with; a template has it itself.
-            token_ids = self._encode(text, special=self.is_plain)
+            token_ids = encode(self.tokenizer, text, special=self.is_plain)
         return transcript.then("user", message, token_ids, text)
 
     def _follow_template(self, transcript: Transcript, user: Message) -> str:
@@ -124,17 +130,12 @@ class TurnForm:
                 f"the model's chat template does not take this chat ({error.reason}){hint}"
             ) from error
 
-    def _encode(self, text: str, special: bool = False) -> list[int]:
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return [int(token) for token in encoded["input_ids"]]
-
     def _encode_behind(self, text: str) -> list[int]:
         """Tokens of a text that stands behind another one."""
         # Some tokenizers put a space before whatever they get; then it stands before the anchor.
-        before, whole = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-        return self._encode(text)
+        texts = (_ANCHOR, _ANCHOR + text, text)
+        before, whole, alone = (encode(self.tokenizer, own, special=False) for own in texts)
+        return whole[len(before) :] if whole[: len(before)] == before else alone
 
 
 @dataclass(frozen=True)

@@ -135,17 +135,14 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 def encode_prompt(described: Described, prompt: str, system: str | None = None) -> torch.Tensor:
     """Tokenizes the prompt: as a chat with this system message, or as it is with None."""
-    from h2okv.integration.chat_template import chat_text
-    from h2okv.integration.loading import check_vocabulary
+    import torch
 
-    if system is not None:
-        prompt = chat_text(described.tokenizer, chat_of(prompt, system))
-    encoded = described.tokenizer(
-        prompt, return_tensors="pt", verbose=False, add_special_tokens=system is None
-    )
-    input_ids: torch.Tensor = encoded["input_ids"]
-    length = input_ids.shape[1]
-    if length == 0:
+    from h2okv.integration.chat_template import encode
+
+    given = prompt if system is None else chat_of(prompt, system)
+    ids = encode(described.tokenizer, given, described.vocab_size)
+    length = len(ids)
+    if not ids:
         raise ValueError("the prompt has no tokens for this model; give some text to go on from")
     if described.context is not None and length >= described.context:
         raise ValueError(
@@ -153,8 +150,7 @@ def encode_prompt(described: Described, prompt: str, system: str | None = None) 
             f" is {described.context}; add --positions rolling, or shorten the prompt to"
             f" {described.context - 1} or fewer"
         )
-    check_vocabulary(input_ids[0].tolist(), described.vocab_size)
-    return input_ids
+    return torch.tensor([ids])
 
 
 def chat_of(prompt: str, system: str) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, R
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Event, Pins, Request
-from h2okv.integration.chat_template import chat_text, message_spans
+from h2okv.integration.chat_template import encode, message_spans
 
 _Events = asyncio.Queue[Event]
 
@@ -117,12 +117,7 @@ class LLM(_Front):
             ValueError: If the template does not take the messages, or as `generate` does.
         """
         talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        # The template's text has its special tokens in it.
-        special = not self.tokenizer.chat_template
-        prompts = [
-            self.tokenizer(chat_text(self.tokenizer, talk), add_special_tokens=special)["input_ids"]
-            for talk in talks
-        ]
+        prompts = [encode(self.tokenizer, talk) for talk in talks]
         pins = [message_spans(self.tokenizer, talk, pin) for talk in talks]
         return self.generate(prompts, params, budget=budget, pins=pins, show_progress=show_progress)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from h2okv.config import CacheConfig
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.shared_prefill import read_together
-from h2okv.integration.loading import check_vocabulary
+from h2okv.integration.chat_template import encode
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint
 
@@ -43,15 +43,6 @@ def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 
     return H2OCache.from_config(model_config, own, simulate=simulate)
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int, special: bool = True
-) -> list[int]:
-    """Tokenizes a text, with special tokens or without; refuses another model's tokenizer."""
-    ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    check_vocabulary(ids, vocab_size)
-    return ids
-
-
 @dataclass(eq=False)
 class ModelUnderTest:
     """A model with its tokenizer; its weights are loaded when they are first needed."""
@@ -72,9 +63,9 @@ class ModelUnderTest:
         own = self.tokenizer.pad_token_id
         return int((self.tokenizer.eos_token_id or 0) if own is None else own)
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, prompt: str | Sequence[Mapping[str, str]], special: bool = True) -> list[int]:
         vocab_size = self.config.get_text_config().vocab_size
-        return tokenize(self.tokenizer, text, vocab_size, special)
+        return encode(self.tokenizer, prompt, vocab_size, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

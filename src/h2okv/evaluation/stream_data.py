@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.evaluation.model import tokenize
-from h2okv.integration.chat_template import ChatTemplateError, chat_text
+from h2okv.integration.chat_template import chat_text, encode
 from h2okv.provenance import digest
 from h2okv.records import Record, check_text, read_jsonl
 
@@ -95,13 +94,7 @@ def chat_segments(
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], to_answer: bool
 ) -> str:
-    try:
-        text = chat_text(tokenizer, messages, to_answer=to_answer)
-    except ChatTemplateError as error:
-        raise ValueError(
-            f"the model's chat template refuses the conversation ({error.reason}); give messages"
-            " that it takes"
-        ) from error
+    text = chat_text(tokenizer, messages, to_answer=to_answer)
     if _ANSWER not in text and any(message["content"] == _ANSWER for message in messages):
         raise ValueError(
             "the model's chat template leaves out earlier answers, so a conversation cannot go on"
@@ -128,7 +121,7 @@ class TextSource:
 
     @classmethod
     def of_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TextSource:
-        return cls(torch.tensor(tokenize(tokenizer, text, vocab_size)), digest(text))
+        return cls(torch.tensor(encode(tokenizer, text, vocab_size)), digest(text))
 
     @property
     def num_tokens(self) -> int:
@@ -166,7 +159,7 @@ class ConversationSource:
             if is_start and sample > 0 and not self._has_bos:
                 text = f"\n\n{text}"
             # A chat template writes the special tokens into the text.
-            ids = tokenize(self._tokenizer, text, self._vocab_size, special=is_start)
+            ids = encode(self._tokenizer, text, self._vocab_size, special=is_start)
             segments.append(Segment(torch.tensor(ids, dtype=torch.int64), answers))
         return segments
 

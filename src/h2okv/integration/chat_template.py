@@ -47,6 +47,33 @@ def chat_text(
         raise ChatTemplateError(str(error)) from error
 
 
+def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses tokens that a model has no embedding for."""
+    if ids and max(ids) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get the"
+            " model again, with its own tokenizer"
+        )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Mapping[str, str]],
+    vocab_size: int | None = None,
+    special: bool = True,
+) -> list[int]:
+    """The tokens of a text, with special tokens or without, or of messages up to their answer.
+
+    Those that a model with a vocabulary of that size does not know are refused.
+    """
+    if not isinstance(prompt, str):
+        prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
+    ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
+    if vocab_size is not None:
+        check_vocabulary(ids, vocab_size)
+    return ids
+
+
 PINNABLE = ("system", "user", "last_user")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +46,6 @@ def describe(name: str) -> Described:
     config = read("configuration", AutoConfig)
     check_model(config)
     return Described(name, source, config, read("tokenizer", AutoTokenizer), context_of(config))
-
-
-def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses tokens that a model has no embedding for."""
-    if ids and max(ids) >= vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get the"
-            " model again, with its own tokenizer"
-        )
 
 
 def load_weights(

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.console import format_bytes
 from h2okv.engine.detokenizer import Detokenizer
-from h2okv.integration.chat_template import chat_text
-from h2okv.integration.loading import check_vocabulary
+from h2okv.integration.chat_template import encode
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
 from h2okv.provenance import digest
 from h2okv.records import Record, ResultFile, check_text, decode_text, naming
@@ -122,19 +121,13 @@ class TextCodec:
         """Encodes a text or messages; raises `ValueError` for what cannot be served."""
         if isinstance(prompt, list) and self.is_raw:
             raise ValueError("messages need the chat template; leave out --raw, or give a prompt")
-        if isinstance(prompt, list) or self.uses_template:
-            is_chat = isinstance(prompt, list)
-            messages = prompt if is_chat else [{"role": "user", "content": prompt}]
-            what = "a message's content" if is_chat else "the prompt"
-            text = chat_text(self.tokenizer, [_checked(own, what) for own in messages])
-            special = not self.tokenizer.chat_template
-        else:
-            text, special = check_text(prompt, "the prompt"), True
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        tokens = list(encoded["input_ids"])
+        if isinstance(prompt, list):
+            prompt = [_checked(own) for own in prompt]
+        elif check_text(prompt, "the prompt") and self.uses_template:
+            prompt = [{"role": "user", "content": prompt}]
+        tokens = encode(self.tokenizer, prompt, self.vocabulary)
         if not tokens:
             raise ValueError("the prompt has no tokens for this model; give some text")
-        check_vocabulary(tokens, self.vocabulary)
         if self.context is not None and len(tokens) >= self.context:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but the model's context is {self.context};"
@@ -169,14 +162,14 @@ class TextCodec:
         }
 
 
-def _checked(message: Any, what: str) -> dict[str, str]:
+def _checked(message: Any) -> dict[str, str]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant"):
         raise ValueError(
             'a message is not {"role": "user", "content": "..."}, with role system, user or'
             " assistant; write it so"
         )
-    return {"role": role, "content": check_text(message.get("content"), what)}
+    return {"role": role, "content": check_text(message.get("content"), "a message's content")}
 
 
 def generate_records(

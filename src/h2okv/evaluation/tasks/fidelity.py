@@ -17,9 +17,8 @@ from h2okv.console import check_least
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
-from h2okv.evaluation.stream_data import Conversation, Message, read_conversations
+from h2okv.evaluation.stream_data import Conversation, read_conversations
 from h2okv.evaluation.task import Configs, Found, Result, Score, Task
-from h2okv.integration.chat_template import chat_text
 from h2okv.integration.enable import enable
 from h2okv.provenance import digest
 from h2okv.records import read_jsonl, read_text_file
@@ -142,12 +141,12 @@ class Fidelity(Task):
             is_text = isinstance(prompt, str)
             if self.raw and not is_text:
                 raise ValueError("--raw takes prompts, not messages; leave it out")
-            if is_text and (self.raw or not has_template):
-                ids = model.encode(prompt)
-            else:
-                said = [Message("user", prompt)] if is_text else prompt
-                text = chat_text(model.tokenizer, [message._asdict() for message in said])
-                ids = model.encode(text, special=not has_template)
+            said: Any = prompt
+            if not is_text:
+                said = [message._asdict() for message in prompt]
+            elif has_template and not self.raw:
+                said = [{"role": "user", "content": prompt}]
+            ids = model.encode(said)
             if len(ids) < 2:
                 raise ValueError(f"prompt {number} of {source.name!r} is too short; lengthen it")
             found.append(_Sample(source.name, ids, []))
