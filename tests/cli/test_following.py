@@ -9,16 +9,16 @@ from h2okv.integration.loading import describe, load_weights
 def test_counts_the_places_where_the_choice_is_the_given_one(model_folder, prompt):
     described = describe(str(model_folder))
     model = load_weights(described, None, torch.device("cpu"))
-    input_ids = described.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    job = Job(model, described, input_ids, SamplingParams(max_tokens=12, temperature=0.0))
+    ids = described.encode(prompt)
+    job = Job(model, described, ids, SamplingParams(max_tokens=12, temperature=0.0))
     own = generate_once(job, DynamicCache(config=model.config), lambda _: None).token_ids
     assert count_same_choices(job, DynamicCache(config=model.config), own) == 12
 
     # What follows the changed token is compared to one forward over the same changed text.
     changed = [*own[:4], (own[4] + 1) % 300, *own[5:]]
-    tokens = torch.cat([input_ids, torch.tensor([changed])], dim=1)
+    tokens = torch.tensor([[*ids, *changed]])
     with torch.no_grad():
-        choices = model(tokens).logits[0, input_ids.shape[1] - 1 : -1].argmax(-1).tolist()
+        choices = model(tokens).logits[0, len(ids) - 1 : -1].argmax(-1).tolist()
     expected = sum(a == b for a, b in zip(choices, changed, strict=True))
     assert count_same_choices(job, DynamicCache(config=model.config), changed) == expected < 12
 

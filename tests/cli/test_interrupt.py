@@ -24,8 +24,7 @@ PARAMS = SamplingParams(max_tokens=20, temperature=0.0, seed=0)
 def job(model_folder, prompt):
     described = describe(str(model_folder))
     model = load_weights(described, None, torch.device("cpu"))
-    input_ids = described.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    return Job(model, described, input_ids, PARAMS)
+    return Job(model, described, described.encode(prompt), PARAMS)
 
 
 class InterruptAt:

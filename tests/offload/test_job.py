@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.integration.loading import Described
 from h2okv.integration.models import resolve_model
 from h2okv.offload.job import Job, PromptFile, TextCodec
 from h2okv.offload.offload_engine import BatchRequest
@@ -168,7 +169,8 @@ def codec(tokenizer, monkeypatch):
 
     def make(template=None, is_raw=False):
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        return TextCodec(tokenizer, len(tokenizer), 256, is_raw=is_raw)
+        config = LlamaConfig(vocab_size=len(tokenizer))
+        return TextCodec(Described("model", "", config, tokenizer, 256), is_raw=is_raw)
 
     return make
 

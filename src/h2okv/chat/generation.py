@@ -67,13 +67,14 @@ class Generating(StoppingCriteria):
         tokenizer: PreTrainedTokenizerBase,
         token_ids: Sequence[int],  # what the cache has not seen; at least one
         params: SamplingParams,
+        room: int,  # the most tokens, fewer than `params` says where the context is full before
         write: Callable[[str], None],
         ends: Sequence[int],  # tokens that end the text
         should_stop: Callable[[], bool] = lambda: False,  # asked after every forward
         strips_start: bool = False,  # the text shown begins without white space
     ) -> None:
         self._ids = torch.tensor([list(token_ids)])
-        self._params = params
+        self._params, self._room = params, room
         self._ends = list(ends)
         self._should_stop = should_stop
         self._detokenizer = Detokenizer(tokenizer, token_ids)
@@ -129,7 +130,7 @@ class Generating(StoppingCriteria):
                 input_ids=rest,
                 attention_mask=rest.new_ones(1, read),
                 past_key_values=cache,
-                max_new_tokens=self._params.max_tokens,
+                max_new_tokens=self._room,
                 use_cache=True,
                 num_beams=1,
                 eos_token_id=self._ends or None,
@@ -170,7 +171,9 @@ class Generating(StoppingCriteria):
             return "eos"
         if self._shown.stopped is not None:
             return "stop"
-        return "length" if len(tokens) == self._params.max_tokens else "interrupted"
+        if len(tokens) < self._room:
+            return "interrupted"
+        return "length" if self._room == self._params.max_tokens else "context"
 
 
 def _nbytes(cache: Cache) -> int:
@@ -213,7 +216,7 @@ class Job:
 
     model: PreTrainedModel
     described: Described
-    input_ids: torch.Tensor  # the prompt, int [1, T]
+    prompt_ids: Sequence[int]
     params: SamplingParams  # `seed` and `max_tokens` are set
     is_chat: bool = False  # the tokenizer's end token ends an answer
     compiled: bool = False  # an H2O cache's steps go through torch.compile
@@ -225,7 +228,7 @@ class Job:
         wanted = int(self.params.max_tokens or 0)
         if self.described.context is None:
             return wanted
-        return min(wanted, self.described.context - self.input_ids.shape[1])
+        return min(wanted, self.described.context - len(self.prompt_ids))
 
 
 def generate_once(
@@ -240,20 +243,16 @@ def generate_once(
     if isinstance(cache, H2OCache):
         attention = enable(job.model, compile=job.compiled)
         cache.pin(job.pins)
-    tokenizer, wanted = job.described.tokenizer, int(job.params.max_tokens or 0)
+    tokenizer = job.described.tokenizer
     ends = end_tokens(job.model, tokenizer if job.is_chat else None)
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
-        params = replace(job.params, max_tokens=job.room)
-        running = Generating(tokenizer, job.input_ids[0].tolist(), params, write, ends)
+        running = Generating(tokenizer, job.prompt_ids, job.params, job.room, write, ends)
         try:
             running.run(job.model, cache, show_progress, processors)
-            made = running.result(cache)
+            return running.result(cache)
         except KeyboardInterrupt:
-            made = replace(running.result(cache), finish_reason="interrupted")
-    if made.finish_reason == "length" and job.room < wanted:
-        return replace(made, finish_reason="context")
-    return made
+            return replace(running.result(cache), finish_reason="interrupted")
 
 
 @dataclass(frozen=True)
@@ -362,7 +361,7 @@ def _note_agreement(job: Job, found: Comparison, label: str, cache: Cache) -> No
 def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
     """Runs a few tokens with each cache, so that none of them pays for what happens only once."""
     params = SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0)
-    short = replace(job, input_ids=job.input_ids[:, :_WARM_UP_PROMPT], params=params, pins=())
+    short = replace(job, prompt_ids=job.prompt_ids[:_WARM_UP_PROMPT], params=params, pins=())
     for cache in caches:
         if generate_once(short, cache, lambda _: None).interrupted:
             raise KeyboardInterrupt

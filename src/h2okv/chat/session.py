@@ -238,10 +238,10 @@ class Chat:
             self.cache.pin(message_spans(form.tokenizer, asked.messages, self.pin))
         check_vocabulary(new, self.partner.described.vocab_size)
         room, stop = self._room(seen, len(new)), (*form.stop_strings, *wanted.stop)
-        params, model = replace(wanted, max_tokens=room, stop=stop), self.partner.model
+        params, model = replace(wanted, stop=stop), self.partner.model
         with Interrupt(model.base_model) as interrupt:
             answering = Generating(
-                form.tokenizer, new, params, write, self._end_tokens,
+                form.tokenizer, new, params, room, write, self._end_tokens,
                 should_stop=lambda: interrupt.requested, strips_start=True,
             )  # fmt: skip
             try:
@@ -251,8 +251,6 @@ class Chat:
             finally:
                 interrupt.settle()
                 answer = answering.result(self.cache)
-                if answer.finish_reason == "length" and room != wanted.max_tokens:
-                    answer = replace(answer, finish_reason="context")
                 self._commit(asked, answer, seen)
         return answer
 

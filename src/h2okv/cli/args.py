@@ -118,10 +118,7 @@ def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -
 def memory(option: str, text: str) -> int:
     from h2okv.engine.memory import parse_memory
 
-    try:
-        return parse_memory(text)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--memory", option)) from error
+    return parse_memory(text, option)
 
 
 def dtype(option: str, text: str) -> torch.dtype | None:

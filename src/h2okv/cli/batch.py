@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from h2okv.cli import args
-from h2okv.cli.args import (
-    BUNDLED,
-    JSON,
-    MEMORY_HELP,
-    MODEL_HELP,
-    RAW,
-    ModelOptions,
-    SamplingOptions,
-    Typed,
-    least,
-    option,
-)
+from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, least, option
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -65,7 +54,7 @@ class OffloadOptions:
     batch_size: Typed = option(
         "auto", "Sequences that run together: a number, or auto.", "--batch", read=_batch_size
     )
-    memory: Typed = option(None, MEMORY_HELP, read=args.memory)
+    memory: Typed = option(None, args.MEMORY_HELP, read=args.memory)
     weight_placement: Typed = option(
         "auto",
         "Place of weights: auto, device, cpu, disk, or device=40,disk=60.",
@@ -161,7 +150,7 @@ def _check_for_ray(
 def plan(
     cache: CacheConfig = args.cache_options(prefill_chunk=None),
     model: ModelOptions = args.model_options(
-        name=typer.Argument(BUNDLED, metavar="MODEL", help=MODEL_HELP)
+        name=typer.Argument(args.BUNDLED, metavar="MODEL", help=args.MODEL_HELP)
     ),
     offload: OffloadOptions = _OFFLOAD,
     prompt: int = option(512, "Tokens of a prompt.", read=least),

@@ -18,17 +18,7 @@ import typer
 
 import h2okv
 from h2okv.cli import args
-from h2okv.cli.args import (
-    DEVICE_HELP,
-    DTYPES,
-    JSON,
-    MODEL_HELP,
-    ROWS,
-    Typed,
-    least,
-    numbers,
-    option,
-)
+from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, least, numbers, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 
@@ -83,9 +73,12 @@ def bench(
         "", "8, 4 or 8,4: h2o once more with quantized keys and values.", read=numbers
     ),
     dtypes: Typed = option(
-        "auto", f"Data types: {', '.join(DTYPES)} (bfloat16 on a GPU).", "--dtype", read=_dtypes
+        "auto",
+        f"Data types: {', '.join(args.DTYPES)} (bfloat16 on a GPU).",
+        "--dtype",
+        read=_dtypes,
     ),
-    device: str = option("auto", DEVICE_HELP),
+    device: str = option("auto", args.DEVICE_HELP),
     rounds: int = option(5, "Rounds; in each, every cache is measured once."),
     steps: int = option(8, "Decode steps of one measurement."),
     prefill_chunk: int | None = option(None, "Prefill in blocks of this many tokens."),

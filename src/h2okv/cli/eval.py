@@ -14,17 +14,7 @@ import typer
 
 import h2okv
 from h2okv.cli import args
-from h2okv.cli.args import (
-    JSON,
-    SEED,
-    TEXT,
-    ModelOptions,
-    SamplingOptions,
-    Typed,
-    choice,
-    least,
-    option,
-)
+from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, choice, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -71,7 +61,7 @@ class Trial:
     caches: list[CacheConfig]
     model: ModelOptions = args.model_options()
     csv: Path = CSV
-    seed: int = SEED
+    seed: int = args.SEED
     as_json: bool = JSON
 
     def run(
@@ -273,7 +263,7 @@ def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "The file that --layer-budgets reads."),
     text: Path | None = TEXT,
-    tokens: int = option(1024, "Tokens of the text that are read.", read=least, least=2),
+    tokens: int = option(1024, "Tokens of the text that are read.", read=args.least, least=2),
 ) -> None:
     import torch
 

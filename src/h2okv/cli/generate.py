@@ -26,8 +26,6 @@ from h2okv.console import (
 from h2okv.records import decode_text
 
 if TYPE_CHECKING:
-    import torch
-
     from h2okv.chat.generation import Agreement, Comparison, Generation, Job
     from h2okv.integration.loading import Described
 
@@ -70,10 +68,11 @@ def generate(
         raise ValueError("--pin needs a chat template; leave it out, or give --sink")
     if cache.positions != "original" and compare is None:
         described = replace(described, context=None)  # nothing ends with the context window
-    input_ids = encode_prompt(described, text, system if is_chat else None)
-    cache, note = args.with_least_entries(cache, input_ids.shape[1])
-    pins = message_spans(described.tokenizer, chat_of(text, system), pin)
-    job = Job(model.load(described), described, input_ids, params, is_chat, compile, pins)
+    messages = chat_of(text, system)
+    prompt_ids = described.encode(messages if is_chat else text)
+    cache, note = args.with_least_entries(cache, len(prompt_ids))
+    pins = message_spans(described.tokenizer, messages, pin)
+    job = Job(model.load(described), described, prompt_ids, params, is_chat, compile, pins)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
         write_json(_told(job, cache, found))
@@ -92,28 +91,29 @@ def demo(
     described = model.describe()
     is_chat = described.tokenizer.chat_template is not None
     if is_chat:
-        input_ids = encode_prompt(described, f"{sample_article()}\n{_QUESTION}", "")
+        prompt_ids = described.encode(chat_of(f"{sample_article()}\n{_QUESTION}", ""))
         what = f"an article on a tidal power station, then: {_QUESTION}"
     else:
-        input_ids = _long_prompt(described, max_new_tokens)
-        text = described.tokenizer.decode(input_ids[0], skip_special_tokens=True)
+        prompt_ids = _long_prompt(described, max_new_tokens)
+        text = described.tokenizer.decode(prompt_ids, skip_special_tokens=True)
         what = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
-    write_text(f"{described.name}, {input_ids.shape[1]} tokens of {what}\n\n")
-    job = Job(model.load(described), described, input_ids, params, is_chat)
+    write_text(f"{described.name}, {len(prompt_ids)} tokens of {what}\n\n")
+    job = Job(model.load(described), described, prompt_ids, params, is_chat)
     found = generate_and_compare(job, CacheConfig(), [CacheConfig(policy="recent")], quiet=False)
     report(found)
     return INTERRUPTED if found.interrupted else 0
 
 
-def _long_prompt(described: Described, max_new_tokens: int) -> torch.Tensor:
+def _long_prompt(described: Described, max_new_tokens: int) -> list[int]:
     """Takes as much of the sample text as leaves room for the new tokens."""
+    from h2okv.integration.chat_template import encode
+
     context = described.context or _MOST_PROMPT_TOKENS
     room = min(context, _MOST_PROMPT_TOKENS) - max_new_tokens
     if room < 1:
         which = f"--max-new-tokens {max_new_tokens}"
         raise ValueError(f"{which} leaves a context of {context} no room for a prompt; give fewer")
-    encoded = described.tokenizer(sample_prompt(), return_tensors="pt", verbose=False)
-    return encoded["input_ids"][:, :room]
+    return encode(described.tokenizer, sample_prompt())[:room]
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
@@ -131,26 +131,6 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if not text.strip():
         raise ValueError("the prompt is empty; give some text to go on from")
     return text
-
-
-def encode_prompt(described: Described, prompt: str, system: str | None = None) -> torch.Tensor:
-    """Tokenizes the prompt: as a chat with this system message, or as it is with None."""
-    import torch
-
-    from h2okv.integration.chat_template import encode
-
-    given = prompt if system is None else chat_of(prompt, system)
-    ids = encode(described.tokenizer, given, described.vocab_size)
-    length = len(ids)
-    if not ids:
-        raise ValueError("the prompt has no tokens for this model; give some text to go on from")
-    if described.context is not None and length >= described.context:
-        raise ValueError(
-            f"the prompt has {length} tokens, but the context window of --model {described.name!r}"
-            f" is {described.context}; add --positions rolling, or shorten the prompt to"
-            f" {described.context - 1} or fewer"
-        )
-    return torch.tensor([ids])
 
 
 def chat_of(prompt: str, system: str) -> list[dict[str, str]]:
@@ -238,7 +218,7 @@ def _told(job: Job, cache: CacheConfig, found: Comparison) -> dict[str, Any]:
         "dtype": str(job.model.dtype).removeprefix("torch."),
         "device": str(job.model.device),
         "chat_template": job.is_chat,
-        "prompt_tokens": job.input_ids.shape[1],
+        "prompt_tokens": len(job.prompt_ids),
         **runs[0],
     }
     if found.agreements:

@@ -33,11 +33,11 @@ _UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", 
 _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--memory") -> int:
     """Reads an amount of memory."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"--memory {text!r} is not an amount of memory; give one such as 8GiB")
+        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

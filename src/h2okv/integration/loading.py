@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
+from h2okv.integration.chat_template import encode
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
 
 
@@ -34,6 +35,18 @@ class Described:
     @property
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
+
+    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a text, or of messages, that leave room for an answer; at least one."""
+        ids = encode(self.tokenizer, prompt, self.vocab_size)
+        if not ids:
+            raise ValueError("the prompt has no tokens for this model; give some text")
+        if self.context is not None and len(ids) >= self.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but the model's context is {self.context};"
+                f" shorten it to {self.context - 1} or fewer, or add --positions rolling"
+            )
+        return ids
 
 
 def describe(name: str) -> Described:

@@ -10,11 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from h2okv.console import format_bytes
 from h2okv.engine.detokenizer import Detokenizer
-from h2okv.integration.chat_template import encode
+from h2okv.integration.loading import Described
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
 from h2okv.provenance import digest
 from h2okv.records import Record, ResultFile, check_text, decode_text, naming
@@ -105,9 +103,7 @@ def _parse(data: bytes, place: str) -> Prompt:
 class TextCodec:
     """Encodes prompts and decodes results; of its limits ``None`` is none."""
 
-    tokenizer: PreTrainedTokenizerBase
-    vocabulary: int  # tokens that the model knows
-    context: int | None  # the context window
+    described: Described
     max_prompt: int | None = None  # tokens of the longest prompt that the memory allows
     max_new_tokens: int = 1
     is_raw: bool = False  # whether texts are continued, not answered through the chat template
@@ -115,7 +111,7 @@ class TextCodec:
     @property
     def uses_template(self) -> bool:
         """Whether a text is a user's message for the model's chat template."""
-        return not self.is_raw and bool(self.tokenizer.chat_template)
+        return not self.is_raw and bool(self.described.tokenizer.chat_template)
 
     def encode(self, prompt: Any) -> list[int]:
         """Encodes a text or messages; raises `ValueError` for what cannot be served."""
@@ -125,14 +121,7 @@ class TextCodec:
             prompt = [_checked(own) for own in prompt]
         elif check_text(prompt, "the prompt") and self.uses_template:
             prompt = [{"role": "user", "content": prompt}]
-        tokens = encode(self.tokenizer, prompt, self.vocabulary)
-        if not tokens:
-            raise ValueError("the prompt has no tokens for this model; give some text")
-        if self.context is not None and len(tokens) >= self.context:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, but the model's context is {self.context};"
-                f" shorten it to {self.context - 1} or fewer"
-            )
+        tokens = self.described.encode(prompt)
         if self.max_prompt is not None and len(tokens) > self.max_prompt:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
@@ -142,16 +131,16 @@ class TextCodec:
 
     def sequence(self, prompt: Prompt) -> BatchSequence:
         """Encodes a prompt, with as many new tokens as the context window has room for."""
-        tokens = self.encode(prompt.content)
+        tokens, context = self.encode(prompt.content), self.described.context
         left = self.max_new_tokens
-        if self.context is not None:
-            left = min(left, self.context - len(tokens))
+        if context is not None:
+            left = min(left, context - len(tokens))
         is_limited = left < self.max_new_tokens
         return BatchSequence(prompt.id, tokens, left, prompt.digest, is_limited)
 
     def record(self, sequence: BatchSequence) -> dict[str, Any]:
         """A finished sequence's result; its text has the space that follows the prompt."""
-        text = Detokenizer(self.tokenizer, sequence.prompt)
+        text = Detokenizer(self.described.tokenizer, sequence.prompt)
         return {
             "id": sequence.id,
             "text": text.add(sequence.new_tokens) + text.end(),

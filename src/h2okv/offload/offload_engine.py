@@ -189,8 +189,8 @@ def describe_for(request: OffloadRequest) -> Described:
 
 def make_codec(request: BatchRequest, described: Described) -> TextCodec:
     """The model's tokenizer, with the job's limits."""
-    known = described.tokenizer, described.vocab_size, described.context
-    return TextCodec(*known, max_new_tokens=request.max_new_tokens, is_raw=request.is_raw)
+    most = request.max_new_tokens
+    return TextCodec(described, max_new_tokens=most, is_raw=request.is_raw)
 
 
 def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
