@@ -222,14 +222,6 @@ class Job:
     compiled: bool = False  # an H2O cache's steps go through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
 
-    @property
-    def room(self) -> int:
-        """How many tokens can be generated before the context window is full."""
-        wanted = int(self.params.max_tokens or 0)
-        if self.described.context is None:
-            return wanted
-        return min(wanted, self.described.context - len(self.prompt_ids))
-
 
 def generate_once(
     job: Job,
@@ -243,11 +235,12 @@ def generate_once(
     if isinstance(cache, H2OCache):
         attention = enable(job.model, compile=job.compiled)
         cache.pin(job.pins)
-    tokenizer = job.described.tokenizer
+    tokenizer, ids = job.described.tokenizer, job.prompt_ids
+    room = job.described.room(len(ids), int(job.params.max_tokens or 0))
     ends = end_tokens(job.model, tokenizer if job.is_chat else None)
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
-        running = Generating(tokenizer, job.prompt_ids, job.params, job.room, write, ends)
+        running = Generating(tokenizer, ids, job.params, room, write, ends)
         try:
             running.run(job.model, cache, show_progress, processors)
             return running.result(cache)

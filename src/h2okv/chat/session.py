@@ -274,16 +274,16 @@ class Chat:
     def _room(self, seen: int, new: int) -> int:
         """How many tokens an answer may have."""
         described, wanted = self.partner.described, int(self.partner.params.max_tokens or 0)
-        if self.cache.rule.positions != "original" or described.context is None:
+        if self.cache.rule.positions != "original":
             return wanted
-        room = described.context - seen - new
+        room = described.room(seen + new, wanted)
         if room < 1:
             raise ValueError(
                 f"the chat has {seen} tokens and this turn brings {new} more, but the context of"
                 f" --model {described.name!r} ends at {described.context}; say less, /reset, or"
                 " start with --positions rolling (clamped for learned positions)"
             )
-        return min(wanted, room)
+        return room
 
     def reset(self) -> None:
         """Forgets everything but the system text."""

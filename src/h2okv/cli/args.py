@@ -174,18 +174,17 @@ COMPILE = option(
 class Bundle(NamedTuple):
     """Options in the place of one parameter, which is what `build` makes of their values.
 
-    They are those of its signature, or of another one. An option in `changed` replaces the one of
-    its name; any other default, there or in the signature, is a fixed value, and no option.
+    They are those of its signature. An option in `changed` replaces the one of its name; any other
+    default, there or in the signature, is a fixed value, and no option.
     """
 
     build: Callable[..., Any]
     panel: str = "Options"
     changed: Mapping[str, Any] = {}
-    signature: Callable[..., Any] | None = None
 
     def options(self) -> list[inspect.Parameter]:
         """All of the signature; those that are fixed have a value and no option as default."""
-        source = inspect.signature(self.signature or self.build, eval_str=True)
+        source = inspect.signature(self.build, eval_str=True)
         found = []
         for name, part in source.parameters.items():
             own = copy.copy(self.changed.get(name, part.default))
@@ -285,6 +284,7 @@ def cache_options(budget: str = "20%", **changed: Any) -> Any:
 def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **changed: Any) -> Any:
     """The same for a list of them: each policy with each budget."""
 
+    @functools.wraps(make_cache)
     def build(**values: Any) -> list[CacheConfig]:
         lists = {name: names(name, values.pop(name)) for name in ("budget", "policy", "scoring")}
         for name, found in lists.items():
@@ -308,7 +308,7 @@ def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **change
             scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
         ),
     }
-    return Bundle(build, "Cache", lists | changed, make_cache)
+    return Bundle(build, "Cache", lists | changed)
 
 
 def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:

@@ -36,6 +36,10 @@ class Described:
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
 
+    def room(self, read: int, wanted: int) -> int:
+        """How many of the wanted tokens the context has room for behind those that were read."""
+        return wanted if self.context is None else min(wanted, self.context - read)
+
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a text, or of messages, that leave room for an answer; at least one."""
         ids = encode(self.tokenizer, prompt, self.vocab_size)

@@ -131,10 +131,8 @@ class TextCodec:
 
     def sequence(self, prompt: Prompt) -> BatchSequence:
         """Encodes a prompt, with as many new tokens as the context window has room for."""
-        tokens, context = self.encode(prompt.content), self.described.context
-        left = self.max_new_tokens
-        if context is not None:
-            left = min(left, context - len(tokens))
+        tokens = self.encode(prompt.content)
+        left = self.described.room(len(tokens), self.max_new_tokens)
         is_limited = left < self.max_new_tokens
         return BatchSequence(prompt.id, tokens, left, prompt.digest, is_limited)
 
