@@ -50,7 +50,7 @@ def test_a_cache_takes_what_was_counted(make_llama, options, budget):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, *budget, **options)
     memory = MemoryModel(model.config, cache, model.dtype)
-    slots = memory.slots_for(LENGTH, 10)
+    slots = cache.slots_for(LENGTH, 10)
     ids = torch.randint(3, 90, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), h2okv.enable(model):
         model(ids, past_key_values=cache)
@@ -77,7 +77,7 @@ def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
                 torch.full((BATCH, LENGTH), 7), attention_mask=mask, past_key_values=cache,
                 max_new_tokens=120, min_new_tokens=120,
             )  # fmt: skip
-        counted = BATCH * memory.layer_bytes(memory.slots_for(LENGTH, 120))
+        counted = BATCH * memory.layer_bytes(cache.slots_for(LENGTH, 120))
         for layer in cache.layers:
             held = held_bytes(layer)
             assert 0.4 * counted < held <= counted

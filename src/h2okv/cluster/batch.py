@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,9 +32,7 @@ def _run(
     def told(seconds: float, new_tokens: int) -> None:
         bar.update(len(job.finished), note=f"{new_tokens / max(seconds, 1e-9):,.1f} tokens/s")
 
-    # Ray tells stdout at length of every actor that dies, which is the command's own place; its
-    # log files have that too.
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), cluster() as ray, bar:
+    with cluster() as ray, bar:
         return job.collect(_results(ray, job, request, device, actors), told)
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -30,32 +30,32 @@ def cluster() -> Iterator[ModuleType]:
     """Joins the cluster of the environment variable RAY_ADDRESS, or one that runs on this machine.
 
     Without one a cluster of this machine alone is started, and ended on leaving. A program that has
-    called ``ray.init`` itself keeps its cluster.
+    called ``ray.init`` itself keeps its cluster. Nothing reaches stdout meanwhile, which Ray tells
+    at length of every actor that ends; its log files have that too.
     """
     ray = import_ray()
-    if ray.is_initialized():
-        yield ray
-        return
-    # Keeps a line away that Ray's C++ parts write when they are told to write less.
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        address = os.environ.get("RAY_ADDRESS")
-        where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
-        raise ValueError(
-            f"{where} cannot be joined or started ({_first_line(error)}); check `ray status`"
-        ) from error
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        if ray.is_initialized():
+            yield ray
+            return
+        # Keeps a line away that Ray's C++ parts write when they are told to write less.
+        sys.stderr.flush()
+        kept = os.dup(2)
+        try:
+            os.dup2(nowhere.fileno(), 2)
+            ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            address = os.environ.get("RAY_ADDRESS")
+            where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
+            told = f"{where} cannot be joined or started ({_first_line(error)})"
+            raise ValueError(f"{told}; check `ray status`") from error
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[str, float]]:

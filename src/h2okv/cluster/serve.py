@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,10 +33,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.cluster.ray_cluster import cluster, place_copies, reason
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
-from h2okv.engine import AsyncLLM, EngineConfig
+from h2okv.engine import AsyncLLM
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
 from h2okv.server.app import guarded, make_app
-from h2okv.server.config import ServeRequest
+from h2okv.server.config import ServeRequest, ServerSettings
 from h2okv.server.launch import announce, open_port
 
 APP, REPLICA, FRONT = "h2okv", "model", "front"
@@ -95,22 +95,11 @@ def merge_metrics(numbers: Sequence[ReplicaNumbers], router: Router) -> bytes:
     return generate_latest(registry)
 
 
-@dataclass(frozen=True)
-class Deployed:
-    """What is served, and on what."""
-
-    request: ServeRequest  # the model must be on every machine
-    engine: EngineConfig  # of each replica
-    replicas: int
-    max_num_seqs: int  # requests that a replica runs at once
-    resources: dict[str, float]  # of a replica
-
-
 class Replica:
     """Answers what the front hands on."""
 
-    def __init__(self, request: ServeRequest, engine: EngineConfig) -> None:
-        self._engine = AsyncLLM(request.model, config=engine, **request.loading)
+    def __init__(self, request: ServeRequest) -> None:
+        self._engine = AsyncLLM(request.model, config=request.engine, **request.loading)
         # The front has checked who asks.
         self._app = make_app(self._engine, request.server)
 
@@ -140,13 +129,14 @@ class Replica:
 class Front:
     """Hands a request to the replica that Serve's router chooses: of two, the less busy one."""
 
-    def __init__(self, replicas: DeploymentHandle, deployed: Deployed) -> None:
+    def __init__(
+        self, replicas: DeploymentHandle, settings: ServerSettings, max_num_seqs: int
+    ) -> None:
         self._replicas = replicas
         # The newest of each replica, which itself would answer late, and when it told them.
         self._numbers: dict[str, tuple[float, ReplicaNumbers]] = {}
-        self._max_num_seqs = deployed.replicas * deployed.max_num_seqs
+        self._max_num_seqs = max_num_seqs  # of all replicas together
         self._mean_seconds = 1.0
-        settings = deployed.request.server
         self._router = Router(self._ask, settings.timeout, settings.max_body)
         self._app = guarded(self._route, settings)
 
@@ -213,35 +203,38 @@ class _AppResponse(Response):
         await self._app(scope, receive, send)
 
 
-def application(deployed: Deployed) -> Application:
-    """Puts the application together."""
-    waiting = deployed.engine.max_waiting
+def application(
+    request: ServeRequest, copies: int, resources: dict[str, float], max_num_seqs: int
+) -> Application:
+    """Puts the application together; each copy of the model runs so many requests at once."""
+    settings, waiting = request.server, request.engine.max_waiting
     common: dict[str, Any] = {
         "health_check_period_s": _HEALTH_PERIOD,
-        "graceful_shutdown_timeout_s": deployed.request.server.drain,
+        "graceful_shutdown_timeout_s": settings.drain,
         "graceful_shutdown_wait_loop_s": 0.2,
     }
     replica = serve.deployment(
         name=REPLICA,
-        num_replicas=deployed.replicas,
-        max_ongoing_requests=deployed.max_num_seqs,
+        num_replicas=copies,
+        max_ongoing_requests=max_num_seqs,
         # The queue is the front's: whichever replica has a free slot takes its first request.
         max_queued_requests=max(1, waiting),
-        ray_actor_options=deployed.resources,
+        ray_actor_options=resources,
         **common,
-    )(Replica).bind(deployed.request, deployed.engine)
+    )(Replica).bind(request)
     return serve.deployment(
         name=FRONT,
         num_replicas=1,
-        max_ongoing_requests=deployed.replicas * deployed.max_num_seqs + waiting + _SLACK,
+        max_ongoing_requests=copies * max_num_seqs + waiting + _SLACK,
         ray_actor_options={"num_cpus": 0},
         **common,
-    )(Front).bind(replica, deployed)
+    )(Front).bind(replica, settings, copies * max_num_seqs)
 
 
 def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
     """Serves on a Ray cluster until a signal; by default one replica a GPU or machine."""
     settings, engine = request.server, request.engine_config()
+    request = replace(request, engine=engine)
     # Serve's proxy, a process of its own, opens it again.
     with open_port(settings.host, settings.port) as opened:
         port = opened.getsockname()[1]
@@ -252,17 +245,16 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
         signal.signal(number, signal.SIG_DFL)
 
     with ExitStack() as stack:
-        # Ray tells stdout at length of every actor that ends.
-        silence = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(redirect_stdout(silence))
         joined = stack.enter_context(cluster())
         # After Ray, which takes SIGTERM for itself. A second signal ends the process.
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, told))
         copies, resources = place_copies(joined, device, replicas)
-        deployed = Deployed(request, engine, copies, engine.max_num_seqs or _SEQUENCES, resources)
-        stack.enter_context(_serving(settings.host, port, settings.is_local))
-        description, sequences = _deploy(deployed)
+        make = partial(application, request, copies, resources)
+        _start(settings.host, port, settings.is_local)
+        stack.callback(serve.shutdown)
+        stack.callback(serve.delete, APP)  # before that, when what runs has finished
+        description, sequences = _deploy(make, engine.max_num_seqs or _SEQUENCES)
         with redirect_stdout(stdout):
             announce(
                 settings, port, f"{copies} replicas with {sequences} sequences each. {description}"
@@ -271,9 +263,8 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
     return 0
 
 
-@contextmanager
-def _serving(host: str, port: int, is_local: bool) -> Iterator[None]:
-    """Runs Serve; ends it when what runs has finished."""
+def _start(host: str, port: int, is_local: bool) -> None:
+    """Starts Serve, unless it runs already."""
     # Its progress stays away from the command's own remarks; its log files have it.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     if serve.status().proxies:
@@ -286,23 +277,17 @@ def _serving(host: str, port: int, is_local: bool) -> Iterator[None]:
         http_options={"host": host, "port": port},
         logging_config=_LOGGING,
     )
-    try:
-        yield
-    finally:
-        serve.delete(APP)
-        serve.shutdown()
 
 
-def _deploy(deployed: Deployed) -> tuple[str, int]:
-    """Loads the models, and begins to take requests."""
+def _deploy(make: Callable[[int], Application], expected: int) -> tuple[str, int]:
+    """Loads the models, and begins to take requests; tells how many each runs at once."""
     try:
-        serve.run(application(deployed), name=APP, logging_config=_LOGGING)
+        serve.run(make(expected), name=APP, logging_config=_LOGGING)
         handle = serve.get_deployment_handle(REPLICA, APP)
         told: Any = handle.broadcast("describe").results(timeout_s=60)
         description, sequences = min(told, key=lambda one: one[1])
-        if sequences != deployed.max_num_seqs:
-            fitted = replace(deployed, max_num_seqs=sequences)
-            serve.run(application(fitted), name=APP, logging_config=_LOGGING)
+        if sequences != expected:
+            serve.run(make(sequences), name=APP, logging_config=_LOGGING)
     except RuntimeError as error:
         raise ValueError(f"the model cannot be served ({_why(error)})") from error
     return description, sequences

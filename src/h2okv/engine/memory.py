@@ -172,10 +172,6 @@ class MemoryModel:
         # Of a slot's key and value, in one layer and for all KV heads.
         self.entry_bytes = self.num_kv_heads * self.slots.entry
 
-    def slots_for(self, prompt: int, new: int) -> int:
-        """Slots that a sequence needs in each layer."""
-        return self.cache.slots_for(prompt, new)
-
     def layer_bytes(self, slots: float) -> int:
         """Bytes of one sequence in one layer of slots; budgets of a batch may differ."""
         return int(self.slots.total(slots) + self.num_kv_heads * slots)

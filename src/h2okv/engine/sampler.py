@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,13 @@ _NOTHING_LEFT = (
     "no token can be chosen: temperature, penalties and biases leave no weight that is a number "
     "above 0; choose others."
 )
-_DRAWING = ("temperature", "top_p", "top_k", "min_p")
-"""The parameters that transformers' warpers have, of which none looks at the text."""
-_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_WARPERS: Mapping[str, Any] = {
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+"""The processors that do not look at the text, by parameter, in the order of ``generate``."""
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -47,7 +51,7 @@ def model_sampling(config: GenerationConfig | None) -> dict[str, float]:
     """How a model's authors want it to be sampled, by fields of `SamplingParams`."""
     if config is None:
         return {}
-    names = ("repetition_penalty", *_DRAWING) if config.do_sample else ("repetition_penalty",)
+    names = ("repetition_penalty", *_WARPERS) if config.do_sample else ("repetition_penalty",)
     standard = {"temperature": 1.0} if config.do_sample else {}
     found = {name: getattr(config, name, None) for name in names}
     return standard | {name: value for name, value in found.items() if value is not None}
@@ -57,7 +61,7 @@ def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
     """Makes the arguments with which transformers' ``generate`` samples as asked for."""
     options: dict[str, Any] = {"do_sample": not params.is_greedy}
     if not params.is_greedy:  # else transformers warns that they have no effect
-        options |= {name: getattr(params, name) for name in _DRAWING}
+        options |= {name: getattr(params, name) for name in _WARPERS}
         options["min_p"] = params.min_p or None
     if params.repetition_penalty != 1:
         options["repetition_penalty"] = params.repetition_penalty
@@ -65,17 +69,11 @@ def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
 
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    """The processors that do not look at the text, in the order of ``generate``."""
-    warpers = LogitsProcessorList()
-    if not params.is_greedy:
-        warpers.append(TemperatureLogitsWarper(params.temperature))
-        if params.top_k:
-            warpers.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1:
-            warpers.append(TopPLogitsWarper(params.top_p))
-        if params.min_p:
-            warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers
+    """Those of them that change something."""
+    neutral = SamplingParams()
+    changed = [name for name in _WARPERS if getattr(params, name) != getattr(neutral, name)]
+    made = [] if params.is_greedy else [_WARPERS[name](getattr(params, name)) for name in changed]
+    return LogitsProcessorList(made)
 
 
 def _text_processors(
@@ -90,7 +88,8 @@ def _text_processors(
     config._eos_token_tensor = torch.tensor(ends) if ends else None
     untyped: Any = model
     found = untyped._get_logits_processor(config, prompt_length, device="cpu", model_kwargs={})
-    processors = LogitsProcessorList(one for one in found if not isinstance(one, _WARPERS))
+    warpers = tuple(_WARPERS.values())
+    processors = LogitsProcessorList(one for one in found if not isinstance(one, warpers))
     if params.presence_penalty or params.frequency_penalty or params.logit_bias:
         processors.insert(0, NewTextPenalty(params, prompt_length))
     return processors
@@ -122,7 +121,7 @@ class Sampler:
         self.params = params
         self.warpers = _warpers(params)
         # Samplers with equal ones can share a call of the warpers.
-        self.warping = tuple(getattr(params, name) for name in _DRAWING)
+        self.warping = tuple(getattr(params, name) for name in _WARPERS)
         self._text_processors = _text_processors(model, params, len(prompt))
         self.sees_text = bool(self._text_processors)
         self._prompt = prompt

@@ -225,7 +225,7 @@ class Limits:
         memory, prompt, new = self.memory, len(sequence.prompt), sequence.max_new_tokens
         if memory is None:
             return 0
-        return memory.sequence_bytes(memory.slots_for(prompt, new), prompt + new, self.away)
+        return memory.sequence_bytes(memory.cache.slots_for(prompt, new), prompt + new, self.away)
 
 
 @dataclass

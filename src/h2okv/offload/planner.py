@@ -272,7 +272,7 @@ class Planner:
         )
 
     def _slots(self, prompt: int) -> int:
-        return self.memory.slots_for(prompt, self.workload.max_new_tokens)
+        return self.memory.cache.slots_for(prompt, self.workload.max_new_tokens)
 
     def _estimate(
         self,

@@ -187,7 +187,7 @@ class TextRoute:
                     # Outputs are counted through all prompts.
                     delta = dataclasses.replace(delta, index=number * own.n + delta.index)
                     metrics.take(delta)
-                    builder.take(delta)
+                    delta = builder.take(delta)
                     # The events of one delta together.
                     if body.stream and (chunks := [*pending, *builder.chunks(delta)]):
                         pending.clear()

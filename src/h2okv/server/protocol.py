@@ -409,24 +409,24 @@ def _parse(raw: bytes, model: type[Body]) -> Body:
         raise _explained(first, model) from error
 
 
-_TOLD = {
-    "json_invalid": ("invalid_json", "the body is not JSON in UTF-8 ({error}); send one object."),
-    "extra_forbidden": ("unknown_field", "{field} is not known; {hint}."),
-    "missing": ("missing_field", "{field} is missing; give it."),
-    "too_short": ("invalid_value", "{field} is empty; give at least one."),
-    "too_long": (
-        "invalid_value",
-        "{field} has {actual_length} entries; give {max_length} at most.",
-    ),
-    "value_error": ("invalid_value", "{field}={value}: {error}"),
-    "string_pattern_mismatch": (
-        "invalid_value",
-        "{field} has the key {value}, which is not a token; give its number.",
-    ),
-    "model_type": ("invalid_value", "{field} is not a JSON object, but {value}; send one."),
+_CODES = {
+    "json_invalid": "invalid_json",
+    "extra_forbidden": "unknown_field",
+    "missing": "missing_field",
 }
-"""The code of an error of pydantic's, and what is told of it."""
-_OTHERS = ("invalid_value", "{field}={value} does not fit; give {should}.")
+"""Of errors of pydantic's; all others are of a value."""
+_TOLD = {
+    "json_invalid": "the body is not JSON in UTF-8 ({error}); send one object.",
+    "extra_forbidden": "{field} is not known; {hint}.",
+    "missing": "{field} is missing; give it.",
+    "too_short": "{field} is empty; give at least one.",
+    "too_long": "{field} has {actual_length} entries; give {max_length} at most.",
+    "value_error": "{field}={value}: {error}",
+    "string_pattern_mismatch": (
+        "{field} has the key {value}, which is not a token; give its number."
+    ),
+    "model_type": "{field} is not a JSON object, but {value}; send one.",
+}
 
 
 def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
@@ -436,12 +436,11 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
         place = place[:-2]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
     near = difflib.get_close_matches(field, model.model_fields, n=1) if len(place) == 1 else []
-    code, message = _TOLD.get(problem["type"], _OTHERS)
-    told = message.format(
+    told = _TOLD.get(problem["type"], "{field}={value} does not fit; give {should}.").format(
         **problem.get("ctx", {}),
         field=field or "the body",
         value=short_repr(problem["input"]),
         hint=f"did you mean {near[0]}" if near else "leave it out",
         should=problem["msg"].removeprefix("Input should be ").rstrip("."),
     )
-    return invalid(told, field or None, code)
+    return invalid(told, field or None, _CODES.get(problem["type"], "invalid_value"))

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from h2okv.engine.outputs import Completion, KeptTokens, OutputDelta, PromptRead, TokenLogprob
@@ -45,10 +46,15 @@ class ResponseBuilder(ABC):
             "system_fingerprint": _FINGERPRINT,
         }
 
-    def take(self, delta: OutputDelta) -> None:
+    def take(self, delta: OutputDelta) -> OutputDelta:
+        """Adds a delta to its output; returns it with the text that is told."""
+        output = self.outputs[delta.index]
+        if self._strips_start and not output.text:
+            delta = replace(delta, text=delta.text.lstrip())
         if delta.prompt is not None:
             self._read[delta.index // self.num_outputs] = delta.prompt
-        self.outputs[delta.index].add(delta)
+        output.add(delta)
+        return delta
 
     def whole(self) -> dict[str, Any]:
         """The answer to a finished request."""
@@ -75,15 +81,6 @@ class ResponseBuilder(ABC):
         """An output as a choice of the whole answer."""
         kept = self._kept(output.index, output.kept)
         return {"index": output.index, "finish_reason": finish_reason, **kept}
-
-    def _text(self, output: Completion) -> str:
-        return output.text.lstrip() if self._strips_start else output.text
-
-    def _new_text(self, delta: OutputDelta) -> str:
-        """What a delta that was taken already adds to the text."""
-        before = self.outputs[delta.index].text.removesuffix(delta.text)
-        is_start = self._strips_start and not before.strip()
-        return delta.text.lstrip() if is_start else delta.text
 
     def _chunk(self, index: int, finish_reason: str | None, **choice: Any) -> dict[str, Any]:
         choice |= {"index": index, "finish_reason": finish_reason}
@@ -124,7 +121,7 @@ class ChatResponseBuilder(ResponseBuilder):
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self._text(output)}
+        message = {"role": "assistant", "content": output.text}
         told = {"message": message, "logprobs": self._logprobs(output.logprobs)}
         return super()._choice(output, finish_reason) | told
 
@@ -135,8 +132,7 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text = self._new_text(delta)
-        kept = self._kept(delta.index, delta.kept)
+        text, kept = delta.text, self._kept(delta.index, delta.kept)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         if text or kept or logprobs:
             yield self._chunk(delta.index, None, delta={"content": text}, logprobs=logprobs, **kept)
@@ -280,12 +276,12 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._part_event("response.content_part.added", part=self._part(""))
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text, kept = self._new_text(delta), self._kept(0, delta.kept)
+        text, kept = delta.text, self._kept(0, delta.kept)
         if text or kept:
             yield self._part_event("response.output_text.delta", delta=text, logprobs=[], **kept)
 
     def closing(self) -> Iterable[dict[str, Any]]:
-        text = self._text(self.outputs[0])
+        text = self.outputs[0].text
         yield self._part_event("response.output_text.done", text=text, logprobs=[])
         yield self._part_event("response.content_part.done", part=self._part(text))
         item = self._choice(self.outputs[0], self._status)
@@ -293,7 +289,7 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event(f"response.{self._status}", response=self.whole())
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        message = self._message(finish_reason, [self._part(self._text(output))])
+        message = self._message(finish_reason, [self._part(output.text)])
         return message | (self._kept(0, output.kept) if not self.body.stream else {})
 
     def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
