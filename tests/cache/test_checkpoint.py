@@ -193,8 +193,9 @@ def test_a_file_without_a_cache_is_refused(model, tmp_path):
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="holds tensors but no H2OCache"):
         h2okv.H2OCache.load(path, model)
-    with pytest.raises(ValueError, match="does not exist"):
-        h2okv.H2OCache.load(tmp_path / "none", model)
+    for name in ("none", "long" * 100):
+        with pytest.raises(ValueError, match="does not exist"):
+            h2okv.H2OCache.load(tmp_path / name, model)
     with pytest.raises(ValueError, match="damaged"):
         h2okv.H2OCache.load(tmp_path, model)
 
@@ -328,6 +329,19 @@ def test_numbers_that_cannot_be_are_refused(rolling_file, name, damage):
 def test_tensors_that_do_not_fit_are_refused(rolling_file, change):
     with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
         load_with(rolling_file, change(rolling_file[2]))
+
+
+@pytest.mark.parametrize("options", [{"policy": "full"}, {"simulate": True}])
+def test_a_slot_mask_where_no_slots_are_closed_is_refused(model, tmp_path, options):
+    _, path = saved(model, tmp_path, **options)
+    with safe_open(path, framework="pt") as file:
+        head = json.loads(file.metadata()["h2okv"])
+    tensors = load_file(path)
+    tensors["0.slot_mask"] = torch.zeros_like(tensors["0.positions"], dtype=torch.bool)
+    head["layers"][0]["tensors"].append("slot_mask")
+    save_file(tensors, path, metadata={"h2okv": json.dumps(head)})
+    with pytest.raises(ValueError, match="has slot_mask, or has none, against its options"):
+        h2okv.H2OCache.load(path, model)
 
 
 def places(value, path=()):

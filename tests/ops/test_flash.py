@@ -59,6 +59,17 @@ def test_this_release_of_pytorch_has_it():
     assert flash._varlen() is not None
 
 
+def other_signature(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    raise AssertionError("whose arguments are others")
+
+
+def test_flash_of_another_signature_is_left_out(monkeypatch):
+    monkeypatch.setattr(flash, "_varlen", lambda: (other_signature, "lse"))
+    monkeypatch.setattr(flash, "applies", lambda *_: True)
+    case = torch.device("cpu"), torch.float32, 16, 16, 2
+    assert dispatch._flash_agrees.__wrapped__(case) is False
+
+
 @pytest.mark.parametrize("fault", [0.0, 0.5])
 def test_flash_is_tried_on_a_block_before_it_is_used(monkeypatch, fault):
     def attend(*args, **options):

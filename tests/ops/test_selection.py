@@ -1,5 +1,6 @@
 """The choice of entries against a slow sort in plain Python, with many ties."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,11 +118,15 @@ def test_equal_priorities_lose_the_oldest_wherever_it_lies():
     assert chosen.item() == 1
 
 
-def test_whole_entries_are_copied_whatever_their_strides():
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        entries = torch.randn(2, 63, 3, 40).abs().mul(9).to(dtype).transpose(1, 2)
-        indices = torch.rand(2, 3, 63).argsort(dim=-1)[..., :35]
-        made = compact(entries, indices, 41)
-        expected = entries.gather(2, indices.unsqueeze(-1).expand(-1, -1, -1, 40))
-        assert made.is_contiguous() and torch.equal(made[:, :, :35], expected)
-        assert not made[:, :, 35:].any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("size", [1, 40, 96, 128])
+def test_whole_entries_are_copied_whatever_their_strides(dtype, size):
+    entries = torch.randn(2, 63, 3, size).abs().mul(9).to(dtype).transpose(1, 2)
+    indices = 1 + torch.rand(2, 3, 62).argsort(dim=-1)[..., :35]
+    expected = entries.gather(2, indices.unsqueeze(-1).expand(-1, -1, -1, size))
+    if dtype.is_floating_point:
+        entries[:, :, 0] = torch.nan  # what was not chosen must not come into empty slots
+    for num_slots in (41, 35):
+        made = compact(entries, indices, num_slots)
+        assert made.is_contiguous() and made.shape == (2, 3, num_slots, size)
+        assert torch.equal(made[:, :, :35], expected) and not made[:, :, 35:].any()

@@ -170,6 +170,10 @@ def _whole(path: str | Path) -> Iterator[None]:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"'{path}' does not exist; give a file that a cache was saved to."
+        ) from error
     except Exception as error:  # whatever a library makes of values that nobody gave it
         raise ValueError(
             f"'{path}' is no whole saved cache, or damaged; save it again or give another file "
@@ -271,8 +275,6 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:
     """An entry of the header, which is an object of JSON."""
-    if not Path(path).exists():
-        raise ValueError(f"'{path}' does not exist; give a file that a cache was saved to.")
     with _whole(path), safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
     if _KEY not in metadata:

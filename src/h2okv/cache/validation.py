@@ -374,7 +374,7 @@ def check_integrity(layer: CacheLayer) -> None:
 
 def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
     """Refuses numbers from a file with which a step would read or write what is not there."""
-    name = f"layer {layer.layer_idx}"
+    name, mask = f"layer {layer.layer_idx}", state.slot_mask
     if seen.shape != () or seen.dtype != torch.int64:
         raise ValueError(f"{name} does not tell how many tokens it has seen")
     if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
@@ -384,6 +384,7 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
         ("num_static", state.num_static, layer.has_static_mask),
         # A layer may have no rotary positions though the model has.
         ("ranks", state.ranks, state.ranks is not None and layer.rule.rolls and layer.drops),
+        ("slot_mask", mask, mask is not None and layer.drops and layer.policy.is_bounded),
     ):
         if is_wanted != (tensor is not None):
             raise ValueError(f"{name} has {part}, or has none, against its options")

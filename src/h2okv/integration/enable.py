@@ -209,15 +209,25 @@ def read_blocks(
     all_logits: bool = False,
     attention_mask: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads tokens ``[B, T]`` without padding onto a cache in blocks, with the memory of one block.
+    """Reads tokens onto a cache in blocks, with the memory of one block.
 
     The cache goes on from where it stands. A budget in fractions is of the whole ``input_ids`` if
-    the cache is empty. A block is ``chunk`` tokens, by default ``cache.prefill_chunk``, else all.
-    A mask of ones ``[B, tokens seen + T]`` says that tokens like the padding token's are text.
+    the cache is empty.
+
+    Args:
+        model: a loaded model, with H2O attention or without.
+        input_ids: int ``[B, T]``, without padding.
+        cache: mutated.
+        chunk: tokens of a forward; by default ``cache.prefill_chunk``, else all at once.
+        all_logits: whether to give the logits of every token, not only of a block's last one.
+        attention_mask: ones ``[B, tokens seen + T]``, which say that tokens like the padding
+            token's are text; ``None`` to let the model guess.
 
     Yields:
-        ``(read, logits)``: how many tokens have been read, and their logits ``[B, c, V]``, or those
-        of the block's last one.
+        ``(read, logits)``: how many tokens have been read, and ``[B, c or 1, V]``.
+
+    Raises:
+        ValueError: if there is nothing to read, or the chunk is below 1.
     """
     length = input_ids.shape[1]
     if length == 0:

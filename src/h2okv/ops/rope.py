@@ -47,7 +47,11 @@ def rotate_rows(
         states: ``[rows, S, D]``, pairs next to each other.
         factors: fp32 ``[n, R / 2, 2]``, the rotation to each rank.
         ranks: int ``[rows, S]``.
-        step: rows at a time. Yielded are which, and fp32 ``[step, S, D]``, in the same memory.
+        step: rows at a time.
+
+    Yields:
+        Which rows, and fp32 ``[step, S, D]``, in the memory of those before if all of a head is
+        rotated.
     """
     num_slots, width = ranks.shape[1], 2 * factors.shape[-2]
     gathered = factors.new_empty(step * num_slots, *factors.shape[1:])

@@ -63,7 +63,11 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
-    """Makes a policy from its name; a policy object is returned as it is.
+    """Makes a policy from its name.
+
+    Args:
+        policy: a name of ``policy_names()``, or a policy object, which is returned as it is.
+        seed: for policies that draw at random.
 
     Raises:
         ValueError: if the name is unknown, the seed is no int that a hash takes, or nothing would
