@@ -6,6 +6,7 @@ from h2okv.analysis import attention_stats as observing
 from h2okv.analysis.attention_stats import (
     check_layer,
     full_attention_layers,
+    of_layers,
     read_observed,
 )
 
@@ -41,6 +42,14 @@ def test_blocks_stay_small_when_the_text_is_long(model, monkeypatch):
     read_observed(model, ids, measure)
     assert max(sizes) <= 4 * 400 * 3
     assert len(sizes) >= 2 * 400 // 3
+
+
+def test_looking_at_attention_makes_no_logits_of_the_whole_text(model, sample):
+    sizes = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, made: sizes.append(made.shape[1]))
+    of_layers(model, sample.input_ids, lambda layer: 0)
+    hook.remove()
+    assert sizes == [1]
 
 
 def test_watching_changes_nothing(model, sample):

@@ -95,6 +95,7 @@ def test_a_mistake_is_named_with_its_place(tmp_path, content, message):
         ({"needle": None, "dephts": [0]}, "did you mean depths"),
         ({"needle": None, "tries": "many"}, r"tasks\[0\]: tries: Input should be a valid integer"),
         ({"needle": None, "compression": "both"}, "query-aware"),
+        ({"perplexity": None, "name": ["a", "b"]}, "name: Input should be a valid string"),
         ({"summarize": "none.jsonl"}, "needs 'none.jsonl', and .* does not exist"),
         ({"harness": "coppa"}, "did you mean copa"),
     ],

@@ -134,7 +134,9 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 
 
 @torch.inference_mode()
-def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Handler) -> Any:
+def read_observed(
+    model: PreTrainedModel, input_ids: torch.Tensor, handler: Handler, **options: Any
+) -> Any:
     """Lets a model read ``[1, T]`` tokens; every full-attention layer is shown to a handler."""
     check_model(model)
     reached = []
@@ -147,7 +149,7 @@ def read_observed(model: PreTrainedModel, input_ids: torch.Tensor, handler: Hand
     model.set_attn_implementation(ATTENTION_NAME)
     token = _handlers.set(dict.fromkeys(full_attention_layers(model.config), note))
     try:
-        output = model(input_ids=input_ids.to(model.device), use_cache=False)
+        output = model(input_ids=input_ids.to(model.device), use_cache=False, **options)
     finally:
         _handlers.reset(token)
         model.set_attn_implementation(before)
@@ -181,7 +183,8 @@ def of_layers(
         found[layer.layer_idx] = look(layer)
         tick((layer.layer_idx + 1) / total)
 
-    read_observed(model, input_ids, handler)
+    # Logits of a long text take more memory than all else, and nobody looks at them.
+    read_observed(model, input_ids, handler, logits_to_keep=1)
     return np.stack([found[layer_idx] for layer_idx in sorted(found)])
 
 

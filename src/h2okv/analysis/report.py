@@ -63,6 +63,7 @@ SECTIONS = tuple(
 
 def write_report(folder: Path) -> list[str]:
     """Draws what there are tables for, and writes the figures and the page; what is missing."""
+    settings = {name: escape(str(value)) for name, value in read_settings(folder).items()}
     tables = {
         path.stem: read_csv(path, text=TEXT_COLUMNS)
         for path in (folder / f"{name}.csv" for section in SECTIONS for name in section.tables)
@@ -95,7 +96,6 @@ def write_report(folder: Path) -> list[str]:
         )
     gaps = f'<p class="missing">Not measured: {escape(", ".join(missing.values()))}.</p>'
     first = [name for name in _FIRST if name in pictures][:3]
-    settings = {name: escape(str(value)) for name, value in read_settings(folder).items()}
     page = Template((_HERE / "report.html").read_text("utf-8")).substitute(
         settings,
         first="".join(f'<a href="#{name}">{pictures[name]}</a>' for name in first),

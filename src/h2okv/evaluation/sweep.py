@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -75,10 +76,9 @@ class Surroundings:
         own = options.get(limit, getattr(task, limit))
         if self.limit is not None and (own is None or isinstance(own, int)):
             options[limit] = self.limit if own is None else min(self.limit, own)
-        each = next((name for name in _SEVERAL if name in names), "name")
-        asked = options.get(each, _SEVERAL.get(each))
-        for value in asked if isinstance(asked, list) else [asked]:
-            yield _checked(task, {**options, each: value}, where)
+        several = {name: options.get(name, own) for name, own in _SEVERAL.items() if name in names}
+        for values in product(*(v if isinstance(v, list) else [v] for v in several.values())):
+            yield _checked(task, options | dict(zip(several, values, strict=True)), where)
 
     def _source(self, kind: str, file: Any, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
         """What a task is made from: its name, and the data or where they are."""

@@ -1,11 +1,23 @@
 import base64
 import gzip
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from h2okv.analysis.eviction_trace import follow
-from h2okv.analysis.viewer.reading import LOWEST_SCORE, pack_trace, quantise
+import h2okv
+from h2okv.analysis.eviction_trace import follow, held_after
+from h2okv.analysis.viewer.reading import (
+    LOWEST_SCORE,
+    Reader,
+    Reading,
+    pack_trace,
+    quantise,
+    tokens_a_step,
+)
+from h2okv.cli.args import parse_cache
 from h2okv.config import TokenBudget
 
 
@@ -37,3 +49,35 @@ def test_a_trace_comes_back_from_its_packing(model, sample):
     assert at[packed["first"] - 1] == trace.held_bytes[packed["first"] - 1]
     assert packed["losses"][-1] == pytest.approx(float(trace.losses[-1]), abs=1e-3)
     assert packed["losses"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens"),
+    [(8, 1), (256, 1), (257, 2), (1024, 4), (2048, 16), (4096, 64), (8192, 256), (65_000, 256)],
+)
+def test_long_texts_take_few_steps_and_never_many_tokens_at_once(length, tokens):
+    assert tokens_a_step(length) == tokens
+
+
+def test_what_is_shown_of_a_long_text_is_what_the_cache_held(model, kept_sets):
+    ids = torch.randint(2, 97, (1, 1100), generator=torch.Generator().manual_seed(0))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "a" * len(ids))
+    reading = Reading(Reader(model, tokenizer, "tiny", None, 2000, parse_cache), ids, 1100)
+    kept = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: kept.append(given["logits_to_keep"]), with_kwargs=True
+    )
+    trace = reading.trace("h2o", "20%")
+    hook.remove()
+    ends = [*range(64, 1100, 5), 1100]
+    assert trace["block"] == 5 and kept == [1, *[5] * (len(ends) - 2), 1]
+    gone = unpack(trace["gone"], "<u2").reshape(2, 2, -1)
+    cache = h2okv.H2OCache(model.config, 110, 110)
+    with h2okv.enable(model), torch.inference_mode():
+        for begin, end in pairwise([0, *ends]):
+            model(ids[:, begin:end], past_key_values=cache)
+            held = held_after(gone, end - 1)
+            for layer, rows in enumerate(kept_sets(cache)):
+                assert [set(np.flatnonzero(own)) for own in held[layer]] == rows[0]
+            known = [size for step, size in trace["bytes"] if step < end]
+            assert known[-1] == cache.nbytes

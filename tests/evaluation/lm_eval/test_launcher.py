@@ -4,6 +4,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval import launcher
 from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE, TASKS, HarnessTask, quietly
 
 
@@ -67,3 +68,17 @@ def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
     task = HarnessTask("copa", tmp_path, tmp_path)
     with pytest.raises(ValueError, match="'copa_balanced_dev.xml' is not in"):
         task.prepare(subject, [CacheConfig("full")])
+
+
+@pytest.mark.parametrize(("tasks", "alone"), [("h2okv_copa,h2okv_rte", True), ("h2okv_x,x", False)])
+def test_the_harness_s_tasks_are_not_listed_for_ours_alone(tasks, alone, monkeypatch):
+    asked = []
+
+    def known(own_only):
+        asked.append(own_only)
+        raise ValueError("looked up")
+
+    monkeypatch.setattr(launcher, "_tasks_known", known)
+    with pytest.raises(ValueError, match="looked up"):
+        launcher.run_harness(["validate", "--tasks", tasks])
+    assert asked == [alone]

@@ -75,8 +75,16 @@ def _blob(array: np.ndarray) -> str:
 LEAST_TOKENS = 8
 MOST_TOKENS = 65_000  # positions travel as 16 bits
 _READ_AT_ONCE = 64
-_MOST_STEPS, _LONG = 256, 1024
 _KEPT_READINGS, _KEPT_TRACES = 4, 24
+
+
+def tokens_a_step(length: int) -> int:
+    """Tokens between two evictions: texts of 256 to 1,024 take 256 steps, longer ones fewer.
+
+    A step takes much the same time with one token as with many, and longer the more are held; more
+    than 256 tokens at once would take too much memory.
+    """
+    return math.ceil(min(256, length / 256 * max(1, length / 1024)))
 
 
 def check_new_tokens(new_tokens: int, most: int) -> None:
@@ -146,9 +154,7 @@ class Reading:
         """Follows a policy through the text; see `pack_trace`."""
         config = self.reader.make_cache(policy, budget)
         tokens = config.budget.resolve(self.length)
-        # Long texts are read in blocks, and so evicted from after every few tokens: a step takes
-        # much the same time with one token as with many, and longer the more are held.
-        block = math.ceil(self.length / _MOST_STEPS * max(1, self.length / _LONG))
+        block = tokens_a_step(self.length)
         trace = follow(
             self.reader.model,
             self.input_ids,

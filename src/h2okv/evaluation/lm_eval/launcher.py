@@ -123,6 +123,7 @@ def _evaluate(asked: Namespace) -> None:
 
     setup_logging()
     tasks = getattr(asked, "tasks", None) or ()
+    tasks = tasks.split(",") if isinstance(tasks, str) else tasks  # as `validate` has them
     # Where all tasks are this package's, the harness's need not be listed.
     own_only = bool(tasks) and all(name.startswith(_PREFIX) for name in tasks)
     try:

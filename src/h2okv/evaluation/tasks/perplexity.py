@@ -85,7 +85,7 @@ class Perplexity(Task):
         total, tokens = 0.0, 0
         for result in results.values():
             ends = result["positions"]
-            for nll, start, end in zip(result["nlls"], [0, *ends], ends, strict=False):
+            for nll, start, end in zip(result["nlls"], [0, *ends[:-1]], ends, strict=True):
                 total += nll * (end - start)
             tokens += ends[-1]
         return {"perplexity": Score(_perplexity(total / tokens))}
