@@ -72,10 +72,6 @@ class Metrics(Collector):
             meaning, value = one.metadata["meaning"], getattr(stats, one.name)
             yield kind(f"{_PREFIX}{one.name}", meaning, value=value)
 
-    def describe(self) -> Iterable[Metric]:
-        """Names nothing in advance, so that registering asks the engine nothing."""
-        return []
-
     def add_tokens(self, count: int) -> None:
         """Notes tokens that were made just now."""
         self._tokens[int(time.monotonic())] += count

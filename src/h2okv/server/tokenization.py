@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text
+from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text, encode
 from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
@@ -60,8 +60,7 @@ class PromptReader:
         else:
             return self._read_tokens(tuple(prompt))
         self._check_length(len(text), self._max_characters, "characters", field)
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        token_ids = tuple(encoded["input_ids"])
+        token_ids = tuple(encode(self.tokenizer, text, special=special))
         self._check_length(len(token_ids), self.max_tokens, "tokens", field)
         return Prompt(token_ids, text, True, stops)
 
