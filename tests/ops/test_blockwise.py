@@ -142,6 +142,20 @@ def test_windows(monkeypatch, window, past, softcap):
     compare(*inputs, Visibility(past=past, window=window), softcap, window=window)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_is_kept_of_a_block_serves_every_mode(window):
+    case, visibility = draw(1, 2, 2, 40, 5, 16), Visibility(5, window=window)
+    blockwise._kept_unseen.cache_clear()
+    with torch.inference_mode():
+        expected = blockwise_attention_with_scores(*case, visibility, 0.25)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            made = blockwise_attention_with_scores(*case, visibility, 0.25)
+        assert all(torch.equal(own, other) for own, other in zip(made, expected, strict=True))
+    assert blockwise._kept_unseen.cache_info().hits
+    compare(*case, visibility, window=window)
+
+
 def test_padding_known_from_the_keys_only():
     # What a layer without an H2O cache asks for: padded queries give zeros or are ignored.
     real = torch.arange(30) >= torch.tensor([[0], [11]])

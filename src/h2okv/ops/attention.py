@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,18 +202,31 @@ def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | Non
     Mutates logits ``[h, G, rows, width]`` of the keys in ``columns``; the queries' own keys are
     those from ``first`` up to ``last``.
     """
-    own = torch.arange(first, last, device=tile.device).unsqueeze(1)
-
-    def hide(start: int, stop: int, hidden: Callable[[Tensor], Tensor]) -> None:
+    spans: list[tuple[int, int, int | None]] = [(max(columns.start, first + 1), columns.stop, None)]
+    if window is not None:
+        spans.append((columns.start, min(columns.stop, last - window), window))
+    # No memory of a recorded or compiled graph may be kept for others.
+    is_eager = tile.device.type == "cpu" and not torch.compiler.is_compiling()
+    unseen = _kept_unseen if is_eager else _unseen
+    for start, stop, reach in spans:
         # Most columns are seen by all rows; only the others are touched.
         if start < stop:
-            unseen = hidden(torch.arange(start, stop, device=tile.device))
-            added = torch.zeros(unseen.shape, device=tile.device).masked_fill_(unseen, -torch.inf)
+            added = unseen(last - first, start - first, stop - first, reach, tile.device)
             tile[..., start - columns.start : stop - columns.start] += added
 
-    hide(max(columns.start, first + 1), columns.stop, lambda keys: keys > own)
-    if window is not None:
-        hide(columns.start, min(columns.stop, last - window), lambda keys: keys <= own - window)
+
+def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.device) -> Tensor:
+    """-inf for keys after each query, or behind its window; keys are counted from the first query.
+
+    Fp32 ``[rows, stop - start]``, which are at most `_TILE_ROWS` each.
+    """
+    own = torch.arange(rows, device=device).unsqueeze(1)
+    keys = torch.arange(start, stop, device=device)
+    hidden = keys > own if window is None else keys <= own - window
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+
+
+_kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
 # Numbers of a tile of expected attention: on a CPU 2 MiB in fp32, which its cache holds.
