@@ -43,22 +43,19 @@ class BatchSequence:
     sampler: Sampler | None = None  # made for the first token
 
 
+@dataclass(eq=False)
 class MicroBatch:
     """Sequences of one forward: left-padded prompts first, then one token at a time."""
 
-    def __init__(
-        self,
-        sequences: list[BatchSequence],
-        cache: H2OCache,
-        device: torch.device,
-        sequence_bytes: int = 0,
-    ) -> None:
-        self.sequences, self.cache, self.device = sequences, cache, device
-        # Cache of the largest sequence that was ever in it; all have as many slots.
-        self.sequence_bytes = sequence_bytes
-        lengths = [len(sequence.prompt) for sequence in sequences]
+    sequences: list[BatchSequence]
+    cache: H2OCache
+    device: torch.device
+    sequence_bytes: int = 0  # of the largest that was ever in it; all have as many slots
+
+    def __post_init__(self) -> None:
+        lengths = [len(sequence.prompt) for sequence in self.sequences]
         self.columns = max(lengths)
-        self._lengths = torch.tensor(lengths, device=device)
+        self._lengths = torch.tensor(lengths, device=self.device)
 
     def __len__(self) -> int:
         return len(self.sequences)

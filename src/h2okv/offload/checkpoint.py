@@ -205,10 +205,6 @@ def weights_digest(config: PreTrainedConfig) -> str | None:
     return digest(b"".join(samples))
 
 
-class NeedsConversion(Exception):
-    """A checkpoint cannot be read as it is; says why."""
-
-
 def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:
     """Maps each stored tensor to its parameter's name, and the pattern by which it is changed."""
     model = meta.model
@@ -257,8 +253,7 @@ def open_checkpoint(
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
         meta = split_model(meta.model)
     meta = pack(meta)
-    with contextlib.suppress(NeedsConversion):
-        files.found = map_weights(meta, files)
+    files.found = map_weights(meta, files)
     return meta, files
 
 
@@ -276,12 +271,11 @@ def _are_equal(files: CheckpointFiles, first: StoredTensor, second: StoredTensor
 
 
 def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTensor]:
-    """Finds every parameter in the files."""
-    found: dict[str, StoredTensor] = {}
-    for key, (name, pattern) in named_keys(meta, files).items():
-        if pattern is not None:
-            raise NeedsConversion(f"transformers changes {key} when it loads it")
-        found[name] = files.tensors[key]
+    """Finds every parameter in the files; none if these must be converted to be read."""
+    named = named_keys(meta, files)
+    if any(pattern is not None for _, pattern in named.values()):
+        return {}  # transformers changes a tensor when it loads it
+    found = {name: files.tensors[key] for key, (name, _) in named.items()}
     missing = sorted(slot.name for slot in meta.slots if slot.name not in found)
     if missing:
         raise ValueError(
@@ -291,7 +285,7 @@ def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTens
     for slot in meta.slots:
         stored = found[slot.name]
         if stored.dtype != slot.dtype:
-            raise NeedsConversion(f"{slot.name} is {stored.dtype} in the files, not {slot.dtype}")
+            return {}
         if stored.shape != tuple(slot.shape):
             raise ValueError(
                 f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
@@ -314,15 +308,15 @@ def open_converted(meta: MetaModel, files: CheckpointFiles, folder: Path) -> Che
             if not other.name.startswith(f"{stem}-{content}-"):
                 with contextlib.suppress(OSError):
                     other.unlink()
-    try:
+    with contextlib.suppress(ValueError):
         copy = CheckpointFiles([path])
         copy.found = map_weights(meta, copy)
-        return copy
-    except (ValueError, NeedsConversion) as error:
-        raise ValueError(
-            f"'{path}', a copy of the weights for streaming, is damaged; delete it, and it is made"
-            " again"
-        ) from error
+        if copy.found:
+            return copy
+    raise ValueError(
+        f"'{path}', a copy of the weights for streaming, is damaged; delete it, and it is"
+        " made again"
+    )
 
 
 def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:

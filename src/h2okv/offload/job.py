@@ -85,7 +85,7 @@ class PromptFile:
 
 
 def _parse(data: bytes, place: str) -> Prompt:
-    fields, problem = Record.parse(decode_text(data, place), place, _LINE).fields, ""
+    fields, problem = Record.parse(decode_text(data, place).strip(), place, _LINE).fields, ""
     prompt_id: Any = fields.get("id")
     content = fields.get("prompt", fields.get("messages"))
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
