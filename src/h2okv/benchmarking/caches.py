@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
@@ -270,23 +271,15 @@ RUNNERS: dict[str, type[CacheRunner]] = {
 def held_bytes(cache: Any) -> int:
     """Counts the bytes of keys and values in a cache of transformers, packed ones too."""
     stored = ("keys", "values", "quantized_keys", "quantized_values")
-    return sum(
-        _nbytes(value)
-        for layer in cache.layers
-        for name, value in vars(layer).items()
-        if name.lstrip("_") in stored
-    )
+    parts = [v for layer in cache.layers for n, v in vars(layer).items() if n.lstrip("_") in stored]
+    return sum(map(_nbytes, tree_leaves(parts)))
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of a tensor, also of one made of others, or of tensors in tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    return sum(map(_nbytes, value)) if isinstance(value, tuple | list) else 0
+    """Bytes of a tensor, also of one that is made of others."""
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def one_line(error: BaseException) -> str:

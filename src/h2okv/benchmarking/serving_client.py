@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ class Outcome:
     @property
     def gaps(self) -> list[float]:
         """Seconds between one piece and the next."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.arrivals)]
 
     async def read(self, lines: AsyncIterable[bytes]) -> None:
         """Reads a stream of server-sent events to its end."""
