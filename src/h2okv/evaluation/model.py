@@ -120,11 +120,11 @@ class Answer(NamedTuple):
 
 
 def left_padded(
-    texts: Sequence[Sequence[int]], padding: int = 0, device: torch.device | None = None
+    texts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts as one batch, padded on their left, and its mask; int64 ``[B, T]`` each."""
     rows = [torch.tensor(list(text), dtype=torch.int64, device=device) for text in texts]
-    ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
     ones = [torch.ones_like(row) for row in rows]
     return ids, pad_sequence(ones, batch_first=True, padding_side="left")
 
@@ -133,8 +133,7 @@ def answer_batch(
     model: ModelUnderTest, config: CacheConfig, prompts: Sequence[Prompt], seed: int = 0
 ) -> list[Answer]:
     """Answers prompts in one left-padded batch; each gets what it would get alone."""
-    texts = [prompt.ids for prompt in prompts]
-    ids, mask = left_padded(texts, model.pad_token_id, model.model.device)
+    ids, mask = left_padded([prompt.ids for prompt in prompts], model.model.device)
     cache = make_cache(config, model.config, seed)
     # Without padding the model too reads no more than a block at a time.
     chunk = cache.prefill_chunk if bool(mask.all()) else None

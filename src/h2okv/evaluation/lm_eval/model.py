@@ -150,7 +150,7 @@ class Scorer:
     ) -> None:
         """Reads contexts onto empty caches of the group; each scores the continuations after it."""
         caches = [scorer._cache() for scorer in self.group]
-        ids, mask = left_padded(contexts, device=self.model.device)
+        ids, mask = left_padded(contexts, self.model.device)
         if ids.shape[1] and len(caches) == 1:
             self._forward(ids, mask, caches[0], keep=1)
         elif ids.shape[1]:
@@ -208,7 +208,7 @@ class Scorer:
         """One forward over texts without their last tokens, and what it says of continuations."""
         texts = [[*context, *continuation] for context, continuation in pairs]
         counts = [len(continuation) for _, continuation in pairs]
-        input_ids, mask = left_padded([text[:-1] for text in texts], device=self.model.device)
+        input_ids, mask = left_padded([text[:-1] for text in texts], self.model.device)
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
         with warnings.catch_warnings():
