@@ -13,13 +13,7 @@ from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import Visibility
-from h2okv.ops.decode import (
-    RotaryTables,
-    StepRules,
-    decode_step,
-    keep_indices,
-    protected_entries,
-)
+from h2okv.ops.decode import RotaryTables, StepRules, decode_step, keep_indices, protected_entries
 from h2okv.ops.dispatch import Operations, operations
 from h2okv.ops.rope import relative
 

@@ -51,8 +51,7 @@ class StateLayer(SlotLayer):
     def __init__(self, config: CacheConfig, layer_idx: int) -> None:
         policy = get_policy(config.policy, config.seed)
         scoring = get_scoring(config.scoring, config.decay)
-        rule = PositionRule("original", None, None)
-        super().__init__(layer_idx, config.budget, policy, rule, scoring)
+        super().__init__(layer_idx, config.budget, policy, PositionRule(), scoring)
         self.tokens = policy.allocate_budget(config.budget.resolve(0))
 
     def run(
