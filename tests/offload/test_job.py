@@ -26,7 +26,7 @@ def write(tmp_path, text):
 
 
 def test_prompts_come_back(tmp_path):
-    path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n{"id": "1", "prompt": ["?"]}')
+    path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n\ufeff{"id": "1", "prompt": ["?"]}')
     file = PromptFile(path)
     assert list(file.lines) == ["1", '"1"']
     read = [file.read(name) for name in reversed(file.lines)]

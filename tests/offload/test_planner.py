@@ -11,7 +11,7 @@ import h2okv
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.planner import Planner, Workload
+from h2okv.offload.planner import PLACES, Planner, Workload, parse_placement
 from h2okv.offload.profile import HardwareProfile, measure_overhead
 
 CPU = torch.device("cpu")
@@ -122,3 +122,8 @@ def test_the_overhead_of_a_layer_is_measured(options):
     layer, forward = measure_overhead(CacheConfig(**options), torch.bfloat16, CPU)
     assert 1e-5 < layer < 1
     assert 0 <= forward < 1
+
+
+def test_percentages_may_have_no_digit_before_the_point():
+    found = parse_placement("weights", "device=.5,disk=99.5%", PLACES)
+    assert found == pytest.approx({"device": 0.005, "disk": 0.995})
