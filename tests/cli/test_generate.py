@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -163,6 +164,7 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     assert outcome.out.count(" ---\n") == 2
     for word in ("full cache", "h2o, 32", "KV cache held", "of 12"):
         assert word in outcome.out
+    assert re.search(r" loaded in \d+\.\d s$", outcome.err, re.MULTILINE)
 
 
 def test_compare_full_with_sampling_asks_for_no_choices(generate):

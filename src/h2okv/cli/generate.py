@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from h2okv.console import (
 from h2okv.records import decode_text
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from h2okv.chat.generation import Agreement, Comparison, Generation, Job
     from h2okv.integration.loading import Described
 
@@ -72,7 +75,8 @@ def generate(
     prompt_ids = described.encode(messages if is_chat else text)
     cache, note = args.with_least_entries(cache, len(prompt_ids))
     pins = message_spans(described.tokenizer, messages, pin)
-    job = Job(model.load(described), described, prompt_ids, params, is_chat, compile, pins)
+    loaded = model.load(described) if compare is None else _load(model, described)
+    job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
         write_json(_told(job, cache, found))
@@ -98,10 +102,18 @@ def demo(
         text = described.tokenizer.decode(prompt_ids, skip_special_tokens=True)
         what = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
     write_text(f"{described.name}, {len(prompt_ids)} tokens of {what}\n\n")
-    job = Job(model.load(described), described, prompt_ids, params, is_chat)
+    job = Job(_load(model, described), described, prompt_ids, params, is_chat)
     found = generate_and_compare(job, CacheConfig(), [CacheConfig(policy="recent")], quiet=False)
     report(found)
     return INTERRUPTED if found.interrupted else 0
+
+
+def _load(model: ModelOptions, described: Described) -> PreTrainedModel:
+    """Loads the model of a comparison and tells how long that took: no row of it does."""
+    begun = time.perf_counter()
+    loaded = model.load(described)
+    write_remark(f"{described.name} loaded in {time.perf_counter() - begun:.1f} s")
+    return loaded
 
 
 def _long_prompt(described: Described, max_new_tokens: int) -> list[int]:

@@ -205,9 +205,9 @@ def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | Non
     spans: list[tuple[int, int, int | None]] = [(max(columns.start, first + 1), columns.stop, None)]
     if window is not None:
         spans.append((columns.start, min(columns.stop, last - window), window))
-    # No memory of a recorded or compiled graph may be kept for others.
-    is_eager = tile.device.type == "cpu" and not torch.compiler.is_compiling()
-    unseen = _kept_unseen if is_eager else _unseen
+    # No memory of a recorded, traced or compiled graph may be kept for others.
+    is_plain = type(tile) is Tensor and tile.device.type == "cpu"
+    unseen = _kept_unseen if is_plain and not torch.compiler.is_compiling() else _unseen
     for start, stop, reach in spans:
         # Most columns are seen by all rows; only the others are touched.
         if start < stop:
