@@ -262,7 +262,7 @@ class CacheConfig:
             heavy = round(heavy)
         elif isinstance(self.recent, float):
             heavy = min(heavy, 1.0 - self.recent)
-        return Budget(heavy, self.recent, self.sink, min_tokens=self.min_tokens)
+        return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
     def entries(self, length: int) -> int:
         """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""

@@ -82,3 +82,11 @@ def test_they_are_measured(make_llama):
 def test_what_makes_no_sense_is_refused(make_llama, factors, message):
     with pytest.raises(ValueError, match=message):
         h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors)
+
+
+def test_no_layer_is_given_more_than_max_tokens(make_llama):
+    config = make_llama(layers=3).config
+    options = {"layer_budgets": FACTORS, "max_tokens": 17}  # 8 x 1.75 + 4 are 18
+    with pytest.raises(ValueError, match="= 18 tokens is above max_tokens=17"):
+        h2okv.H2OCache(config, 8, 4, **options)
+    h2okv.H2OCache(config, 8, 3, **options)

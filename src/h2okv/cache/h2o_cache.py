@@ -71,7 +71,7 @@ class H2OCache(Cache):
             Algorithm 1 of the paper from the first token on. ``None``: a prompt is one block.
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
             the one way for policies ``topk`` and ``topk_heavy``.
-        max_tokens: upper limit of the budget in tokens; a larger budget is an error.
+        max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
         min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each;
             20 % of a question of 40 tokens is no cache to answer with.
         kv_bits: 8 or 4 keeps keys and values in so many bits, by groups of up to 64 numbers with
