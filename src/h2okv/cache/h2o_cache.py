@@ -352,7 +352,7 @@ class H2OCache(Cache):
         return self.policy.allocate_budget(self.budget.resolve(length)).total
 
     def layer_entries_for(self, length: int) -> tuple[int, ...]:
-        """The same for each layer with H2O entries, by its own budget."""
+        """What `entries_for` says, for each layer with H2O entries by its own budget."""
         budgets = (layer.budget.resolve(length) for layer in self._scored)
         return tuple(self.policy.allocate_budget(budget).total for budget in budgets)
 
