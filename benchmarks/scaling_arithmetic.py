@@ -120,7 +120,7 @@ class Subject:
         empty = h2okv.H2OCache(self.config, heavy=entries // 2, recent=entries - entries // 2)
         memory = MemoryModel(self.config, empty, torch.bfloat16)
         if cache != "full":
-            return memory.serving(entries, context, PIECE, ranks)
+            return memory.serving(empty.layer_entries_for(context), context, PIECE, ranks)
         return ServingMemory(
             sequence=self.footprint.full_bytes(1, context) // ranks,
             step=memory.decode_bytes(1, 0),
