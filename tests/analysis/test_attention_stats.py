@@ -94,3 +94,26 @@ def test_sliding_layers_are_not_shown(sample):
     )
     with pytest.raises(ValueError, match="no full-attention layer"):
         full_attention_layers(config)
+
+
+def test_the_queries_that_look_most_at_a_key(model, sample, monkeypatch):
+    """Block by block as in the whole matrix: later ones only, of a group together, above 1 %."""
+    monkeypatch.setattr(observing, "_MOST_ROWS", 13)
+    seen = []
+
+    def look(layer):
+        found = observing.strongest_queries(layer, 3)
+        whole = torch.softmax(
+            layer.logits(0, sample.length).masked_fill(
+                torch.ones(sample.length, sample.length).triu(1).bool(), -torch.inf
+            ),
+            dim=-1,
+        )
+        mass = whole.sum(dim=1).tril(-1).transpose(1, 2)
+        best, queries = mass.topk(3)
+        expected = queries.masked_fill(best <= 0.01, -1)
+        assert (torch.from_numpy(found) == expected).all()
+        seen.append((expected >= 0).float().mean().item())
+
+    read_observed(model, sample.input_ids, look)
+    assert max(seen) > 0.5

@@ -219,13 +219,15 @@ def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) ->
     mass = torch.full(found.shape, least, device=layer.key.device)
     for first, probabilities in layer.rows():
         last = probabilities.shape[-1]
-        own = probabilities.sum(dim=1).transpose(1, 2)
-        queries = torch.arange(first, last, device=own.device).expand_as(own)
+        own = probabilities.sum(dim=1)
         # A key's own query does not count, and those before it have given it nothing.
-        own[:, first:].diagonal(dim1=1, dim2=2).zero_()
-        both = torch.cat([mass[:, :last], own], dim=-1)
-        mass[:, :last], place = both.topk(count)
-        found[:, :last] = torch.cat([found[:, :last], queries], dim=-1).gather(-1, place)
+        own[..., first:].diagonal(dim1=1, dim2=2).zero_()
+        # Most keys were looked at more by earlier queries.
+        head, key = (own.amax(dim=1) > mass[:, :last, -1]).nonzero(as_tuple=True)
+        both = torch.cat([mass[head, key], own[head, :, key]], dim=-1)
+        mass[head, key], place = both.topk(count)
+        queries = torch.arange(first, last, device=own.device).expand(len(key), -1)
+        found[head, key] = torch.cat([found[head, key], queries], dim=-1).gather(-1, place)
     return found.cpu().numpy()
 
 
