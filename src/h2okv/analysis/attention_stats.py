@@ -44,9 +44,10 @@ class LayerAttention:
 
     def logits(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The logits ``[H, G, last - first, last]`` of some queries, causality not applied."""
-        grouped = self.query[:, first:last].to(dtype).unflatten(0, (self.key.shape[0], -1))
+        scaled = self.query[:, first:last].to(dtype) * self.scale
+        grouped = scaled.unflatten(0, (self.key.shape[0], -1))
         # One product for each KV head: a batched one would copy its keys for each query head.
-        logits = (grouped.flatten(1, 2) @ self.key[:, :last].to(dtype).mT).mul_(self.scale)
+        logits = grouped.flatten(1, 2) @ self.key[:, :last].to(dtype).mT
         logits = logits.unflatten(1, grouped.shape[1:3])
         cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
