@@ -156,8 +156,10 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     ]  # fmt: skip
     assert all(float(row["kl_low"]) <= float(row["kl"]) <= float(row["kl_high"]) for row in rows)
     flags = lines[-1]
-    smallest = min(rows, key=lambda row: float(row["bytes"]))
+    # Of equally small ones that with the best agreement.
+    smallest = min(rows, key=lambda row: (float(row["bytes"]), -float(row["agreement"])))
     assert flags.startswith(f"--policy {smallest['policy']} --budget 12")
+    assert ("--scoring decay" in flags) is (smallest["scoring"] == "decay")
     again = fidelity(
         h2okv_command, model_folder, novel_file, out, *options, "--recommend", 0.01, "--json"
     )

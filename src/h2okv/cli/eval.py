@@ -250,7 +250,7 @@ def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> tuple[str |
             f"\nno cache reaches an agreement of {least:g}; the best has {best['agreement']:.3f}:"
             f" {best['flags']}\n"
         )
-    best = min(enough, key=lambda row: row["bytes_fraction"])
+    best = min(enough, key=lambda row: (row["bytes_fraction"], -row["agreement"]))
     share, texts = 100 * best["bytes_fraction"], best["texts"]
     return best["flags"], (
         f"\nthe smallest cache with an agreement of {least:g} or more ({best['agreement']:.3f} on"
