@@ -2,19 +2,31 @@
 
 One model, one text, batch and threads as asked for. Everything takes turns: prompts by the round,
 steps one by one, so that a slow moment of the machine hits all. "static" is a `StaticCache` with as
-many entries as H2O holds: what eviction would cost if it were free. Correctness comes first: a
-failed check ends the run without a figure. ``--quick`` asks for little, and prints the recorded
-ratios beside today's.
+many entries as H2O holds: what eviction would cost if it were free. ``--compile`` measures H2O's
+steps once more under ``h2okv.enable(model, compile=True)``. Correctness comes first: a failed check
+ends the run without a figure. ``--quick`` asks for little, and prints the recorded ratios beside
+today's.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import RESULTS, Target, environment, interleave, load_pair, report, rows_for, show
+from record import (
+    RESULTS,
+    Target,
+    environment,
+    interleave,
+    load_pair,
+    report,
+    rows_for,
+    show,
+    twin_of,
+)
 from transformers import PreTrainedModel
 
 from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
@@ -25,7 +37,7 @@ from h2okv.records import read_csv
 CSV = RESULTS / "real_model.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_LIMIT = {"fp32": 1.15, "bf16": 1.10}
-STEP_LIMIT, WARMUP = 1.05, 8
+STEP_LIMIT, COMPILED_LIMIT, WARMUP = 1.05, 0.95, 8
 SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
 """The columns by which a recorded row is found again."""
 
@@ -48,7 +60,9 @@ def measure_steps(runners: dict[str, CacheRunner], ids: torch.Tensor, steps: int
         runner.prefill(ids)
 
     runs = {name: lambda runner=runner: runner.step(ids[:, :1]) for name, runner in runners.items()}
-    return interleave(runs, steps, WARMUP, f"steps after {ids.shape[1]}")
+    compiled = runners.get("compiled")
+    with compiled.compiled_steps() if compiled else nullcontext():
+        return interleave(runs, steps, WARMUP, f"steps after {ids.shape[1]}")
 
 
 def measure(
@@ -58,6 +72,8 @@ def measure(
     rows = []
     fifth = CacheConfig.from_budget(0.2)
     specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (twin, fifth)}
+    if args.compile:
+        specs["compiled"] = (twin_of(plain), fifth)
     for batch in args.batches:
         for prompt in args.prompts:
             setting = environment() | {
@@ -74,7 +90,12 @@ def measure(
             rows += rows_for("prefill", "s", seconds, targets, setting)
             seconds = measure_steps(runners, ids, args.steps)
             targets = [Target("static", STEP_LIMIT), Target("dynamic", at_least=True)]
+            compiled = seconds.pop("compiled", None)
             rows += rows_for("step", "s", seconds, targets, setting)
+            if compiled:
+                seconds = {"h2o": compiled, "static": seconds["static"]}
+                targets = [Target("static", COMPILED_LIMIT)]
+                rows += rows_for("compiled step", "s", seconds, targets, setting)
             for runner in runners.values():
                 runner.release()
     return rows
@@ -114,6 +135,7 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
     parser.add_argument("--steps", type=int, default=60, help="steps of each cache")
+    parser.add_argument("--compile", action="store_true", help="compiled steps too")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, fp32; records nothing")

@@ -144,7 +144,12 @@ def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTraine
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    return plain, twin_of(plain)
+
+
+def twin_of(plain: PreTrainedModel) -> PreTrainedModel:
+    """The same model under H2O attention, with the same tensors."""
     twin = type(plain)._from_config(copy.deepcopy(plain.config), attn_implementation="h2o")
     twin.load_state_dict(plain.state_dict(), assign=True)
     twin.tie_weights()
-    return plain, twin.eval()
+    return twin.eval()

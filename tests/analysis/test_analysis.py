@@ -3,6 +3,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from h2okv.analysis import measurements as module
 from h2okv.analysis.ablation import activation_frequency
@@ -183,6 +184,29 @@ class SpacelessTokenizer:
 
 def test_pieces_keep_their_space():
     assert token_pieces(SpacelessTokenizer(), [1, 2, 3]) == (" the", " cat", "s")
+
+
+class WordTokenizer(SpacelessTokenizer):
+    """A token for each word; remembers how much it was given."""
+
+    most = 0
+
+    def __call__(self, text, **_):
+        self.most = max(self.most, len(text))
+        return {"input_ids": torch.tensor([[len(word) for word in text.split()]])}
+
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("longest", [5, 100])
+def test_a_novel_is_not_all_turned_into_tokens(longest):
+    tokenizer = WordTokenizer()
+    lengths = [1 + place * 7 % longest for place in range(20_000)]
+    text = " ".join("x" * length for length in lengths)
+    sample = make_sample(tokenizer, text, 200)
+    assert sample.input_ids[0].tolist() == lengths[:200]
+    assert tokenizer.most < len(text) // 2
 
 
 def test_an_empty_text_is_refused():

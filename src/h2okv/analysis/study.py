@@ -40,13 +40,23 @@ class Sample:
         return self.input_ids.shape[1]
 
 
+_CHARACTERS_A_TOKEN, _TOKENS_AT_A_CUT = 8, 64
+
+
 def make_sample(
     tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, min_tokens: int = LEAST_TOKENS
 ) -> Sample:
     """Turns the beginning of a text into tokens."""
     if not text.strip():
         raise ValueError("the text is empty; give a text file with some pages of running text.")
-    input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :max_tokens]
+    # All of a novel would take seconds. The tokens at a cut may not be those of the whole text.
+    size, wanted = _CHARACTERS_A_TOKEN * max_tokens, max_tokens + _TOKENS_AT_A_CUT
+    while True:
+        ids = tokenizer(text[:size], return_tensors="pt", verbose=False)["input_ids"]
+        if ids.shape[1] >= wanted or size >= len(text):
+            break
+        size *= 4
+    input_ids = ids[:, :max_tokens]
     length = input_ids.shape[1]
     if length < min_tokens:
         raise ValueError(

@@ -175,8 +175,8 @@ def fidelity(
     ),
     data: list[Path] | None = option(
         None,
-        "A text, or JSONL with prompt, messages or turns; may be repeated. By default the opening"
-        " of a novel.",
+        "A text, or JSONL with prompt (and answer, context), messages or turns; may be repeated."
+        " By default the opening of a novel.",
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once."),
     new_tokens: int = option(32, "Tokens compared after them; the most of an answer."),

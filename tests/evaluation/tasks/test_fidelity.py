@@ -42,18 +42,19 @@ def predictions(subject, config, prompt, blocks):
     return torch.cat(said[1:]), cache.nbytes
 
 
-def check(subject, config, result, prompt, following, protocol):
+def check(subject, config, result, prompt, following, protocol, compared=0):
     blocks = [[n] for n in following[:-1]] if protocol == "decode" else [following[:-1]]
     full, _ = predictions(subject, CacheConfig("full"), prompt, blocks)
     own, nbytes = predictions(subject, config, prompt, blocks)
-    target = torch.tensor(following[1:]).unsqueeze(1)
+    full, own = full[-compared:], own[-compared:]
+    target = torch.tensor(following[1:]).unsqueeze(1)[-compared:]
     kl = (full.exp() * (full - own)).sum(-1).mean()
     assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=1e-5)
     agreement = (full.argmax(-1) == own.argmax(-1)).double().mean()
     assert result["agreement"] == pytest.approx(agreement.item())
     for name, said in (("nll", own), ("full_nll", full)):
         assert result[name] == pytest.approx(-said.gather(1, target).mean().item(), abs=1e-4)
-    assert (result["tokens"], result["bytes"]) == (len(following) - 1, nbytes)
+    assert (result["tokens"], result["bytes"]) == (compared or len(following) - 1, nbytes)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
@@ -88,6 +89,45 @@ def test_a_prompt_is_followed_by_the_full_cache_s_answer(subject, novel, protoco
         config.eos_token_id = before
     for own, found in zip(CONFIGS, results, strict=True):
         check(subject, own, found[0], ids[0].tolist(), answer, protocol)
+
+
+@pytest.mark.parametrize("protocol", ["decode", "block"])
+@pytest.mark.parametrize("context", [True, False])
+def test_a_given_answer_is_predicted_behind_its_question(
+    subject, novel, protocol, context, tmp_path
+):
+    before, question, answer = novel[:400], novel[400:450], novel[450:480]
+    record = {"prompt": question, "answer": answer}
+    record |= {"context": before} if context else {"prompt": before + question}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(record) + "\n")
+    task, results = compared(
+        subject, [Source.read(tmp_path / "asked.jsonl")], new_tokens=2, protocol=protocol
+    )
+    asked, answered = subject.encode(before + question), subject.encode(answer, special=False)
+    # The last token of what is asked predicts the answer's first one.
+    own = task._samples[0]
+    assert own.prompt + own.following == asked + answered
+    read = len(subject.encode(before)) if context else len(asked) - 1
+    assert read - context <= len(own.prompt) <= read  # a token may span the edge
+    for config, found in zip(CONFIGS, results, strict=True):
+        check(subject, config, found[0], own.prompt, own.following, protocol, len(answered))
+
+
+def test_a_context_is_cut_off_inside_its_message(subject, chat_tokenizer, tmp_path):
+    chatty = ModelUnderTest(lambda: subject.model, subject.config, chat_tokenizer, "chatty", 2048)
+    record = {"context": "He came in.", "prompt": " Who came?", "answer": "He"}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(record) + "\n")
+    task = Fidelity(sources=[Source.read(tmp_path / "asked.jsonl")])
+    task.prepare(chatty, CONFIGS)
+    own = task._samples[0]
+    assert chatty.tokenizer.decode(own.prompt) == "<|user|>He came in."
+    assert chatty.tokenizer.decode(own.following) == " Who came?<|bos|>\n<|assistant|>He"
+
+
+def test_a_context_needs_an_answer(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Who?", "context": "He came."}\n')
+    with pytest.raises(ValueError, match="field context needs an answer; add the field answer"):
+        Source.read(tmp_path / "p.jsonl")
 
 
 def test_messages_and_prompts_go_by_the_chat_template(subject, chat_tokenizer, tmp_path):

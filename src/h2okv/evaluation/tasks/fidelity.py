@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from h2okv.evaluation.stream_data import Conversation, read_conversations
 from h2okv.evaluation.task import Configs, Found, Result, Score, Task
 from h2okv.integration.enable import enable
 from h2okv.provenance import digest
-from h2okv.records import read_jsonl, read_text_file
+from h2okv.records import Record, read_jsonl, read_text_file
 
 Protocol = Literal["decode", "block"]
 PROTOCOLS: tuple[Protocol, ...] = ("decode", "block")
@@ -38,7 +39,7 @@ class Source:
 
     name: str
     text: str = ""
-    prompts: tuple[Any, ...] = ()  # strings, or conversations
+    prompts: tuple[Any, ...] = ()  # strings, questions or conversations
 
     @classmethod
     def read(cls, path: Path) -> Source:
@@ -46,8 +47,25 @@ class Source:
             return cls(path.stem, read_text_file(path))
         records = read_jsonl(path, "an object with prompt, messages or turns")
         if records and all("prompt" in record.fields for record in records):
-            return cls(path.stem, prompts=tuple(record.text("prompt") for record in records))
+            return cls(path.stem, prompts=tuple(map(_to_ask, records)))
         return cls(path.stem, prompts=tuple(map(_to_answer, read_conversations(path))))
+
+
+class _Question(NamedTuple):
+    """A prompt with its answer, asked behind a context that was evicted from before."""
+
+    prompt: str
+    answer: str
+    context: str
+
+
+def _to_ask(record: Record) -> str | _Question:
+    if "answer" in record.fields:
+        context = record.text("context") if "context" in record.fields else ""
+        return _Question(record.text("prompt"), record.text("answer"), context)
+    if "context" in record.fields:
+        record.refuse("context", "needs an answer; add the field answer")
+    return record.text("prompt")
 
 
 def _to_answer(conversation: Conversation) -> Conversation:
@@ -64,6 +82,11 @@ class _Sample(NamedTuple):
     source: str
     prompt: list[int]
     following: list[int]
+    compared: int = 0  # predictions of the last tokens that follow; 0 for all
+
+
+def _asked(prompt: str, as_message: bool) -> Any:
+    return [{"role": "user", "content": prompt}] if as_message else prompt
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,7 +94,8 @@ class Fidelity(Task):
     """Compares a setting's predictions with the full cache's, token by token, on the same text.
 
     The prompt is read once for all, and so predicts the first token alike; those that follow are
-    compared. After a prompt of a JSONL file they are the full cache's own greedy answer.
+    compared. After a prompt of a JSONL file they are the answer given there, or else the full
+    cache's own greedy one. A context beside them is read and evicted from before the prompt.
     """
 
     name: str = "fidelity"
@@ -102,7 +126,10 @@ class Fidelity(Task):
             for number, sample in enumerate(found):
                 self._samples[number * len(self.sources) + place] = sample
         lengths = [
-            (len(own.prompt) + self.new_tokens + 1, f"a text of {own.source!r}")
+            (
+                len(own.prompt) + (len(own.following) or self.new_tokens + 1),
+                f"a text of {own.source!r}",
+            )
             for own in self._samples.values()
         ]
         self.within_window(model, configs, lengths)
@@ -138,19 +165,33 @@ class Fidelity(Task):
         has_template = bool(model.tokenizer.chat_template)
         found = []
         for number, prompt in enumerate(source.prompts[:wanted], start=1):
-            is_text = isinstance(prompt, str)
-            if self.raw and not is_text:
+            as_message = has_template and not self.raw
+            if isinstance(prompt, _Question):
+                sample = self._ask(model, source, prompt, as_message)
+            elif isinstance(prompt, str):
+                sample = _Sample(source.name, model.encode(_asked(prompt, as_message)), [])
+            elif self.raw:
                 raise ValueError("--raw takes prompts, not messages; leave it out")
-            said: Any = prompt
-            if not is_text:
+            else:
                 said = [message._asdict() for message in prompt]
-            elif has_template and not self.raw:
-                said = [{"role": "user", "content": prompt}]
-            ids = model.encode(said)
-            if len(ids) < 2:
+                sample = _Sample(source.name, model.encode(said), [])
+            if len(sample.prompt) < 2:
                 raise ValueError(f"prompt {number} of {source.name!r} is too short; lengthen it")
-            found.append(_Sample(source.name, ids, []))
+            found.append(sample)
         return found
+
+    def _ask(
+        self, model: ModelUnderTest, source: Source, question: _Question, as_message: bool
+    ) -> _Sample:
+        """Cuts a question behind its context, or before its last token, which predicts."""
+        ids = model.encode(_asked(question.context + question.prompt, as_message))
+        read = ids[:-1]
+        if question.context:
+            # A token that holds the end of the one and the start of the other is the question's.
+            alone = model.encode(_asked(question.context, as_message))
+            read = list(os.path.commonprefix([read, alone]))
+        answer = model.encode(question.answer, special=False)
+        return _Sample(source.name, read, ids[len(read) :] + answer, len(answer))
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
@@ -158,9 +199,9 @@ class Fidelity(Task):
         for sample in samples:
             caches = [make_cache(own, model.config, seed) for own in (_FULL, *configs)]
             with enable(model.model), torch.no_grad():
-                comparison = _Comparison(model, caches, self._samples[sample].prompt)
-                following = self._samples[sample].following
-                results = comparison.run(following, self.new_tokens, self.protocol)
+                results = _Comparison(model, caches, self._samples[sample].prompt).run(
+                    self._samples[sample], self.new_tokens, self.protocol
+                )
             for number, result in enumerate(results):
                 yield number, {sample: result}
 
@@ -203,9 +244,10 @@ class _Comparison:
         self.first = int(first[0, -1].argmax())
         self.shared.split()
 
-    def run(self, following: Sequence[int], most: int, protocol: Protocol) -> list[Result]:
+    def run(self, sample: _Sample, most: int, protocol: Protocol) -> list[Result]:
         how = self._decode if protocol == "decode" else self._in_one_block
-        measured = how(following, most)
+        measured = how(sample.following, len(sample.following) - 1 if sample.following else most)
+        measured = measured[-sample.compared :]
         full, *others = self.caches
         return [
             {
