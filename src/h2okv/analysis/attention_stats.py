@@ -22,8 +22,8 @@ from h2okv.cache.validation import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 
 ATTENTION_NAME = "h2okv_observe"
-_MOST_ELEMENTS = 1 << 22
-"""A block of probabilities takes at most 16 MiB, whatever the text's length."""
+_MOST_ELEMENTS = 1 << 20
+"""A block of probabilities takes at most 4 MiB, which CPUs have caches for, however long a text."""
 _MOST_ROWS = 256
 
 
