@@ -60,3 +60,15 @@ def test_identity_leaves_out_what_a_full_cache_does_not_use():
     full = CacheConfig(policy="full", heavy=3)
     assert full.identity() == CacheConfig(policy="full", sink=7).identity()
     assert CacheConfig(heavy=3).identity() != CacheConfig(heavy=4).identity()
+
+
+def test_best_says_what_it_is(make_llama):
+    best = CacheConfig.from_budget(0.2, policy="best")
+    assert best == CacheConfig("h2o", 0.2 * 0.75, 0.2 - 0.2 * 0.75, 4, "expected")
+    assert best.label == "h2o, heavy 75%, sink 4, expected, 20%"
+    assert CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay") == CacheConfig(
+        "h2o", 32, 32, 2, "decay"
+    )
+    cache = H2OCache(make_llama().config, 12, 4, policy="best")
+    assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4)
+    assert cache.policy.name == "h2o" and cache.scoring.looks_ahead

@@ -14,6 +14,12 @@ POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
 _ROUNDING_SLACK = 1e-6
 
+# H2O with what loses least of all that was measured (docs/quality.md). Configs and labels name each
+# part of it, so that a text can be made again when a later version knows better.
+BEST = "best"
+_BEST = {"policy": "h2o", "scoring": "expected", "sink": 4}
+_BEST_HEAVY_FRACTION = 0.75
+
 LEAST_ENTRIES = 64
 """What commands that write text raise a fraction of a short prompt to, heavy and recent each."""
 
@@ -137,7 +143,8 @@ class CacheConfig:
     server, evaluation and saved files all carry this one object.
 
     Attributes:
-        policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything.
+        policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything. ``"best"`` becomes
+            ``"h2o"`` with ``scoring="expected"`` and ``sink=4``, where they are not given.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
@@ -172,6 +179,10 @@ class CacheConfig:
     layer_budgets: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        if self.policy == BEST:
+            for name, value in _BEST.items():
+                if name == "policy" or getattr(self, name) == getattr(CacheConfig, name):
+                    object.__setattr__(self, name, value)
         if self.layer_budgets is not None:
             factors = tuple(map(float, self.layer_budgets))
             mean = sum(factors) / max(1, len(factors))
@@ -190,13 +201,14 @@ class CacheConfig:
 
     @classmethod
     def from_budget(
-        cls, budget: int | float | None, heavy_fraction: float = 0.5, **options: Any
+        cls, budget: int | float | None, heavy_fraction: float | None = None, **options: Any
     ) -> CacheConfig:
         """Divides one budget between heavy hitters and recent tokens.
 
         Args:
             budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
-            heavy_fraction: how much of the budget is for heavy hitters, 0 to 1.
+            heavy_fraction: how much of the budget is for heavy hitters, 0 to 1; ``None`` for 0.5,
+                or 0.75 with ``policy="best"``.
             **options: the other fields.
 
         Returns:
@@ -205,6 +217,8 @@ class CacheConfig:
         Raises:
             ValueError: if the budget or the fraction is out of range.
         """
+        if heavy_fraction is None:
+            heavy_fraction = _BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
         if not 0 <= heavy_fraction <= 1:
             raise ValueError(
                 f"heavy_fraction={heavy_fraction:g} is not a fraction of the budget; give 0 to 1"

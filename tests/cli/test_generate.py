@@ -188,6 +188,15 @@ def test_every_policy(generate, policy):
     assert (result["num_cached_tokens"] == 34) is (policy != "full")
 
 
+def test_the_best_policy_is_the_same_as_its_parts(generate):
+    named = generate("--budget", 32, "--policy", "best", "--json").out
+    parts = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.75)
+    told = [json.loads(out) for out in (named, generate("--budget", 32, *parts, "--json").out)]
+    assert told[0]["policy"] == "h2o" and told[0]["num_cached_tokens"] == 36
+    for name in ("policy", "heavy", "recent", "sink", "scoring", "token_ids"):
+        assert told[0][name] == told[1][name], name
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype(generate, dtype):
     result = json.loads(generate(*BUDGET, "--dtype", dtype, "--json", "--device", "cpu").out)

@@ -30,7 +30,7 @@ from h2okv.cache.validation import (
     context_window,
     parse_pins,
 )
-from h2okv.config import CacheConfig, Positions
+from h2okv.config import BEST, CacheConfig, Positions
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -54,7 +54,8 @@ class H2OCache(Cache):
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
-        policy: a name of `h2okv.policy_names()` or a `Policy` object.
+        policy: a name of `h2okv.policy_names()`, ``"best"`` (see `CacheConfig`) or a `Policy`
+            object.
         scoring: what the attention that an entry receives counts for: ``"sum"`` (H2O),
             ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
             arXiv 2407.20485), ``"value_norm"`` (VATP, arXiv 2406.12335) or ``"expected"`` (what a
@@ -104,6 +105,9 @@ class H2OCache(Cache):
         seed: int = 0,
         layer_budgets: Sequence[float] | None = None,
     ) -> None:
+        if policy == BEST:
+            found = CacheConfig(BEST, heavy, recent, sink, scoring)
+            policy, scoring, sink = found.policy, found.scoring, found.sink
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
         check_kv_bits(kv_bits)

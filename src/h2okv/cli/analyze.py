@@ -119,6 +119,10 @@ def view(
     check_layer(described.config, layer, head)
     for own in caches:
         h2okv.H2OCache.from_config(described.config, own)
+        if own.scoring != "sum":
+            raise ValueError(
+                "--policy best cannot be shown: the page follows sums; choose h2o"
+            )
     loaded = model.load(described)
     make_cache = partial(args.parse_cache, sink=caches[0].sink)
     parts = loaded, described.tokenizer, described.name, described.context, tokens, make_cache

@@ -21,7 +21,7 @@ from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
 from h2okv.assets import sample_prompt
-from h2okv.config import LEAST_ENTRIES, CacheConfig
+from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig
 from h2okv.console import check_least
 from h2okv.plots import check_plot
 from h2okv.records import read_text_file
@@ -44,7 +44,7 @@ BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = (
     "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
-    "fixed", "fixed_heavy", "snapkv",
+    "fixed", "fixed_heavy", "snapkv", "best",
 )  # fmt: skip
 """Policies that drop entries; written down, for the registry imports torch."""
 SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
@@ -240,7 +240,9 @@ def make_cache(
     budget: str = option("20%", _BUDGET),
     heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
     recent: str | None = option(None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}."),
-    heavy_fraction: float = option(0.5, "Part of --budget for heavy hitters; the rest: recent."),
+    heavy_fraction: float | None = option(
+        None, "Part of --budget for heavy hitters (0.5; best: 0.75); the rest: recent."
+    ),
     sink: int = option(0, "First tokens that are never evicted, beyond --budget."),
     scoring: str = option("sum", f"How attention is accumulated: {', '.join(SCORINGS)}."),
     decay: float | None = option(
@@ -315,6 +317,8 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
     """The scorings of a list that a policy looks at; the options of each."""
     if len(scorings) == 1:
         return [{"scoring": scorings[0]}]
+    if policy == BEST:
+        return [{"scoring": "sum", "decay": None}]  # its own takes their place
     from h2okv.policy import get_policy
 
     known = get_policy(policy)

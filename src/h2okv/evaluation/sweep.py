@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from h2okv.assets import sample_prompt
-from h2okv.config import CacheConfig, Positions
+from h2okv.config import BEST, CacheConfig, Positions
 from h2okv.console import optional
 from h2okv.evaluation.lm_eval.launcher import HarnessTask
 from h2okv.evaluation.plots import FULL, sorted_budgets
@@ -133,7 +133,7 @@ class CacheEntry(Strict):
 
     policy: str = "h2o"
     budgets: Amounts | None = None
-    heavy_fraction: float = 0.5
+    heavy_fraction: float | None = None
     sink: int = 0
     scoring: str = "sum"
     decay: float | None = None
@@ -142,7 +142,8 @@ class CacheEntry(Strict):
     kv_bits: int | None = None
 
     def configs(self, budgets: Sequence[Any] | None) -> list[CacheConfig]:
-        get_policy(self.policy)
+        if self.policy != BEST:
+            get_policy(self.policy)
         amounts: Sequence[Any] = [FULL] if self.policy == FULL else self.budgets or budgets or ()
         if not amounts:
             raise ValueError("there are no budgets; give a list such as [0.2, 256, full]")
