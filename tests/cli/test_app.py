@@ -10,6 +10,7 @@ import h2okv
 from h2okv.cli.app import COMMANDS
 from h2okv.cli.args import POLICIES, SCORINGS, helps
 from h2okv.cli.bench import RUNNERS, SHAPES
+from h2okv.config import BEST
 from h2okv.policy import scoring
 
 _HEAVY = """
@@ -41,7 +42,7 @@ def test_every_command_has_its_line_and_an_example(h2okv_command, name):
 
 
 def test_names_that_are_written_down_are_those_that_exist():
-    assert h2okv.policy_names(dropping=True) == POLICIES
+    assert (*h2okv.policy_names(dropping=True), BEST) == POLICIES
     assert tuple(scoring.SCORINGS) == SCORINGS
     from h2okv.benchmarking.caches import RUNNERS as runners
     from h2okv.benchmarking.model import SHAPES as shapes
