@@ -82,7 +82,7 @@ def measure(
             }  # fmt: skip
             ids = prompt_ids(plain, batch, prompt)
             runners = {
-                name: CacheSpec(name, config).runner(model)
+                name: CacheSpec("h2o" if name == "compiled" else name, config).runner(model)
                 for name, (model, config) in specs.items()
             }
             seconds = measure_prefill(runners, ids, args.rounds)
