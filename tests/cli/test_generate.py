@@ -197,6 +197,12 @@ def test_the_best_policy_is_the_same_as_its_parts(generate):
         assert told[0][name] == told[1][name], name
 
 
+@pytest.mark.parametrize(("policy", "grows"), [("snapkv", True), ("h2o", False)])
+def test_bytes_beyond_the_budget_are_explained(generate, policy, grows):
+    told = generate("--budget", 32, "--policy", policy).err
+    assert ("note: snapkv evicts once, after the prompt" in told) is grows
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype(generate, dtype):
     result = json.loads(generate(*BUDGET, "--dtype", dtype, "--json", "--device", "cpu").out)

@@ -54,15 +54,16 @@ def test_the_full_cache_is_run_once(tmp_path):
 
 
 def test_options_of_a_cache_reach_it(tmp_path):
-    caches = [{"policy": "h2o", "kv_bits": 4, "heavy_fraction": 0.25}, {"scoring": "mean"}]
+    caches = [{"kv_bits": 4, "heavy_fraction": 0.25}, {"scoring": "mean"}, {"policy": "best"}]
     experiment = loaded(tmp_path, caches=caches, budgets=[0.2])
     assert [s.label for s in experiment.configs] == [
         "h2o, heavy 25%, 4 bits, 20%",
         "h2o, mean, 20%",
+        "h2o, heavy 75%, sink 4, expected, 20%",
     ]
     assert experiment.configs[0].heavy == 0.05
     placed = experiment.placed("rolling", 64)
-    assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 2
+    assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 3
 
 
 @pytest.mark.parametrize(

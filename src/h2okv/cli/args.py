@@ -22,7 +22,7 @@ from typer.models import OptionInfo, ParameterInfo
 import h2okv
 from h2okv.assets import sample_prompt
 from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig
-from h2okv.console import check_least, write_remark
+from h2okv.console import check_least
 from h2okv.plots import check_plot
 from h2okv.records import read_text_file
 
@@ -261,8 +261,6 @@ def make_cache(
     usual: str = "20%",
 ) -> CacheConfig:
     """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
-    if policy == "snapkv":
-        _note_growth()
     rest: dict[str, Any] = {
         "policy": policy, "sink": sink, "scoring": scoring, "decay": decay, "positions": positions,
         "prefill_chunk": prefill_chunk, "kv_bits": kv_bits, "layer_budgets": layer_budgets,
@@ -279,12 +277,11 @@ def make_cache(
     )
 
 
-@functools.cache
-def _note_growth() -> None:
-    """Says once why a table shows more bytes than the budget."""
-    write_remark(
-        "note: snapkv evicts once, after the prompt; what follows comes on top of its budget"
-    )
+def growth_note(caches: Sequence[CacheConfig]) -> str | None:
+    """Why a table shows more bytes than the budget."""
+    if not any(own.policy == "snapkv" for own in caches):
+        return None
+    return "note: snapkv evicts once, after the prompt; what follows comes on top of its budget"
 
 
 def cache_options(budget: str = "20%", **changed: Any) -> Any:

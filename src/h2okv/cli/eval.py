@@ -222,6 +222,8 @@ def fidelity(
         plot_fidelity(plot, drawn, f"{trial.model.name}, {drawn[0]['texts']} texts")
     if not trial.as_json:
         write_text(advice)
+        if found and (note := args.growth_note(trial.caches)):
+            write_remark(note)
     return code
 
 

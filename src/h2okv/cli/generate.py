@@ -81,7 +81,7 @@ def generate(
     if as_json:
         write_json(_told(job, cache, found))
     else:
-        report(found, note)
+        report(found, note or args.growth_note([cache]))
     return INTERRUPTED if found.interrupted else 0
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from h2okv.assets import sample_prompt
-from h2okv.config import BEST, CacheConfig, Positions
+from h2okv.config import CacheConfig, Positions
 from h2okv.console import optional
 from h2okv.evaluation.lm_eval.launcher import HarnessTask
 from h2okv.evaluation.plots import FULL, sorted_budgets
@@ -142,8 +142,7 @@ class CacheEntry(Strict):
     kv_bits: int | None = None
 
     def configs(self, budgets: Sequence[Any] | None) -> list[CacheConfig]:
-        if self.policy != BEST:
-            get_policy(self.policy)
+        get_policy(CacheConfig(self.policy).policy)
         amounts: Sequence[Any] = [FULL] if self.policy == FULL else self.budgets or budgets or ()
         if not amounts:
             raise ValueError("there are no budgets; give a list such as [0.2, 256, full]")
