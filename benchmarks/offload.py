@@ -1,7 +1,8 @@
 """Weights from the disk: h2okv's engine beside accelerate's disk offload, and under a memory cap.
 
-A Llama with random bf16 weights of about 0.75 B parameters (26 layers, hidden 1536, 12 heads of
-128, 4 KV heads, MLP 4096, vocabulary 32000) is written to a scratch folder and deleted again.
+With ``--model`` of that model; else a Llama with random bf16 weights of about 0.75 B parameters
+(26 layers, hidden 1536, 12 heads of 128, 4 KV heads, MLP 4096, vocabulary 32000) is written to a
+scratch folder and deleted again.
 Every run is a process of its own, contestants take turns, the page cache is dropped before every
 pass of accelerate and behind every read of h2okv, and medians count. In this order:
 
@@ -12,7 +13,7 @@ pass of accelerate and behind every read of h2okv, and medians count. In this or
 - best: prompt 1024, 256 new tokens under the data limit: the whole job with as many sequences as
   h2okv's planner finds room for, with h2o and with the full cache, and with accelerate at the full
   cache's batch. accelerate has no limit and makes fewer tokens; its time for all of them is the
-  prompt's and that of so many median steps.
+  prompt's and that of so many median steps. The plan's forecast is beside what came of it.
 
 numpy's and scipy's own threads, which nothing here uses, would take 84 MB of the data limit; all
 contestants run with OPENBLAS_NUM_THREADS=1.
@@ -32,9 +33,10 @@ from typing import Any
 
 import torch
 from record import Target, environment, progress, report, rows_for
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from h2okv.assets import bundled_model_path
+from h2okv.integration.models import resolve_model
 
 CHILD = Path(__file__).with_name("offload_child.py")
 RESULTS = Path(__file__).parent / "results" / "offload.csv"
@@ -72,7 +74,7 @@ class Runs:
     def __init__(self, args: argparse.Namespace, folder: str) -> None:
         self._common = {
             "folder": folder, "vocabulary": args.vocabulary, "layers": args.layers,
-            "threads": args.threads, "policy": "h2o", "rows": None, "limit": 0,
+            "tied": args.tied, "threads": args.threads, "policy": "h2o", "rows": None, "limit": 0,
         }  # fmt: skip
 
     def __call__(self, kind: str, label: str, **setting: Any) -> dict[str, Any]:
@@ -162,11 +164,13 @@ def best(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
         f" {h2o['data_bytes'] / 1e6:.0f} and {full['data_bytes'] / 1e6:.0f} MB of"
         f" {args.limit / 1e6:.0f}"
     )
+    forecast = {"h2o": [1 / samples["h2o"][0]], "forecast": [h2o["predicted"]]}
     told = told_of(args, h2o["rows"], args.long_prompt)
     targets = [Target("full", 3.0, True), Target("accelerate", 10.0, True)]
     return [
         *rows_for("offload: job, s per token", "s", samples, targets, told),
         *rows_for("offload: step, s per token", "s", decode, targets[:1], told),
+        *rows_for("offload: job and forecast", "tokens/s", forecast, [Target("forecast")], told),
     ]
 
 
@@ -175,7 +179,7 @@ def told_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]
     return {
         **environment(),
         "threads": args.threads,
-        "model": f"llama {args.layers} x {args.hidden}, {args.limit // 10**6} MB",
+        "model": f"{args.label}, {args.limit // 10**6} MB",
         "dtype": "bf16", "kv_heads": args.kv_heads, "batch": batch, "prompt": prompt,
         "budget": SHARE,
     }  # fmt: skip
@@ -199,12 +203,21 @@ def main() -> None:
         ("vocabulary", 32_000),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--model", help="a folder or smollm2, in place of random weights")
     parser.add_argument("--scratch", help="where the model is written (1.6 GB)")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     args = parser.parse_args()
     known = {"equal": equal, "best": best}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        print(f"{make_checkpoint(args, folder) / 1e9:.3f} B parameters", flush=True)
+        args.label, args.tied = f"llama {args.layers} x {args.hidden}", False
+        if args.model:
+            folder = resolve_model(args.model)
+            config = AutoConfig.from_pretrained(folder)
+            args.label, args.tied = args.model, config.tie_word_embeddings
+            args.layers, args.vocabulary = config.num_hidden_layers, config.vocab_size
+            args.kv_heads = config.num_key_value_heads
+        else:
+            print(f"{make_checkpoint(args, folder) / 1e9:.3f} B parameters", flush=True)
         run = Runs(args, folder)
         for part in args.parts.split(","):
             rows = known[part](args, run)

@@ -102,7 +102,7 @@ def run_accelerate(setting: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         model = AutoModelForCausalLM.from_pretrained(
             setting["folder"], dtype=torch.bfloat16, offload_folder=scratch,
-            device_map={**places, **layers, "lm_head": "disk"},
+            device_map={**places, **layers, "lm_head": "cpu" if setting["tied"] else "disk"},
         ).eval()  # fmt: skip
         block = prompts_of(setting, setting["vocabulary"])
         cache = DynamicCache(config=model.config)

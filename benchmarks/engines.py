@@ -1,13 +1,15 @@
-"""vLLM with H2O beside vLLM with all of the cache, and beside this package's own engine.
+"""This package's engine beside others on the same prompts: tokens a second, first tokens, room.
 
-Runs in the environment of `make vllm-test`, an engine of each kind after the other, each in a
-process of its own:
+Every kind runs in a process of its own, one after the other, in the environment that has it: vLLM's
+in that of `make vllm-test`, kvpress in one with transformers below 5.3, llama.cpp where `xllamacpp`
+is installed (``--gguf FILE``); rows of the same setting take the place of older ones:
 
-    .venv-vllm/bin/python benchmarks/vllm_serving.py --model MODEL --text TEXT --memory 256 2048
+    python benchmarks/engines.py --model MODEL --text TEXT --kinds h2okv transformers --memory 2048
+    .venv-vllm/bin/python benchmarks/engines.py --model MODEL --text TEXT --memory 256
 
-All get the same prompts at once, are greedy, and have the same memory for keys and values. What is
-counted is the CPU time of the engine, on one thread, for machines that others use too; wall time
-is beside it. Rows of the same setting take the place of older ones.
+All get the same prompts at once and are greedy. vLLM and h2okv have the same memory for keys and
+values; the others take what they need. What is counted is the CPU time, on one thread, for machines
+that others use too; wall time is beside it.
 """
 
 from __future__ import annotations
@@ -18,22 +20,24 @@ import csv
 import datetime
 import multiprocessing
 import os
+import queue
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "vllm_serving.csv"
+RESULTS = Path(__file__).parent / "results" / "engines.csv"
 ENVIRONMENT = {
     # Its processes wait for each other by spinning, which would count as work.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
 }
-KINDS = ("full", "h2o", "h2okv")
-SETTING = ("cache", "dtype", "memory_mib", "prompt", "new", "requests")
+SETTING = ("engine", "dtype", "memory_mib", "prompt", "new", "requests")
 
 
 def cpu_seconds() -> float:
@@ -57,10 +61,10 @@ class VLLM:
             max_num_batched_tokens=2 * length, max_num_seqs=max(asked.requests),
             enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True,
             kv_cache_memory_bytes=asked.memory << 20,
-            additional_config={"h2okv": budget} if kind == "h2o" else {},
+            additional_config={"h2okv": budget} if kind == "vllm+h2o" else {},
         )  # fmt: skip
         pages = self.llm.llm_engine.vllm_config.cache_config
-        each = -(-length // pages.block_size) if kind == "full" else 1
+        each = -(-length // pages.block_size) if kind == "vllm" else 1
         self.room = (pages.num_gpu_blocks - 1) // each
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
@@ -126,11 +130,112 @@ class Own:
         self.llm.close()
 
 
+class Transformers:
+    """transformers: ``generate`` over one batch, its continuous batching, or kvpress around it.
+
+    The batch is read at once, so that there is no first token before the last one's.
+    """
+
+    room: int | None = None  # nothing limits it
+
+    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.kind, self.kept = kind, sum(budget.values()) / asked.prompt
+        self.model = AutoModelForCausalLM.from_pretrained(
+            asked.model, dtype=getattr(torch, asked.dtype)
+        ).eval()
+
+    def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
+        """Generates; yields the numbers of the requests once all are answered."""
+        import torch
+        from transformers import GenerationConfig
+
+        how = GenerationConfig(
+            max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        if self.kind == "transformers, continuous batching":
+            answers = self.model.generate_batch(
+                prompts, generation_config=how, persistent_manager=True
+            )
+            assert all(len(one.generated_tokens) == new for one in answers.values())
+        else:
+            with self.press(), torch.no_grad():
+                answer = self.model.generate(torch.tensor(prompts), generation_config=how)
+            assert answer.shape[1] == len(prompts[0]) + new
+        yield from range(len(prompts))
+
+    def press(self) -> Any:
+        """What kvpress does to the model: Expected Attention, which needs no attention matrix."""
+        if self.kind != "kvpress":
+            return contextlib.nullcontext()
+        from kvpress import ExpectedAttentionPress
+
+        return ExpectedAttentionPress(compression_ratio=1 - self.kept)(self.model)
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+
+class LlamaCpp:
+    """llama.cpp's server in this process, over a GGUF file, with all of the cache in 16 bits."""
+
+    room: int | None = None
+
+    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+        from xllamacpp import CommonParams, Server
+
+        params = CommonParams()
+        params.model.path = str(asked.gguf)
+        params.n_parallel = max(asked.requests)
+        params.n_ctx = params.n_parallel * (asked.prompt + asked.new)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.cache_prompt, params.warmup, params.verbosity = False, False, -1
+        self.server = Server(params)
+
+    def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
+        """Generates; yields the number of each request whose first token is there."""
+        first: queue.Queue[int] = queue.Queue()
+
+        def ask(number: int) -> None:
+            told: list[Any] = []
+
+            def take(chunk: Any) -> bool:
+                told.append(chunk)
+                if len(told) == 1:
+                    first.put(number)
+                return False
+
+            body = {"prompt": prompts[number], "n_predict": new, "ignore_eos": True,
+                    "temperature": 0, "cache_prompt": False, "stream": True}  # fmt: skip
+            self.server.handle_completions(body, take)
+            assert len(told) >= new, told[-1]
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(ask, number) for number in range(len(prompts))]
+            for _ in prompts:
+                yield first.get(timeout=3600)
+            for one in asked:
+                one.result()
+
+    def close(self) -> None:
+        """The server ends with the process."""
+
+
+KINDS: dict[str, Any] = {
+    "vllm": VLLM, "vllm+h2o": VLLM, "h2okv": Own,
+    "transformers": Transformers, "transformers, continuous batching": Transformers,
+    "kvpress": Transformers, "llama.cpp": LlamaCpp,
+}  # fmt: skip
+
+
 def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]], rows: Any) -> None:
     """One engine: a row for each number of requests, sent to `rows`."""
     entries = round(asked.fraction * asked.prompt)
     budget = {"heavy": entries // 2, "recent": entries - entries // 2}
-    engine = (Own if kind == "h2okv" else VLLM)(kind, asked, budget)
+    engine = KINDS[kind](kind, asked, budget)
+    weights = asked.gguf.suffixes[-2][1:] if kind == "llama.cpp" else asked.dtype
     list(engine.run([prompts[0][:64]], 4))
     for count in asked.requests:
         start, cpu = time.monotonic(), cpu_seconds()
@@ -139,10 +244,10 @@ def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]], rows
         assert len(first) == count, "not every request has got a token"
         rows.send({
             "date": datetime.date.today().isoformat(),
-            "model": Path(asked.model).name, "dtype": asked.dtype, "cache": kind,
-            "entries": asked.prompt + asked.new if kind == "full" else entries,
+            "model": Path(asked.model).name, "dtype": weights, "engine": kind,
+            "entries": entries if "h2o" in kind or kind == "kvpress" else asked.prompt + asked.new,
             "memory_mib": asked.memory, "prompt": asked.prompt, "new": asked.new,
-            "requests": count, "room_for": engine.room,
+            "requests": count, "room_for": engine.room or "",
             "wall_s": round(wall, 1), "cpu_s": round(cpu, 1),
             "new_tokens_per_cpu_s": round(count * asked.new / cpu, 2),
             "first_token_median_s": round(statistics.median(first), 1),
@@ -171,9 +276,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
+    parser.add_argument("--gguf", type=Path, help="what llama.cpp reads")
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--dtype", nargs="+", default=["float32"])
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=["vllm", "vllm+h2o", "h2okv"], choices=KINDS)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--fraction", type=float, default=0.2)
