@@ -13,7 +13,8 @@ from typing import Any
 
 from h2okv.analysis import sections
 from h2okv.analysis.measurements import MEASUREMENTS
-from h2okv.analysis.study import TEXT_COLUMNS, Tables, read_settings
+from h2okv.analysis.sections import Tables
+from h2okv.analysis.study import TEXT_COLUMNS, read_settings
 from h2okv.records import atomic_write, read_csv
 
 REPORT_FILE = "report.html"

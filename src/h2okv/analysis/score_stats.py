@@ -128,9 +128,8 @@ def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
 
 def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
     """Adds up the scores ``[..., T]`` of a word's tokens: float64 ``[..., W]``."""
-    sums = np.zeros((*scores.shape[:-1], len(words.count)))
-    np.add.at(sums, (..., words.place), scores)
-    return sums
+    size = len(words.count)
+    return np.apply_along_axis(lambda row: np.bincount(words.place, row, size), -1, scores)
 
 
 def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Row:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from h2okv import plots
-from h2okv.analysis.study import DEFAULT_BUDGET, Tables
+from h2okv.analysis.study import DEFAULT_BUDGET
 from h2okv.analysis.theory import FACTOR
 from h2okv.console import optional
 from h2okv.plots import BLUE, GREEN, ORANGE, PINK, RED
 from h2okv.records import Row
 
 Rows = Sequence[Row]
+Tables = Mapping[str, Rows]
 Found = dict[str, Any]
 
 _STYLE_SHEET = Path(__file__).parent / "report.mplstyle"

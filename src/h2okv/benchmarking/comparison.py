@@ -386,10 +386,8 @@ class Comparison(Bench):
             self.report(f"{context} x {batch}: memory, {spec.label}")
         # Bytes of its cache that a step must read; how "quantized" packs is its own affair.
         read = own.cache_bytes
-        if spec.name == "h2o":
-            read = self.footprint.h2o_bytes(batch, entries, context, spec.kv_bits)
-        elif spec.name != "quantized":
-            read = self.footprint.full_bytes(batch, entries)
+        if spec.name != "quantized":
+            read = self.footprint.cache_bytes(spec, batch, context, free=0)
         weights = self.footprint.step_weight_bytes
         limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), read)
         decode = quartiles("decode", own.decode)

@@ -154,13 +154,12 @@ class Footprint:
         own = memory.slots.total(entries) - memory.slots.total(0)
         return batch * int(memory.num_slot_layers * own + self._window_bytes(memory, length))
 
-    def cache_bytes(self, spec: CacheSpec, batch: int, context: int) -> int:
-        """Bytes that a cache holds after a prompt; for packed baselines an upper bound."""
+    def cache_bytes(self, spec: CacheSpec, batch: int, context: int, free: int = 1) -> int:
+        """Bytes of a cache after a prompt, a free slot too; for packed baselines an upper bound."""
         entries = spec.entries(context)
         if spec.name == "h2o":
-            # One slot is always free for the next token.
-            return self.h2o_bytes(batch, entries + 1, context, spec.kv_bits)
-        return self.full_bytes(batch, entries + 1 if spec.name == "static" else entries)
+            return self.h2o_bytes(batch, entries + free, context, spec.kv_bits)
+        return self.full_bytes(batch, entries + free if spec.name == "static" else entries)
 
     def prefill_bytes(self, batch: int, block: int) -> int:
         """A lower bound of what reading a block of a prompt needs beside weights and cache."""

@@ -188,7 +188,7 @@ def prefill_progress(
     """Shows how many layers have read the prompt, until it is closed."""
     count = model.config.get_text_config().num_hidden_layers
     lists = (own for own in model.modules() if isinstance(own, nn.ModuleList))
-    layers = next((own for own in lists if len(own) == count), nn.ModuleList())
+    layers = list(next((own for own in lists if len(own) == count), ()))
     steps = len(layers) * math.ceil(prompt_tokens / (chunk or prompt_tokens))
     shown = wanted and prompt_tokens >= LONG_PROMPT and bool(layers)
     stack = ExitStack()
