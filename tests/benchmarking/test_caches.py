@@ -32,7 +32,7 @@ def test_h2o_holds_its_budget_of_the_whole_prompt(build, chunk):
     runner = run(build(), H2O, chunk=chunk)
     assert runner.cache.num_cached_tokens == 20
     assert runner.cache.num_seen_tokens == CONTEXT + 3
-    assert runner.nbytes == runner.cache.nbytes
+    assert runner.nbytes == runner.cache.nbytes == BATCH * 21 * (ENTRY + 2 * 2 * 8)
 
 
 def test_blocks_change_nothing_for_the_full_cache(build):

@@ -5,14 +5,17 @@ import torch
 
 import h2okv.benchmarking.caches as caches
 from h2okv.benchmarking.comparison import COLUMNS, Comparison, Settings
-from h2okv.benchmarking.model import Footprint, speedup_limit
+from h2okv.benchmarking.model import ModelSource, speedup_limit
 from h2okv.config import CacheConfig
 
 CONTEXT, BATCH, BANDWIDTH = 100, 2, 1e9
 
 
 @pytest.fixture
-def compare(source, build):
+def compare(source, build, monkeypatch):
+    model = build()
+    monkeypatch.setattr(ModelSource, "build", lambda *_: model)
+
     def call(**options):
         defaults = {
             "contexts": (CONTEXT,), "batches": (BATCH,), "configs": (CacheConfig(),),
@@ -20,12 +23,12 @@ def compare(source, build):
             "steps": 2, "peak": False,
         }  # fmt: skip
         settings = Settings(**(defaults | options))
-        footprint = Footprint(source.config(), torch.float32)
         reports = []
-        comparison = Comparison(build(), source, footprint, settings, reports.append, BANDWIDTH)
-        rows = list(comparison.rows())
-        assert len(reports) == Comparison.count_units(settings)
-        return {(row["cache"], row["context"], row["batch"]): row for row in rows}, footprint
+        comparison = Comparison(source, settings, torch.float32, torch.device("cpu"))
+        rows = list(comparison.rows(lambda done, _: reports.append(done), BANDWIDTH))
+        assert sum(reports) == comparison.num_units
+        found = {(row["cache"], row["context"], row["batch"]): row for row in rows}
+        return found, comparison.footprint
 
     return call
 

@@ -79,10 +79,3 @@ def test_the_limit_by_hand():
     assert footprint.full_bytes(1, 1) == entry
     assert footprint.h2o_bytes(1, 1, 1) == entry + notes
     assert limit == pytest.approx(2.24, abs=0.01)
-
-
-def test_a_step_that_reads_nothing_has_no_limit():
-    with pytest.raises(ValueError, match="reads nothing"):
-        speedup_limit(0, 100, 0)
-    with pytest.raises(ValueError, match="-1 bytes"):
-        speedup_limit(-1, 100, 10)

@@ -11,7 +11,7 @@ from h2okv.benchmarking.results import (
     serving_table,
     triple,
 )
-from h2okv.benchmarking.serving_client import remarks
+from h2okv.benchmarking.serving_client import COLUMNS, remarks
 
 
 def test_everybody_takes_turns_and_the_order_turns_too():
@@ -109,6 +109,21 @@ def test_a_cache_without_figures_is_said_once():
     ]
     assert missing_figures(rows) == ["quantized: not installed"]
     assert "quantized" not in comparison_table(rows)
+
+
+def test_a_file_of_loads_keeps_its_columns():
+    points = [
+        f"{name}_{point}"
+        for name in ("first_token", "per_token", "gap", "lateness")
+        for point in ("p50", "p95", "p99")
+    ]
+    wanted = (
+        "server", "model", "settings", "loop", "clients", "rate", "requests", "finished", "failed",
+        "interrupted", "errors", "seconds", "requests_per_second", "new_tokens_per_second",
+        "total_tokens_per_second", "prompt_tokens", "new_tokens", "counted_by", *points,
+        "peak_bytes",
+    )  # fmt: skip
+    assert wanted == COLUMNS
 
 
 def test_what_a_reader_must_know_of_a_load():

@@ -1,9 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from h2okv.benchmarking.caches import CacheSpec
-from h2okv.benchmarking.comparison import Settings
-from h2okv.benchmarking.model import Footprint
+from h2okv.benchmarking.comparison import Comparison, Settings
 from h2okv.config import CacheConfig
 
 
@@ -74,26 +75,35 @@ def test_prompts_and_steps_must_fit_the_window():
         settings.check_window(135)
 
 
-def test_memory_is_counted_before_anything_is_allocated(source):
-    footprint = Footprint(source.config(), torch.float32)
-    settings = make()
-    wanted = settings.needed_bytes(footprint, 2, 128, second_process=False)
+@pytest.fixture
+def bench(source, monkeypatch):
+    def call(available=None, **options):
+        monkeypatch.setattr("h2okv.benchmarking.comparison.available_bytes", lambda _: available)
+        return Comparison(source, make(**options), torch.float32, torch.device("cpu"))
+
+    return call
+
+
+def test_memory_is_counted_before_anything_is_allocated(bench):
+    own = bench()
+    wanted = own.needed_bytes(own.settings, 2, 128)
     caches = 2 * 128 * 512 + 2 * 33 * (512 + 32)
-    assert wanted == footprint.weight_bytes + caches + 2 * 128 * (64 + 2 * 96) * 4
-    settings.check_fits(footprint, wanted)
-    settings.check_fits(footprint, None)
+    assert wanted == own.footprint.weight_bytes + caches + 2 * 128 * (64 + 2 * 96) * 4
+    bench(available=wanted)
     with pytest.raises(ValueError, match=f"{wanted} bytes .* {wanted - 1} bytes"):
-        settings.check_fits(footprint, wanted - 1)
+        bench(available=wanted - 1)
 
 
-def test_a_second_process_has_weights_of_its_own(source):
-    footprint = Footprint(source.config(), torch.float32)
-    settings = make(contexts=(8,), batches=(1,), peak=True)
-    alone, beside = (settings.needed_bytes(footprint, 1, 8, flag) for flag in (False, True))
-    assert beside > 2 * footprint.weight_bytes > alone
+def test_a_second_process_has_weights_of_its_own(bench):
+    own = bench(contexts=(8,), batches=(1,))
+    alone, beside = (
+        own.needed_bytes(replace(own.settings, peak=peak), 1, 8) for peak in (False, True)
+    )
+    assert beside > 2 * own.footprint.weight_bytes > alone
+    gpu = replace(own, device=torch.device("cuda"))
+    assert gpu.needed_bytes(replace(own.settings, peak=True), 1, 8) == alone
 
 
-def test_eager_attention_makes_a_matrix(source):
-    footprint = Footprint(source.config(), torch.float32)
-    settings = make(caches=("dynamic", "kvpress"))
-    assert settings.needed_bytes(footprint, 1, 1000, False) > 4 * 1000 * 1000 * 4
+def test_eager_attention_makes_a_matrix(bench):
+    own = bench(caches=("dynamic", "kvpress"))
+    assert own.needed_bytes(own.settings, 1, 1000) > 4 * 1000 * 1000 * 4

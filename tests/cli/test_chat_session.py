@@ -3,18 +3,25 @@
 import io
 import signal
 import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import h2okv
-from h2okv.chat.session import Chat, Partner
+from h2okv.chat.session import Chat
 from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import describe, load_weights
 
 ANSWER = 12
 LONG_TURN = "a heron, a fox; 7 owls? " * 3
+
+
+class Partner(NamedTuple):
+    model: Any
+    described: Any
+    params: SamplingParams
 
 
 def greedy(count):
@@ -90,7 +97,7 @@ def ignore(piece):
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_turns_are_the_same_tokens_fed_by_hand(load, template, positions, chunk):
     partner = load(template)
-    chat = Chat(partner, make_cache(partner, chunk, positions), "be brief")
+    chat = Chat(*partner, make_cache(partner, chunk, positions), "be brief")
     cache = make_cache(partner, chunk, positions)
     for turn in ("the cat?", LONG_TURN, "and the dog?"):
         read = cache.num_seen_tokens
@@ -105,7 +112,7 @@ def test_turns_are_the_same_tokens_fed_by_hand(load, template, positions, chunk)
 
 def test_a_pinned_system_message_stays_for_the_whole_chat(partner):
     system = "be brief"
-    chat = Chat(partner, make_cache(partner), system, pin=("system",))
+    chat = Chat(*partner, make_cache(partner), system, pin=("system",))
     for turn in ("the cat?", "the dog?", "and the bird?"):
         chat.say(turn, ignore)
     read, tokenizer = chat.transcript.token_ids, partner.described.tokenizer
@@ -117,7 +124,7 @@ def test_a_pinned_system_message_stays_for_the_whole_chat(partner):
 
 def test_an_end_token_is_read_once_with_the_next_turn(partner):
     end = partner.described.tokenizer.eos_token_id
-    chat = Chat(partner, make_cache(partner, chunk=64))
+    chat = Chat(*partner, make_cache(partner, chunk=64))
     hook = ends_with(partner, end, after=4)
     try:
         for turn in ("the cat?", "the dog?"):
@@ -152,7 +159,7 @@ def test_a_plain_answer_ends_at_the_users_line(load):
 
     hook = partner.model.lm_head.register_forward_hook(follow)
     pieces = []
-    chat = Chat(partner, make_cache(partner, chunk=64))
+    chat = Chat(*partner, make_cache(partner, chunk=64))
     answer = chat.say("who?", pieces.append)
     hook.remove()
     assert answer.finish_reason == "stop"
@@ -164,7 +171,7 @@ def test_a_plain_answer_ends_at_the_users_line(load):
 
 
 def test_control_c_ends_the_answer_and_the_chat_goes_on(partner):
-    chat = Chat(partner, make_cache(partner))
+    chat = Chat(*partner, make_cache(partner))
     cache = make_cache(partner)
     pieces = []
 
@@ -193,7 +200,7 @@ def test_control_c_ends_the_answer_and_the_chat_goes_on(partner):
 
 
 def test_control_c_while_a_turn_is_read_leaves_the_rest_for_the_next(partner):
-    chat = Chat(partner, make_cache(partner))
+    chat = Chat(*partner, make_cache(partner))
     blocks = []
 
     def interrupt(module, args, output):
@@ -220,7 +227,7 @@ def test_control_c_while_a_turn_is_read_leaves_the_rest_for_the_next(partner):
 # nobody can tell from outside how far it came.
 @pytest.mark.parametrize("layer", [0, -1])
 def test_a_second_control_c_breaks_off_and_says_so(partner, layer):
-    chat = Chat(partner, make_cache(partner))
+    chat = Chat(*partner, make_cache(partner))
     chat.say("the cat?", ignore)
 
     def interrupt(module, args, output):
@@ -235,12 +242,12 @@ def test_a_second_control_c_breaks_off_and_says_so(partner, layer):
     with pytest.raises(ValueError, match="/reset begins a new chat"):
         chat.say("well?", ignore)
     chat.reset()
-    fresh = Chat(partner, make_cache(partner))
+    fresh = Chat(*partner, make_cache(partner))
     assert chat.say("well?", ignore).token_ids == fresh.say("well?", ignore).token_ids
 
 
 def test_a_second_control_c_between_two_forwards_breaks_nothing(partner):
-    chat = Chat(partner, make_cache(partner))
+    chat = Chat(*partner, make_cache(partner))
 
     def write(piece):
         signal.raise_signal(signal.SIGINT)
@@ -255,7 +262,7 @@ def test_a_second_control_c_between_two_forwards_breaks_nothing(partner):
 
 def test_a_turn_beyond_the_context_changes_nothing(load):
     partner = load()
-    chat = Chat(partner, make_cache(partner, positions="original"))
+    chat = Chat(*partner, make_cache(partner, positions="original"))
     chat.say("the cat?", ignore)
     before, seen = chat.transcript, chat.cache.num_seen_tokens
     with pytest.raises(ValueError, match=rf"the chat has {seen} tokens .*ends at 256.*rolling"):
@@ -267,8 +274,8 @@ def test_a_turn_beyond_the_context_changes_nothing(load):
 
 def test_an_answer_ends_with_the_context(load):
     partner = load()
-    partner = Partner(partner.model, partner.described, greedy(1000))
-    chat = Chat(partner, make_cache(partner, positions="original"))
+    partner = partner._replace(params=greedy(1000))
+    chat = Chat(*partner, make_cache(partner, positions="original"))
     answer = chat.say("the cat?", ignore)
     assert answer.finish_reason == "context"
     assert len(chat.transcript.token_ids) == 256
@@ -278,7 +285,7 @@ def test_an_answer_ends_with_the_context(load):
 
 def test_a_turn_that_the_cache_refuses_is_not_part_of_the_chat(partner):
     # A block as long as the window has no room behind what is held.
-    chat = Chat(partner, make_cache(partner, chunk=None))
+    chat = Chat(*partner, make_cache(partner, chunk=None))
     chat.say("the cat?", ignore)
     before = chat.transcript
     with pytest.raises(ValueError, match="window of 256"):
@@ -289,7 +296,7 @@ def test_a_turn_that_the_cache_refuses_is_not_part_of_the_chat(partner):
 
 
 def test_an_error_in_the_middle_keeps_what_was_said(partner):
-    chat = Chat(partner, make_cache(partner))
+    chat = Chat(*partner, make_cache(partner))
     calls = 0
 
     def spoil(module, args, logits):
@@ -311,7 +318,7 @@ def test_sampling_follows_the_seed(load):
     texts = []
     for seed in (1, 1, 2):
         sampling = SamplingParams(max_tokens=ANSWER, temperature=1.0, top_p=0.9, seed=seed)
-        chat = Chat(Partner(partner.model, partner.described, sampling), make_cache(partner))
+        chat = Chat(partner.model, partner.described, sampling, make_cache(partner))
         texts.append([chat.say(turn, ignore).token_ids for turn in ("the cat?", "the dog?")])
     assert texts[0] == texts[1] != texts[2]
 
@@ -323,7 +330,7 @@ def test_a_long_turn_shows_how_far_it_is(partner, monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    chat = Chat(partner, make_cache(partner))
+    chat = Chat(*partner, make_cache(partner))
     chat.say(LONG_TURN, ignore, show_progress=True)
     assert terminal.getvalue() == ""
     chat.say(LONG_TURN * 10, ignore, show_progress=True)

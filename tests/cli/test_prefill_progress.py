@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from h2okv.chat.generation import LONG_PROMPT, decoder_layers, prefill_progress
+from h2okv.chat.generation import LONG_PROMPT, prefill_progress
 
 
 class Terminal(io.StringIO):
@@ -27,16 +27,12 @@ def hooks(model):
     return [hook for module in model.modules() for hook in module._forward_hooks.values()]
 
 
-def test_finds_the_decoder_layers(make_llama):
-    model = make_llama(layers=3)
-    assert decoder_layers(model) == list(model.model.layers)
-
-
 def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama, replace_stderr):
     terminal = replace_stderr(Terminal())
-    model = make_llama(attention="sdpa")
+    model = make_llama(attention="sdpa", layers=3)
     with prefill_progress(model, LONG_PROMPT, wanted=True) as bar:
-        assert len(hooks(model)) == len(model.model.layers)
+        assert len(hooks(model)) == len(model.model.layers) == 3
+        assert all(layer._forward_hooks for layer in model.model.layers)
         model(torch.ones(1, 4, dtype=torch.long))
         bar.close()
         assert hooks(model) == []

@@ -37,6 +37,7 @@ def names(wheel) -> set[str]:
         "h2okv/analysis/report.html",
         "h2okv/analysis/report.mplstyle",
         "h2okv/analysis/sections.toml",
+        "h2okv/benchmarking/shapes.toml",
         "h2okv/evaluation/experiments/figure4.yaml",
         "h2okv/evaluation/lm_eval/task_files/h2okv_copa.yaml",
         "h2okv/integration/hub_recipe/custom_generate/generate.py",

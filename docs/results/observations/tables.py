@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from h2okv.analysis.figures import Rows, column, distinct, where
+from h2okv.analysis.sections import Rows, column, distinct, where
 from h2okv.analysis.study import TEXT_COLUMNS
 from h2okv.records import read_csv
 

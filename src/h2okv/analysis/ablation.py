@@ -34,10 +34,7 @@ def dense_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
 
 
 def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0) -> Row:
-    """Perplexity of losses ``[T]``, its ratio to the baseline's, and the ratio's 95 % interval.
-
-    A bootstrap over blocks of 32 tokens: how sure the ratio is for texts like this one.
-    """
+    """Perplexity of losses ``[T]``, its ratio to the baseline's, a 95 % interval by bootstrap."""
     gaps = (losses - baseline)[first:]
     blocks = [gaps[i : i + _BLOCK] for i in range(0, len(gaps), _BLOCK)]
     sums = np.array([block.sum() for block in blocks])
@@ -78,6 +75,7 @@ def losses_with_hidden(
 
 
 _LAST_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "c_proj")
+# Of a token's largest magnitude, for activations that are never exactly 0.
 SHARE_OF_LARGEST = 0.1
 
 
@@ -100,10 +98,7 @@ def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.inference_mode()
 def activation_frequency(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
-    """At which fraction of the tokens each neuron is active, above 0 with ReLU: float64 ``[L, M]``.
-
-    Other activations are never exactly 0: there it is 10 % of the largest magnitude of a token.
-    """
+    """At which fraction of tokens each neuron is active (ReLU: above 0): float64 ``[L, M]``."""
     config = model.config.get_text_config(decoder=True)
     name = getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
     counts: list[np.ndarray] = []  # the layers run in order

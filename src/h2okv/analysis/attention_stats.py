@@ -211,16 +211,13 @@ def accumulated(layer: LayerAttention) -> np.ndarray:
 
 
 def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) -> np.ndarray:
-    """The later queries that look most at each key, more than ``least``: int64 ``[H, T, count]``.
-
-    A query's attention is summed over its group, as H2O's scores are; -1 stands for none.
-    """
+    """The later queries that look most at each key, above ``least``: int64 ``[H, T, count]``."""
     heads, length = layer.key.shape[:2]
-    found = torch.full((heads, length, count), -1, device=layer.key.device)
+    found = torch.full((heads, length, count), -1, device=layer.key.device)  # -1: none
     mass = torch.full(found.shape, least, device=layer.key.device)
     for first, probabilities in layer.rows():
         last = probabilities.shape[-1]
-        own = probabilities.sum(dim=1)
+        own = probabilities.sum(dim=1)  # over a group, as H2O's scores are
         # A key's own query does not count, and those before it have given it nothing.
         own[..., first:].diagonal(dim1=1, dim2=2).zero_()
         # Most keys were looked at more by earlier queries.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads
+from h2okv.analysis.score_stats import load_scipy
 from h2okv.cache import H2OCache
 from h2okv.config import TokenBudget
 from h2okv.integration import enable
@@ -136,11 +137,7 @@ def overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def similarity(sets: np.ndarray) -> np.ndarray:
     """Jaccard similarity ``[S, S]`` of every pair of sets, bool ``[S, N]``."""
-    numbers = sets.astype(np.float64)
-    common = numbers @ numbers.T
-    sizes = numbers.sum(axis=-1)
-    either = sizes[:, None] + sizes[None] - common
-    return np.divide(common, either, out=np.ones_like(common), where=either > 0)
+    return 1 - load_scipy("spatial.distance").cdist(sets, sets, "jaccard")
 
 
 def chance_similarity(kept: int, candidates: int) -> float:
@@ -150,15 +147,11 @@ def chance_similarity(kept: int, candidates: int) -> float:
 
 
 def stays(gone_at: np.ndarray, recent: int, first: int) -> np.ndarray:
-    """How long entries stayed after they left the recent window, in tokens: int ``[L, H, T']``.
-
-    Only of tokens that left it in time to be evicted; those held to the end have the time until
-    then.
-    """
+    """How long entries stayed after they left the recent window, in tokens: int ``[L, H, T']``."""
     length = gone_at.shape[-1]
     # At the step at which a token leaves the window it can go for the first time.
     leaves = np.maximum(np.arange(length) + recent, first)
-    candidates = leaves < length
+    candidates = leaves < length  # the others had no time to be evicted
     return (np.minimum(gone_at, length) - 1 - leaves)[..., candidates].clip(min=0)
 
 

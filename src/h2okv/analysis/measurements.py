@@ -38,16 +38,14 @@ _AWAY = 64
 
 
 def measure_sparsity(study: Study, tick: Tick = no_tick) -> Tables:
-    """Fraction of small attention entries by head; also of the second half of the text.
-
-    ``share_square`` counts the keys that causality hides too.
-    """
+    """Fraction of small attention entries by head; also of the second half of the text."""
     small = study.of_layers(small_entries, tick)
     visible = np.arange(1, study.length + 1)
     hidden = study.length**2 - visible.sum()
     shares = {
         "share": small.sum(-1) / visible.sum(),
         "share_late": small[..., study.half :].sum(-1) / visible[study.half :].sum(),
+        # The keys that causality hides counted too.
         "share_square": (small.sum(-1) + hidden) / study.length**2,
     }
     return {"sparsity": _by_head(study, shares)}
@@ -94,13 +92,11 @@ def _ranked(names: Row, column: str, values: np.ndarray) -> list[Row]:
 
 
 def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
-    """Rank correlation of words' scores with their counts and co-occurrence in the text.
-
-    Of the sum over a word's tokens, as in the paper, which a frequent word leads for being
-    frequent; and of a single token's mean, divided by the number of queries that could see it.
-    """
+    """Rank correlation of words' scores with their counts and co-occurrence in the text."""
     ids = study.sample.input_ids[0]
     scores, words = study.accumulated(tick).sum(axis=(1, 2)), count_words(ids.numpy())
+    # As in the paper, where a frequent word leads for being frequent; and fair to that, and to a
+    # token's place: divided by its count and by the number of queries that could see it.
     sums = by_word(scores, words)
     means = by_word(scores / np.arange(study.length, 0, -1), words) / words.count
     pieces = dict(zip(ids.tolist(), study.sample.pieces, strict=True))
@@ -144,14 +140,11 @@ def measure_policies(study: Study, tick: Tick = no_tick) -> Tables:
     """Perplexity of the second half under each policy and budget, token by token."""
     rows: list[Row] = []
     pairs = list(product(POLICIES, BUDGETS))
-    for done, (policy, share) in enumerate(pairs):
-
-        def part(fraction: float, done: int = done) -> None:
-            tick((done + fraction) / len(pairs))
-
-        losses = study.losses(policy, share, part)
+    for policy, share in pairs:
+        losses = study.losses(policy, share)
         row = {"policy": policy, "share": share, "tokens": study.tokens(share)}
         rows.append({**row, **cost(losses, study.dense_losses(), study.half)})
+        tick(len(rows) / len(pairs))
     return {"perplexity": rows}
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from h2okv.analysis import figures, findings
-from h2okv.analysis.figures import Tables
+from h2okv.analysis import sections
 from h2okv.analysis.measurements import MEASUREMENTS
+from h2okv.analysis.sections import Tables
 from h2okv.analysis.study import TEXT_COLUMNS, read_settings
 from h2okv.records import atomic_write, read_csv
 
@@ -40,14 +40,14 @@ class Section:
     rule: str = ""
 
     def draw(self, tables: Tables) -> Any:
-        figure, panels = figures.new_figure(self.size, self.panels)
-        getattr(figures, f"draw_{self.name}")(figure, panels, tables)
-        figures.put_legend(figure, panels)
+        figure, panels = sections.new_figure(self.size, self.panels)
+        getattr(sections, f"draw_{self.name}")(figure, panels, tables)
+        sections.put_legend(figure, panels)
         return figure
 
     def tell(self, tables: Tables) -> tuple[str, str]:
         """Says what the tables hold, and gives the verdict on the paper's finding."""
-        found = getattr(findings, f"find_{self.name}")(tables)
+        found = getattr(sections, f"find_{self.name}")(tables)
         parts = self.joint.join(self.each.format(**own) for own in found.get("each", ()))
         verdict = (
             "agrees" if found.get("agrees") else "in part" if found.get("partly") else "differs"

@@ -115,25 +115,21 @@ class Words:
 def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
     """Counts the words of token ids ``[T]``, and what stands within ``reach`` tokens of them."""
     found, place, count = np.unique(token_ids, return_inverse=True, return_counts=True)
-    together = np.zeros(len(found), dtype=np.int64)
-    pairs = []
+    size, pairs = len(found), []
     for distance in range(1, reach + 1):
         left, right = place[:-distance], place[distance:]
-        other = left != right
-        np.add.at(together, left[other], 1)
-        np.add.at(together, right[other], 1)
-        pairs += [left[other] * len(found) + right[other], right[other] * len(found) + left[other]]
-    distinct = np.unique(np.concatenate(pairs))
-    neighbours = np.bincount(distinct // len(found), minlength=len(found))
+        pairs += [left * size + right, right * size + left]
+    near = np.concatenate(pairs)
+    near = near[near // size != near % size]
+    together = np.bincount(near // size, minlength=size)
+    neighbours = np.bincount(np.unique(near) // size, minlength=size)
     return Words(found, count, together, neighbours, place)
 
 
 def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
     """Adds up the scores ``[..., T]`` of a word's tokens: float64 ``[..., W]``."""
-    flat = scores.reshape(-1, scores.shape[-1])
     size = len(words.count)
-    sums = np.stack([np.bincount(words.place, row, minlength=size) for row in flat])
-    return sums.reshape(*scores.shape[:-1], size)
+    return np.apply_along_axis(lambda row: np.bincount(words.place, row, size), -1, scores)
 
 
 def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Row:

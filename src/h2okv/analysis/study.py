@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from h2okv.analysis.ablation import dense_losses
 from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.policy import Policy
-from h2okv.records import Row, atomic_write, check_settings, naming, write_json
+from h2okv.records import Record, Row, atomic_write, check_settings, naming, write_json
 
 Tables = dict[str, list[Row]]
 
@@ -117,11 +116,11 @@ class Study:
         """When each token went; see `Trace`."""
         return self._run(policy, share, tick)["gone_at"]
 
-    def losses(self, policy: str, share: float, tick: Tick = no_tick) -> np.ndarray:
+    def losses(self, policy: str, share: float) -> np.ndarray:
         """The losses under a policy: float ``[T]``, NaN at the beginning."""
-        return self._run(policy, share, tick)["losses"].astype(np.float64)
+        return self._run(policy, share)["losses"].astype(np.float64)
 
-    def _run(self, policy: str, share: float, tick: Tick) -> dict[str, np.ndarray]:
+    def _run(self, policy: str, share: float, tick: Tick = no_tick) -> dict[str, np.ndarray]:
         def compute() -> dict[str, np.ndarray]:
             ranks: str | Policy = policy
             if policy == GlobalPolicy.name:
@@ -193,10 +192,5 @@ def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Reads what a report's folder is about."""
     path = folder / SETTINGS_FILE
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"'{path}' cannot be read ({type(error).__name__}); choose another folder for the "
-            "report, or delete this one."
-        ) from error
+    with naming(path, "read", "choose another folder for the report, or delete this one"):
+        return Record.parse(path.read_bytes(), f"'{path}'", "the settings of a report").fields

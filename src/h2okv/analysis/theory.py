@@ -80,11 +80,7 @@ OBJECTIVES = ("tokens", "total", "rows")
 def set_values(
     rows: np.ndarray, members: np.ndarray, step: int, objective: str, h: str
 ) -> np.ndarray:
-    """The worth of sets, bool ``[S, n]``, after a step by one of `OBJECTIVES`: float64 ``[S]``.
-
-    ``rows`` is full attention ``[G, n, n]``, 0 after the diagonal. ``tokens`` is additive; ``rows``
-    knows that a token is worth little where others have covered a query already.
-    """
+    """The worth of sets, bool ``[S, n]``, after a step by one of `OBJECTIVES`: float64 ``[S]``."""
     concave = CONCAVE[h]
     seen = rows[:, : step + 1]
     sets = members.astype(np.float64)
@@ -104,11 +100,7 @@ def attention_rows(logits: np.ndarray) -> np.ndarray:
 
 
 def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarray:
-    """Lets the library's own cache evict on given logits ``[G, n, n]``, one token at a time.
-
-    Keys are unit vectors, so that attention computes exactly these logits. Row i of the result,
-    bool ``[n, n]``, marks what is held after token i.
-    """
+    """What the library's own cache holds on given logits ``[G, n, n]`` by step: bool ``[n, n]``."""
     group, size, _ = logits.shape
     queries = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float32))
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=group, num_key_value_heads=1)
@@ -117,7 +109,7 @@ def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarr
     held = np.zeros((size, size), dtype=bool)
     for step in range(size):
         key = torch.zeros(1, 1, 1, size)
-        key[..., step] = 1.0
+        key[..., step] = 1.0  # a unit vector, so that attention computes exactly these logits
         marked_key, value = cache.update(key, torch.zeros(1, 1, 1, 1), 0)
         h2o_attention(module, queries[None, :, step : step + 1], marked_key, value, None, 1.0)
         positions = cache.kept_positions(0)[0, 0].numpy()
@@ -208,10 +200,7 @@ def check_bound(
 ) -> tuple[np.ndarray, Row]:
     """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts.
 
-    The ratios of its worth to the best's, float ``[n - k]``, and the columns of docs/theory.md:
-    ``alpha`` with beta = 0, ``beta`` with alpha = 0 as a share of the last best, ``drift``, the
-    most that the worth of what was held falls in a step, ``moves``, the most tokens by which the
-    best set changes in one, and ``lost``, the largest share of a best set that was evicted before.
+    The ratios of its worth to the best's, float ``[n - k]``, and the columns of docs/theory.md.
     """
     steps = range(kept, rows.shape[-1])
     best = [best_value(rows, kept, step, objective, h) for step in steps]
@@ -227,6 +216,7 @@ def check_bound(
         "holds": int(ratios.min() >= FACTOR - _TOLERANCE),
         "alpha": max(0.0, float(1 - ratios.min() / FACTOR)),
         "beta": max(0.0, float((FACTOR * tops - values).max() / tops[-1])),
+        # The most that the worth of what was held falls, and that the best set changes, in a step.
         "drift": max([0.0, *(1 - before[1:] / values[:-1])]),
         "moves": int((sets[1:] & ~sets[:-1]).sum(axis=1).max(initial=0)), "lost": lost.max(),
     }  # fmt: skip
@@ -267,10 +257,9 @@ _STEPS = 8
 def worth_of_kept(
     layer: LayerAttention, gone_at: np.ndarray, kept: int, steps: list[int]
 ) -> np.ndarray:
-    """Compares what a policy holds with the best set by accumulated score, float ``[steps, H]``.
+    """Compares what a policy holds, ``gone_at`` int ``[H, T]``, with the highest scores.
 
-    With h the identity that is the set of the highest scores, however long the text is; ``gone_at``
-    is int ``[H, T]``, and the steps, the newest tokens at which to compare, ascend.
+    The steps, the newest tokens at which to compare, ascend: float ``[steps, H]``.
     """
     gone = torch.from_numpy(gone_at)
     total = torch.zeros(gone.shape, dtype=torch.float64)

@@ -211,13 +211,9 @@ class _Quantized(CacheRunner):
 
 
 class _Kvpress(CacheRunner):
-    """kvpress's `ObservedAttentionPress`, which is H2O's score on the prompt alone.
+    """kvpress's `ObservedAttentionPress`: H2O's score on the prompt alone; what is kept grows."""
 
-    It needs eager attention, and so the T x T matrix, for the prompt; steps run on a `DynamicCache`
-    of what was kept, which grows.
-    """
-
-    attention = "eager"
+    attention = "eager"  # of the prompt, which makes the T x T matrix
     has_budget = True
 
     @classmethod
@@ -287,8 +283,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-class PeakRunFailedError(Exception):
+class PeakRunFailedError(ValueError):
     """A run ended without a result, most likely for want of memory."""
+
+    def __init__(self, run: PeakRun, reason: str) -> None:
+        less = "give a smaller context or fewer --layers"
+        super().__init__(f"peak memory of {run.spec.label}: {reason[:200]}; {less}")
 
 
 @dataclass(frozen=True)
@@ -302,17 +302,15 @@ class PeakRun:
     spec: CacheSpec
     context: int
     batch: int
-    steps: int = 2
     prefill_chunk: int | None = None
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes before anything was read, the most of the run, and the cache's at the end."""
+    """Bytes before anything was read, and the most of the run."""
 
     loaded: int
     peak: int
-    cache: int
 
 
 def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
@@ -324,18 +322,17 @@ def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
 
 def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | None:
     """The memory of a cache, on a CPU in a process of its own; ``None`` if nothing tells it."""
-    what = f"peak memory of {run.spec.label}"
     if model is not None and model.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(model.device)
         loaded = torch.cuda.memory_allocated(model.device)
         try:
-            runner = _run(model, run)
+            _run(model, run)
         except torch.OutOfMemoryError as error:
-            raise PeakRunFailedError(f"{what}: {one_line(error)}") from error
+            raise PeakRunFailedError(run, one_line(error)) from error
         torch.cuda.synchronize(model.device)
-        return Peak(loaded, torch.cuda.max_memory_allocated(model.device), runner.nbytes)
+        return Peak(loaded, torch.cuda.max_memory_allocated(model.device))
     if peak_resident_bytes() is None:
         return None
     # -P: nothing of the current folder is imported in place of an installed package.
@@ -345,20 +342,19 @@ def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | N
     if done.returncode or not lines:
         told = done.stderr.decode("utf-8", "replace").strip().splitlines()
         reason = told[-1] if told else "it was ended by the system"
-        raise PeakRunFailedError(f"{what}: {reason[:200]}")
+        raise PeakRunFailedError(run, reason)
     return Peak(**json.loads(lines[-1]))
 
 
-def _run(model: PreTrainedModel, run: PeakRun) -> CacheRunner:
-    """Reads the prompt and takes the steps; the runner's cache is still there."""
+def _run(model: PreTrainedModel, run: PeakRun) -> None:
+    """Reads the prompt and takes two steps."""
     runner = run.spec.runner(model, run.prefill_chunk)
     ids = prompt_ids(model, run.batch, run.context)
     runner.prepare(run.context)
     runner.prefill(ids)
     with runner.decoding():
-        for _ in range(run.steps):
+        for _ in range(2):
             runner.step(ids[:, :1])
-    return runner
 
 
 def _peak_in_this_process(run: PeakRun) -> Peak:
@@ -366,12 +362,12 @@ def _peak_in_this_process(run: PeakRun) -> Peak:
     torch.set_num_threads(run.threads)
     model = run.source.build(run.dtype, run.device)
     # A first small run brings in libraries and scratch memory that every process has once.
-    _run(model, replace(run, context=min(16, run.context), batch=1, steps=1)).release()
+    _run(model, replace(run, context=min(16, run.context), batch=1))
     gc.collect()
     reset_peak()
     loaded = resident_bytes() or 0
-    runner = _run(model, run)
-    return Peak(loaded, peak_resident_bytes() or 0, runner.nbytes)
+    _run(model, run)
+    return Peak(loaded, peak_resident_bytes() or 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Prefill, decode step and memory of several caches, and the largest batch that a memory holds.
-
-Throughput by larger batches is the way in which the paper (arXiv 2306.14048, section 5.2) turns a
-smaller cache into speed.
-"""
+"""Prefill, decode step and memory of several caches, and the largest batch that a memory holds."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -32,6 +28,7 @@ from h2okv.benchmarking.caches import (
 from h2okv.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv.cache.layer import CacheLayer
+from h2okv.cache.validation import context_window
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import check_least
 from h2okv.engine.memory import available_bytes
@@ -112,35 +109,6 @@ class Settings:
                 " random weights with another one, such as --shape llama-3-8b,window=65536"
             )
 
-    def needed_bytes(
-        self, footprint: Footprint, batch: int, context: int, second_process: bool
-    ) -> int:
-        """A lower bound for one combination: weights, all its caches, one block of the prompt."""
-        # Quantised baselines are smaller than this by an amount that depends on their packing.
-        whole = [spec for spec in self.specs() if spec.name != "quantized"]
-        sizes = [footprint.cache_bytes(spec, batch, context) for spec in whole]
-        weights = footprint.weight_bytes
-        reading = footprint.prefill_bytes(batch, min(context, self.prefill_chunk or context))
-        if "kvpress" in self.caches:
-            # Eager attention makes the T x T matrix of a layer, in fp32 at that.
-            reading = max(reading, batch * footprint.memory().num_heads * context**2 * 4)
-        apart = 2 * weights + max(sizes, default=0) if self.peak and second_process else 0
-        return max(weights + sum(sizes), apart) + reading
-
-    def check_fits(
-        self, footprint: Footprint, available: int | None, second_process: bool = False
-    ) -> None:
-        """Refuses what cannot fit, before anything is allocated."""
-        for context, batch in product(self.contexts, self.batches):
-            needed = self.needed_bytes(footprint, batch, context, second_process)
-            if available is not None and needed > available:
-                raise ValueError(
-                    f"--contexts {context} with --batches {batch} needs at least {needed} bytes"
-                    f" ({needed / 2**30:.1f} GiB: weights, caches and one block of the prompt),"
-                    f" and {available} bytes ({available / 2**30:.1f} GiB) are available; give"
-                    " fewer --layers, a smaller batch or context, or fewer --caches"
-                )
-
 
 _BATCH, _PROMPT, _STEPS = 2, 96, 8
 # In fp32, and in half precision. Entries of nearly equal score may change places by rounding alone.
@@ -153,13 +121,11 @@ class CheckFailedError(Exception):
 
 
 def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
-    """Holds H2O to full attention and to its masking simulation, on a small prompt.
+    """Holds H2O to full attention, with K >= length, and to its masking simulation.
 
-    ``options`` are those of `H2OCache`. Returns ``full_error``, the largest difference of logits
-    between a cache with K >= length and full attention, relative to the largest logit;
-    ``drop_error``, that between dropping and masking, ``None`` in half precision, where two right
-    results part by rounding; ``kept_difference``, the fraction of the entries kept by dropping that
-    masking does not keep, in half precision of the first layer, whose input is the same for both.
+    Returns the largest differences of logits, relative to the largest logit, and the fraction of
+    the entries kept that masking does not keep. Half precision has no ``drop_error``, for two right
+    results part by rounding, and counts the first layer alone, whose input is the same for both.
     """
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
@@ -228,21 +194,82 @@ COLUMNS = (
 """What is told of one cache in one combination; docs/benchmarking.md says what each column is."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
-    """A model of one dtype, its checks passed, and what is wanted of it."""
+    """A model in one dtype and what is wanted of it; refused before anything is allocated."""
 
-    model: PreTrainedModel  # its attention implementation is mutated
-    source: ModelSource  # how another process builds it
-    footprint: Footprint
+    source: ModelSource  # by which other processes build the model, too
     settings: Settings
-    report: Callable[[str], None]  # hears what was done, as often as ``count_units`` says
+    dtype: torch.dtype
+    device: torch.device
+
+    columns: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        config = self.source.config()
+        h2okv.check_model(config)
+        self.settings.check_window(context_window(config))
+        for spec in self.settings.specs():
+            if spec.name == "h2o" and spec.config is not None:
+                h2okv.H2OCache.from_config(config, spec.config)
+        self.footprint = Footprint(config, self.dtype, self.settings.positions)
+        self.checks: dict[str, dict[str, float | None]] = {}
+        self.bandwidth: float | None = None  # of the device's memory, in bytes a second
+        self.check_fits(self.settings)
+
+    def needed_bytes(self, settings: Settings, batch: int, context: int) -> int:
+        """A lower bound for one combination: weights, all its caches, one block of the prompt."""
+        footprint = self.footprint
+        # Quantised baselines are smaller than this by an amount that depends on their packing.
+        whole = [spec for spec in settings.specs() if spec.name != "quantized"]
+        sizes = [footprint.cache_bytes(spec, batch, context) for spec in whole]
+        weights = footprint.weight_bytes
+        reading = footprint.prefill_bytes(batch, min(context, settings.prefill_chunk or context))
+        if "kvpress" in settings.caches:
+            # Eager attention makes the T x T matrix of a layer, in fp32 at that.
+            reading = max(reading, batch * footprint.memory().num_heads * context**2 * 4)
+        # On a CPU peaks are measured in a process of its own, which has weights, too.
+        is_apart = settings.peak and self.device.type == "cpu"
+        apart = 2 * weights + max(sizes, default=0) if is_apart else 0
+        return max(weights + sum(sizes), apart) + reading
+
+    def check_fits(self, settings: Settings) -> None:
+        available = available_bytes(self.device)
+        for context, batch in product(settings.contexts, settings.batches):
+            needed = self.needed_bytes(settings, batch, context)
+            if available is not None and needed > available:
+                raise ValueError(
+                    f"--contexts {context} with --batches {batch} needs at least {needed} bytes"
+                    f" ({needed / 2**30:.1f} GiB: weights, caches and one block of the prompt),"
+                    f" and {available} bytes ({available / 2**30:.1f} GiB) are available; give"
+                    " fewer --layers, a smaller batch or context, or fewer --caches"
+                )
+
+    def rows(self, report: Callable[[int, str], None], bandwidth: float) -> Iterator[Row]:
+        """Builds the model, checks H2O on it, and only then measures; reports `num_units`."""
+        self.report, self.bandwidth = partial(report, 1), bandwidth
+        report(0, "building the model")
+        self.model = self.source.build(self.dtype, self.device)
+        report(0, "checking correctness")
+        positions = self.settings.positions
+        for bits in (None, *self.settings.kv_bits):
+            name = dtype_name(self.dtype) + ("" if bits is None else f", {bits} bits")
+            self.checks[name] = check_h2o(self.model, positions=positions, kv_bits=bits)
+        yield from self.measured()
+        del self.model  # its room is the next dtype's
+
+    @property
+    def num_units(self) -> int:
+        raise NotImplementedError
+
+    def measured(self) -> Iterator[Row]:
+        raise NotImplementedError
 
     def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
         """The columns that say what ran, and how."""
         settings = self.settings
         return {
-            "model": self.source.name, "dtype": dtype_name(self.model.dtype),
+            "model": self.source.name, "dtype": dtype_name(self.dtype),
             "positions": settings.positions, "context": context, "budget": spec.budget,
             "cache": spec.name, "kv_bits": spec.kv_bits, "rounds": settings.rounds,
             "steps": settings.steps, "prefill_chunk": settings.prefill_chunk,
@@ -251,7 +278,7 @@ class Bench:
 
     def peak(self, spec: CacheSpec, context: int, batch: int) -> Peak | None:
         run = PeakRun(
-            self.source, self.model.dtype, self.model.device, torch.get_num_threads(), spec,
+            self.source, self.dtype, self.device, torch.get_num_threads(), spec,
             context, batch, prefill_chunk=self.settings.prefill_chunk,
         )  # fmt: skip
         return measure_peak(run, self.model)
@@ -278,54 +305,46 @@ class Bench:
 class _Samples:
     """Seconds of each prompt and of one step, bytes after the last step, and what went wrong."""
 
+    failure: str
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     cache_bytes: int = 0
-    failure: str = ""
 
 
-@dataclass(frozen=True)
 class Comparison(Bench):
-    """Measures all combinations; ``bandwidth`` is this machine's, in bytes a second."""
+    """Measures all combinations."""
 
-    bandwidth: float
+    columns = COLUMNS
 
-    @staticmethod
-    def count_units(settings: Settings) -> int:
-        """How often a comparison of one dtype reports."""
+    @property
+    def num_units(self) -> int:
+        settings = self.settings
         able = [spec for spec in settings.specs() if RUNNERS[spec.name].obstacle() is None]
         peaks = sum(RUNNERS[spec.name].reads_prompt for spec in able) if settings.peak else 0
         combinations = len(settings.contexts) * len(settings.batches)
         return combinations * (2 * settings.rounds * len(able) + peaks)
 
-    def rows(self) -> Iterator[Row]:
-        settings = self.settings
-        specs = settings.specs()
-        obstacles = {spec: RUNNERS[spec.name].obstacle() for spec in specs}
-        able = [spec for spec in specs if obstacles[spec] is None]
+    def measured(self) -> Iterator[Row]:
+        settings, specs = self.settings, self.settings.specs()
         for context, batch in product(settings.contexts, settings.batches):
             if settings.compiled:
                 torch.compiler.reset()  # what was compiled for other shapes
-            chunk, compiled = settings.prefill_chunk, settings.compiled
-            runners = [spec.runner(self.model, chunk, compiled) for spec in able]
+            samples = {spec: _Samples(RUNNERS[spec.name].obstacle() or "") for spec in specs}
             with static_shapes():
-                samples = self._time(runners, context, batch)
-            for runner in runners:
-                runner.release()
+                self._time(samples, context, batch)
             gc.collect()
-            for spec in specs:
-                status = obstacles[spec] or samples[spec].failure
+            for spec, own in samples.items():
                 row = dict.fromkeys(COLUMNS) | self.described(spec, context)
-                row |= {"batch": batch, "status": status or "ok", "bandwidth": self.bandwidth}
+                row |= {"batch": batch, "status": own.failure or "ok", "bandwidth": self.bandwidth}
                 row["weight_bytes"] = self.footprint.step_weight_bytes
-                yield row if status else row | self._figures(spec, context, batch, samples)
+                yield row if own.failure else row | self._figures(spec, context, batch, samples)
 
-    def _time(
-        self, runners: list[CacheRunner], context: int, batch: int
-    ) -> dict[CacheSpec, _Samples]:
+    def _time(self, samples: dict[CacheSpec, _Samples], context: int, batch: int) -> None:
         """Times prompts, then steps on the caches of the last prompts."""
         settings, ids = self.settings, prompt_ids(self.model, batch, context)
-        samples = {runner.spec: _Samples() for runner in runners}
+        able = (spec for spec, own in samples.items() if not own.failure)
+        how = settings.prefill_chunk, settings.compiled
+        runners = [spec.runner(self.model, *how) for spec in able]
         for name, rounds in (("", 1), ("prompt", settings.rounds), ("decode", settings.rounds)):
             for _, runner in interleaved(runners, rounds):
                 own = samples[runner.spec]
@@ -339,7 +358,8 @@ class Comparison(Bench):
                     runner.release()
                 if name:
                     self.report(f"{context} x {batch}: {name}, {runner.spec.label}")
-        return samples
+        for runner in runners:
+            runner.release()
 
     def _turn(self, name: str, runner: CacheRunner, ids: torch.Tensor, samples: _Samples) -> None:
         if name == "prompt":
@@ -366,10 +386,8 @@ class Comparison(Bench):
             self.report(f"{context} x {batch}: memory, {spec.label}")
         # Bytes of its cache that a step must read; how "quantized" packs is its own affair.
         read = own.cache_bytes
-        if spec.name == "h2o":
-            read = self.footprint.h2o_bytes(batch, entries, context, spec.kv_bits)
-        elif spec.name != "quantized":
-            read = self.footprint.full_bytes(batch, entries)
+        if spec.name != "quantized":
+            read = self.footprint.cache_bytes(spec, batch, context, free=0)
         weights = self.footprint.step_weight_bytes
         limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), read)
         decode = quartiles("decode", own.decode)
@@ -398,17 +416,13 @@ _MOST_CORRECTIONS = 3
 
 @dataclass(frozen=True)
 class BatchMemory:
-    """Memory by batch: ``weight + runtime + constant + batch * (cache + activation)``, in bytes.
-
-    Weights and a sequence's cache are known; what is held beside the weights (runtime), and what a
-    forward needs for any batch (constant) and for each sequence (activation), is measured.
-    """
+    """Memory by batch: ``weight + runtime + constant + batch * (cache + activation)``, in bytes."""
 
     weight: int
-    runtime: int
-    constant: int
-    cache: int
-    activation: int
+    runtime: int  # measured: what is held beside the weights
+    constant: int  # measured: what a forward needs for any batch
+    cache: int  # of a sequence
+    activation: int  # measured: what a forward needs for each sequence
 
     @classmethod
     def of_peaks(cls, weights: int, cache: int, peaks: dict[int, Peak]) -> BatchMemory:
@@ -452,26 +466,40 @@ class _Candidate:
     decode: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MaxBatch(Bench):
     """Finds the largest batches; of the settings, batches and caches are not read."""
 
     memory: int  # bytes for everything
     max_run_batch: int  # larger batches are not really run
 
-    @staticmethod
-    def specs(settings: Settings) -> list[CacheSpec]:
-        return replace(settings, caches=("dynamic", "h2o")).specs()
+    columns = MAX_BATCH_COLUMNS
 
-    @classmethod
-    def count_units(cls, settings: Settings) -> int:
-        """How often one dtype reports, about."""
-        return len(settings.contexts) * len(cls.specs(settings)) * (3 + settings.rounds)
+    def __post_init__(self) -> None:
+        self.settings = replace(self.settings, caches=("dynamic", "h2o"))
+        super().__post_init__()
 
-    def rows(self) -> Iterator[Row]:
+    def check_fits(self, settings: Settings) -> None:
+        # The straight line begins at batches of one and two, one cache at a time.
+        own = replace(settings, batches=(2,), caches=("dynamic",), kv_bits=(), peak=True)
+        super().check_fits(own)
+        weights = self.footprint.weight_bytes
+        if weights >= self.memory:
+            raise ValueError(
+                f"--memory {self.memory} bytes do not hold the model's {weights} bytes of weights;"
+                " give more, fewer --layers or another --dtype"
+            )
+
+    @property
+    def num_units(self) -> int:
+        """About; batches may have to be corrected."""
+        settings = self.settings
+        return len(settings.contexts) * len(settings.specs()) * (3 + settings.rounds)
+
+    def measured(self) -> Iterator[Row]:
         settings = self.settings
         for context in settings.contexts:
-            candidates = [self._candidate(spec, context) for spec in self.specs(settings)]
+            candidates = [self._candidate(spec, context) for spec in settings.specs()]
             runnable = [candidate for candidate in candidates if candidate.run_batch]
             for _, own in interleaved(runnable, settings.rounds):
                 ids = prompt_ids(self.model, own.run_batch, context)
@@ -489,9 +517,15 @@ class MaxBatch(Bench):
         cache = self.footprint.cache_bytes(spec, 1, context)
         weights = self.footprint.weight_bytes
         peaks = {batch: self._peak(spec, context, batch) for batch in (1, 2)}
-        memory = BatchMemory.of_peaks(weights, cache, peaks)
-        largest = memory.largest_batch(self.memory)
-        for _ in range(_MOST_CORRECTIONS):
+        while True:
+            # One and two sequences make a short line; a longer one predicts better. What it says
+            # is moved to where the measurements leave it.
+            memory = BatchMemory.of_peaks(weights, cache, peaks)
+            fitting = [batch for batch, peak in peaks.items() if peak.peak <= self.memory]
+            above = [batch - 1 for batch in peaks if batch not in fitting]
+            largest = min([max([memory.largest_batch(self.memory), *fitting]), *above])
+            if len(peaks) > 1 + _MOST_CORRECTIONS:  # the line and the measurements do not meet
+                largest = max(fitting, default=0)
             runnable = 0 < largest <= self.max_run_batch and self._has_room(memory, largest)
             if largest in peaks or not runnable:
                 break
@@ -499,16 +533,7 @@ class MaxBatch(Bench):
                 peaks[largest] = self._peak(spec, context, largest)
             except PeakRunFailedError:
                 break
-            # One and two sequences make a short line; a longer one predicts better. What it says
-            # is moved to where the measurements leave it.
-            memory = BatchMemory.of_peaks(weights, cache, peaks)
-            fitting = [batch for batch, peak in peaks.items() if peak.peak <= self.memory]
-            above = [batch - 1 for batch in peaks if batch not in fitting]
-            largest = min([max([memory.largest_batch(self.memory), *fitting]), *above])
-        else:
-            # The line and the measurements do not meet: the largest that did fit.
-            largest = max((b for b, p in peaks.items() if p.peak <= self.memory), default=0)
-        verified = largest in peaks and peaks[largest].peak <= self.memory
+        verified = largest in fitting
         run = min(largest, self.max_run_batch)
         while run and not self._has_room(memory, run):
             run //= 2
@@ -516,8 +541,8 @@ class MaxBatch(Bench):
 
     def _has_room(self, memory: BatchMemory, batch: int) -> bool:
         """Whether this machine, the model loaded here too, can run a batch."""
-        available = available_bytes(self.model.device)
-        own = memory.weight if self.model.device.type == "cpu" else 0
+        available = available_bytes(self.device)
+        own = memory.weight if self.device.type == "cpu" else 0
         return available is None or memory.bytes(batch) - memory.weight + own <= available
 
     def _peak(self, spec: CacheSpec, context: int, batch: int) -> Peak:

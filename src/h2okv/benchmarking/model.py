@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,26 +33,14 @@ _SIZES = {
     "vocab": "vocab_size", "window": "max_position_embeddings", "tied": "tie_word_embeddings",
 }  # fmt: skip
 _REQUIRED = ("hidden", "layers", "heads", "intermediate", "vocab")
-# The figures of the config.json beside each model card: meta-llama/Meta-Llama-3-8B,
-# meta-llama/Llama-3.1-8B, meta-llama/Llama-3.2-1B, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-7B.
-# "small" has the sizes of GPT-2 (12 layers, hidden 768) in a Llama.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "llama-3-8b": (4096, 32, 32, 8, 128, 14336, 128_256, 8192),
-    "llama-3.1-8b": (4096, 32, 32, 8, 128, 14336, 128_256),
-    "llama-3.2-1b": (2048, 16, 32, 8, 64, 8192, 128_256, 131_072, 1),
-    "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32_000, 4096),
-    "qwen2.5-7b": (3584, 28, 28, 4, 128, 18944, 152_064),
-    "small": (768, 12, 12, 12, 64, 3072, 32_000, 32_768),
-}
-"""The shapes that have a name: their sizes in order, up to the last that is not the usual one."""
+SHAPES: dict[str, dict[str, int]] = tomllib.loads(
+    Path(__file__).with_name("shapes.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that another process builds with the same weights: by its name, or of a shape.
-
-    What the time of a step depends on are the sizes; the weights themselves are random.
-    """
+    """A model that another process builds with the same weights: by its name, or of a shape."""
 
     name: str
     shape: Mapping[str, int] | None = None  # sizes by name; head and embeddings can be ``tied``
@@ -92,7 +82,7 @@ def parse_shape(text: str, layers: int | None = None) -> ModelSource:
             given[name] = int(value)
         except ValueError:
             raise ValueError(f"{name}={value!r} in --shape is not a whole number") from None
-    known = dict(zip(_SIZES, SHAPES.get(base, ()), strict=False)) | given
+    known = SHAPES.get(base, {}) | given
     if layers is not None:
         depth = known.get("layers", layers)
         if not 1 <= layers <= depth:
@@ -148,14 +138,10 @@ class Footprint:
     @cached_property
     def step_weight_bytes(self) -> int:
         """``W``, the weights that a step reads: all, tied ones once, but embedding tables."""
-        head = self._model.get_output_embeddings()
-        tables = {
-            id(module.weight): module.weight.nbytes
-            for module in self._model.modules()
-            if isinstance(module, torch.nn.Embedding)
-            and (head is None or module.weight is not head.weight)
-        }
-        return self.weight_bytes - sum(tables.values())
+        tied = getattr(self._model.get_output_embeddings(), "weight", None)
+        modules = self._model.modules()
+        tables = {own.weight for own in modules if isinstance(own, torch.nn.Embedding)}
+        return self.weight_bytes - sum(table.nbytes for table in tables - {tied})
 
     def full_bytes(self, batch: int, length: int) -> int:
         """Bytes of a cache that holds everything."""
@@ -168,13 +154,12 @@ class Footprint:
         own = memory.slots.total(entries) - memory.slots.total(0)
         return batch * int(memory.num_slot_layers * own + self._window_bytes(memory, length))
 
-    def cache_bytes(self, spec: CacheSpec, batch: int, context: int) -> int:
-        """Bytes that a cache holds after a prompt; for packed baselines an upper bound."""
+    def cache_bytes(self, spec: CacheSpec, batch: int, context: int, free: int = 1) -> int:
+        """Bytes of a cache after a prompt, a free slot too; for packed baselines an upper bound."""
         entries = spec.entries(context)
         if spec.name == "h2o":
-            # One slot is always free for the next token.
-            return self.h2o_bytes(batch, entries + 1, context, spec.kv_bits)
-        return self.full_bytes(batch, entries + 1 if spec.name == "static" else entries)
+            return self.h2o_bytes(batch, entries + free, context, spec.kv_bits)
+        return self.full_bytes(batch, entries + free if spec.name == "static" else entries)
 
     def prefill_bytes(self, batch: int, block: int) -> int:
         """A lower bound of what reading a block of a prompt needs beside weights and cache."""
@@ -189,13 +174,5 @@ class Footprint:
 
 
 def speedup_limit(weight_bytes: int, full_bytes: int, own_bytes: int) -> float:
-    """How many times as fast as the full cache a step can be if reading bytes is all that counts.
-
-    That is ``(W + B n e) / (W + B K e')``, where ``e'`` of H2O includes score and position.
-    """
-    if min(weight_bytes, full_bytes, own_bytes) < 0 or weight_bytes + own_bytes == 0:
-        raise ValueError(
-            f"a step over {weight_bytes} bytes of weights and {own_bytes} of cache reads nothing;"
-            " give the bytes of a model"
-        )
+    """How many times as fast as the full cache a step is if reading bytes is all that counts."""
     return (weight_bytes + full_bytes) / (weight_bytes + own_bytes)

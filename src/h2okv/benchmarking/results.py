@@ -59,29 +59,23 @@ def _number(column: str, factor: float = 1.0) -> Cell:
 
 
 def _spread(column: str) -> Cell:
-    def cell(row: Row) -> str:
-        middle, lower, upper = (_shown(row[name]) for name in triple(column))
-        return _NONE if middle == _NONE else f"{middle} [{lower}, {upper}]"
-
-    return cell
+    return lambda row: _several("{} [{}, {}]", *(_shown(row[name]) for name in triple(column)))
 
 
 def _points(column: str, factor: float) -> Cell:
-    def cell(row: Row) -> str:
-        points = [row[name] for name in triple(column, *POINTS)]
-        if points[0] is None:
-            return _NONE
-        scaled = [factor * point for point in points]
-        return "/".join(f"{point:.2g}" if point < 10 else f"{point:,.0f}" for point in scaled)
-
-    return cell
+    names = triple(column, *POINTS)
+    return lambda row: _several("{}/{}/{}", *(_shown(row[name], factor, 2) for name in names))
 
 
-def _shown(value: float | None, factor: float = 1.0) -> str:
+def _several(form: str, *texts: str) -> str:
+    return _NONE if _NONE in texts else form.format(*texts)
+
+
+def _shown(value: float | None, factor: float = 1.0, digits: int = 3) -> str:
     if value is None:
         return _NONE
     value *= factor
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _label(row: Row) -> str:
@@ -165,10 +159,7 @@ def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] =
 
 
 def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
-    """Draws the time of a decode step by context, with quartiles, a panel for each dtype and batch.
-
-    The dashed line of the same colour is the limit: the bytes to read over the bandwidth measured.
-    """
+    """Draws steps by context and, dashed, what reading takes; a panel for each dtype and batch."""
     timed = [row for row in rows if row["decode"] is not None]
     panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))
     columns = min(3, len(panels))

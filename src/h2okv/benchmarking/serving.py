@@ -189,8 +189,7 @@ class ServeRun:
     """Measures every load on every server; what was measured before Ctrl-C is not lost."""
 
     servers: Sequence[Server]
-    model: str
-    tokenizer_of: str | None  # the model whose tokenizer cuts prompts; None: the server's count
+    model: str | None  # its tokenizer cuts prompts; None: the server's count
     workload: Workload
     loads: Sequence[Load]
     warmup: int  # requests before the first load of a server
@@ -211,8 +210,8 @@ class ServeRun:
     async def _one(self, server: Server, client: Client, process: int | None) -> None:
         workload = self.workload
         cut = by_ratio(await client.connect(workload.texts[0][:_PROBE]) or _USUAL_RATIO)
-        if self.tokenizer_of is not None and workload.context is not None:
-            cut = by_tokenizer(self.tokenizer_of)
+        if self.model is not None and workload.context is not None:
+            cut = by_tokenizer(self.model)
         first = [workload.request(10**6 + number, cut) for number in range(self.warmup)]
         await Load(max(1, self.warmup), None, self.warmup).run(client, first, [])
         for load in self.loads:
@@ -224,8 +223,8 @@ class ServeRun:
             try:
                 await load.run(client, requests, outcomes, done, workload.seed)
             finally:  # also of a load that is interrupted
-                own = {"server": server.name, "model": self.model, "settings": server.options}
-                row: dict[str, Any] = own | summarize(outcomes, load)
+                asked = {"server": server.name, "model": self.model or server.model or ""}
+                row = {**asked, "settings": server.options, **summarize(outcomes, load)}
                 row["peak_bytes"] = process and peak_resident_bytes(process)
                 if outcomes:
                     self.keep(row)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.assets import sample_prompt
-from h2okv.benchmarking.results import POINTS, load_label, percentiles, triple
+from h2okv.benchmarking.results import load_label, percentiles
 from h2okv.console import check_least, optional
 from h2okv.integration.loading import describe
 from h2okv.records import Row, read_jsonl
@@ -340,16 +340,6 @@ def make_loads(
         yield Load(None, rate, requests or max(1, round(30 * rate)))
 
 
-_DISTRIBUTIONS = ("first_token", "per_token", "gap", "lateness")
-COLUMNS = (
-    "server", "model", "settings", "loop", "clients", "rate", "requests", "finished", "failed",
-    "interrupted", "errors", "seconds", "requests_per_second", "new_tokens_per_second",
-    "total_tokens_per_second", "prompt_tokens", "new_tokens", "counted_by",
-    *(column for name in _DISTRIBUTIONS for column in triple(name, *POINTS)), "peak_bytes",
-)  # fmt: skip
-"""The columns of a CSV file of loads; docs/benchmarking.md says what each is."""
-
-
 def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
     """Sums up what a load gave; rates and times are of the requests answered in full."""
     good = [own for own in outcomes if own.error is None]
@@ -388,6 +378,11 @@ def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
         # The first of each kind of error, and no column.
         "messages": {own.error: own.message for own in reversed(outcomes) if own.error},
     }
+
+
+_SUMMED = tuple(name for name in summarize((), Load(1, None, 1)) if name != "messages")
+COLUMNS = ("server", "model", "settings", *_SUMMED, "peak_bytes")
+"""The columns of a CSV file of loads; docs/benchmarking.md says what each is."""
 
 
 def remarks(row: Row) -> list[str]:

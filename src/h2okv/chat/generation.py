@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,7 +186,9 @@ def prefill_progress(
     model: PreTrainedModel, prompt_tokens: int, wanted: bool, chunk: int | None = None
 ) -> ExitStack:
     """Shows how many layers have read the prompt, until it is closed."""
-    layers = decoder_layers(model)
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (own for own in model.modules() if isinstance(own, nn.ModuleList))
+    layers = list(next((own for own in lists if len(own) == count), ()))
     steps = len(layers) * math.ceil(prompt_tokens / (chunk or prompt_tokens))
     shown = wanted and prompt_tokens >= LONG_PROMPT and bool(layers)
     stack = ExitStack()
@@ -193,13 +196,6 @@ def prefill_progress(
     for layer in layers if bar.is_drawn else ():
         stack.callback(layer.register_forward_hook(lambda *_: bar.advance()).remove)
     return stack
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Finds a model's decoder layers."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return list(next((found for found in lists if len(found) == num_layers), ()))
 
 
 def end_tokens(
@@ -311,28 +307,21 @@ def generate_and_compare(
     job: Job, cache: CacheConfig, baselines: Sequence[CacheConfig] | None = None, quiet: bool = True
 ) -> Comparison:
     """Generates with one cache; given baselines, with the full cache and with each of them too."""
-    model_config, found = job.model.config, Comparison()
-    configs = {one.label: one for one in (cache, *(baselines or ()))}
-    labels = [cache.label]
+    found, write = Comparison(), discard if quiet else write_text
+    h2o_cache = partial(H2OCache.from_config, job.model.config)
+    make: dict[str, Callable[[], Cache]] = {cache.label: partial(h2o_cache, cache)}
     if baselines is not None:
-        labels += [FULL, *(one.label for one in baselines)]
-
-    def make(label: str) -> Cache:
-        if label == FULL:
-            return DynamicCache(config=model_config)
-        return H2OCache.from_config(model_config, configs[label])
-
-    write = discard if quiet else write_text
-    if baselines is not None:
-        _warm_up(job, map(make, labels[:2]))
+        make[FULL] = partial(DynamicCache, config=job.model.config)
+        _warm_up(job, [new() for new in make.values()])
+        make |= {one.label: partial(h2o_cache, one) for one in baselines}
     try:
-        for label in labels:
+        for label, new in make.items():
             write(f"--- {label} ---\n" if baselines is not None else "")
-            run = found.runs[label] = generate_once(job, make(label), write, not quiet)
+            run = found.runs[label] = generate_once(job, new(), write, not quiet)
             write("\n\n" if baselines is not None else "\n")
             if FULL in found.runs:
                 own = cache.label if label == FULL else label
-                _note_agreement(job, found, own, make(own))
+                _note_agreement(job, found, own, make[own]())
             if run.interrupted:
                 break
     except KeyboardInterrupt:

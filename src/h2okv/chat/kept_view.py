@@ -83,10 +83,7 @@ def runs_of(
     shares: Sequence[float],
     shorten_above: int | None = None,
 ) -> Iterator[Run]:
-    """Puts tokens of one level together.
-
-    A character that is spread over several tokens gets the mean of their shares.
-    """
+    """Puts tokens of one level together."""
 
     def text_of(start: int, end: int) -> str:
         lead = max(0, start - _LEAD)

@@ -195,30 +195,26 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return {"max_new_tokens": most, **said}
 
 
-@dataclass(frozen=True)
-class Partner:
-    """Who answers, and how."""
-
-    model: PreTrainedModel  # with H2O attention
-    described: Described
-    params: SamplingParams  # `seed` and `max_tokens` are set
-
-
 class Chat:
     """A conversation on one cache; the past is never read again."""
 
     def __init__(
-        self, partner: Partner, cache: H2OCache, system: str = "", pin: Sequence[str] = ()
+        self,
+        model: PreTrainedModel,  # with H2O attention
+        described: Described,
+        params: SamplingParams,  # `seed` and `max_tokens` are set
+        cache: H2OCache,
+        system: str = "",
+        pin: Sequence[str] = (),  # messages of the first turn that are never evicted
     ) -> None:
-        self.partner = partner
-        self.pin = pin  # messages of the first turn that are never evicted
+        self.model, self.described, self.params, self.pin = model, described, params, pin
         self._begin(cache, system, Transcript())
-        self._end_tokens = end_tokens(partner.model, partner.described.tokenizer)
-        torch.manual_seed(int(partner.params.seed or 0))
+        self._end_tokens = end_tokens(model, described.tokenizer)
+        torch.manual_seed(int(params.seed or 0))
 
     def _begin(self, cache: H2OCache, system: str, transcript: Transcript) -> None:
         self.cache = cache
-        self.form = TurnForm(self.partner.described.tokenizer, system)
+        self.form = TurnForm(self.described.tokenizer, system)
         self.transcript = transcript
         self.is_broken = False
 
@@ -230,22 +226,22 @@ class Chat:
         Ctrl-C ends the answer with what there is of it; the chat goes on from there. A second one
         may leave a cache that has read a half of a token, and `is_broken`.
         """
-        self._require_whole()
-        seen, form, wanted = self.cache.num_seen_tokens, self.form, self.partner.params
+        self.require_whole()
+        seen, form, wanted = self.cache.num_seen_tokens, self.form, self.params
         asked = form.ask(self.transcript, message)
         new = asked.token_ids[seen:]
         if self.pin and not seen:
             self.cache.pin(message_spans(form.tokenizer, asked.messages, self.pin))
-        check_vocabulary(new, self.partner.described.vocab_size)
+        check_vocabulary(new, self.described.vocab_size)
         room, stop = self._room(seen, len(new)), (*form.stop_strings, *wanted.stop)
-        params, model = replace(wanted, stop=stop), self.partner.model
-        with Interrupt(model.base_model) as interrupt:
+        params = replace(wanted, stop=stop)
+        with Interrupt(self.model.base_model) as interrupt:
             answering = Generating(
                 form.tokenizer, new, params, room, write, self._end_tokens,
                 should_stop=lambda: interrupt.requested, strips_start=True,
             )  # fmt: skip
             try:
-                answering.run(model, self.cache, show_progress)
+                answering.run(self.model, self.cache, show_progress)
             except KeyboardInterrupt:
                 self.is_broken = interrupt.in_forward
             finally:
@@ -273,7 +269,7 @@ class Chat:
 
     def _room(self, seen: int, new: int) -> int:
         """How many tokens an answer may have."""
-        described, wanted = self.partner.described, int(self.partner.params.max_tokens or 0)
+        described, wanted = self.described, int(self.params.max_tokens or 0)
         if self.cache.rule.positions != "original":
             return wanted
         room = described.room(seen + new, wanted)
@@ -292,7 +288,7 @@ class Chat:
 
     def save(self, path: Path) -> None:
         """Writes the chat and its cache to one file, whole or not at all."""
-        self._require_whole()
+        self.require_whole()
         if not self.transcript.token_ids:
             raise ValueError("there is nothing to save yet; say something first")
         if path.exists():
@@ -302,15 +298,15 @@ class Chat:
                 raise ValueError(
                     f"'{path}' exists and is not a saved chat; choose another file, to keep it"
                 ) from error
-        chat = SavedChat(self.transcript, self.form.system, self.partner.params)
+        chat = SavedChat(self.transcript, self.form.system, self.params)
         self.cache.save(path, notes={_NOTE: chat.to_note()})
 
     def load(self, path: Path) -> SavedChat:
         """Takes up a saved chat; the one that was going on is gone, unless this fails."""
-        cache, saved = read_chat(path, self.partner.model)
+        cache, saved = read_chat(path, self.model)
         self._begin(cache, saved.system, saved.transcript)
         return saved
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
         if self.is_broken:
             raise ValueError(BROKEN)

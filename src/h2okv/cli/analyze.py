@@ -34,9 +34,9 @@ def analyze(
 ) -> int:
     from h2okv.analysis import measurements, study
     from h2okv.analysis.ablation import find_neurons
-    from h2okv.analysis.figures import new_figure
     from h2okv.analysis.report import REPORT_FILE, write_report
     from h2okv.analysis.score_stats import load_scipy
+    from h2okv.analysis.sections import new_figure
 
     chosen = measurements.choose_measurements(only, quick, neurons)
     check_least(study.LEAST_TOKENS, tokens=tokens)
@@ -94,7 +94,7 @@ def view(
 ) -> int:
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
-    from h2okv.analysis.viewer.server import check_port
+    from h2okv.analysis.viewer.server import PageServer
     from h2okv.integration.models import fast_dtype
 
     check_least(LEAST_TOKENS, tokens=tokens)
@@ -115,7 +115,7 @@ def view(
         "text": wording[:_SHORT_PROMPT] if text is None else wording,
     }
     if is_page:
-        check_port(port)
+        PageServer(port).server_close()  # one that is taken shows before the long work
     described = model.describe()
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
     check_layer(described.config, layer, head)
@@ -126,8 +126,7 @@ def view(
     dtype: Any = model.dtype or fast_dtype(described.name, model.device)
     loaded = replace(model, dtype=dtype).load(described)
     make_cache = partial(args.parse_cache, sink=caches[0].sink)
-    parts = loaded, described.tokenizer, described.name, described.context, tokens, make_cache
-    reader = Reader(*parts)
+    reader = Reader(loaded, described, tokens, make_cache)
     if export is not None:
         return _export(reader, choice, export)
     return _serve(reader, choice, port, open_browser)
@@ -153,9 +152,9 @@ def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
 
 def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool) -> int:
     from h2okv.analysis.viewer.reading import Desk
-    from h2okv.analysis.viewer.server import HOST, make_server
+    from h2okv.analysis.viewer.server import HOST, PageServer
 
-    with make_server(Desk(reader, choice), port) as server:
+    with PageServer(port, Desk(reader, choice)) as server:
         address = f"http://{HOST}:{server.server_address[1]}/"
         write_text(f"{address}\n")
         write_remark("Ctrl-C ends it")

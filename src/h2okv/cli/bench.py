@@ -7,10 +7,8 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +23,8 @@ from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write
 if TYPE_CHECKING:
     import torch
 
-    from h2okv.benchmarking.comparison import Settings
-    from h2okv.benchmarking.model import Footprint, ModelSource
+    from h2okv.benchmarking.comparison import Bench
+    from h2okv.benchmarking.model import ModelSource
     from h2okv.records import Row
 
 FAILED = 1  # the exit code if a check failed, or no request was finished
@@ -116,13 +114,28 @@ def bench(
         raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
     if plot is not None and max_batch:
         raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
-    run = _Bench(source, settings, place, memory, max_run_batch)
-    columns = comparison.COLUMNS if memory is None else comparison.MAX_BATCH_COLUMNS
-    with closing(_Rows(csv, columns, place)) as rows:
-        code = run.measure(rows)
-    run.show(rows, as_json)
-    if plot is not None and any(row["decode"] is not None for row in rows.found):
-        results.plot_roofline(plot, rows.found)
+    benches = [
+        comparison.Comparison(source, settings, dtype, place)
+        if memory is None
+        else comparison.MaxBatch(source, settings, dtype, place, memory, max_run_batch)
+        for dtype in settings.dtypes
+    ]
+    with closing(_Rows(csv, benches[0].columns, place)) as rows:
+        code = _measure(benches, rows)
+    found, bandwidth = rows.found, benches[0].bandwidth
+    if as_json:
+        checks = {name: check for bench in benches for name, check in bench.checks.items()}
+        told = {"environment": rows.environment, "bandwidth": bandwidth, "checks": checks}
+        write_json({**told, "rows": found})
+    elif found:
+        table = results.comparison_table if memory is None else results.max_batch_table
+        write_text(table(found))
+        for line in results.missing_figures(found) if memory is None else ():
+            write_remark(line)
+        if bandwidth is not None:
+            write_remark(f"memory bandwidth measured: {bandwidth / 1e9:.1f} GB/s")
+    if plot is not None and any(row["decode"] is not None for row in found):
+        results.plot_roofline(plot, found)
     return code
 
 
@@ -161,107 +174,34 @@ def _source(model: str | None, shape: str | None, layers: int | None) -> ModelSo
     return ModelSource(model)
 
 
-@dataclass
-class _Bench:
-    """A comparison, or the largest batch; refused before anything is allocated if it cannot be."""
+def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
+    """Measures; whatever ends it, the rows so far are there."""
+    import torch
 
-    source: ModelSource
-    settings: Settings
-    device: torch.device
-    memory: int | None  # for the largest batch; None for a comparison
-    max_run_batch: int
-    bandwidth: float | None = None
-    checks: dict[str, Any] = field(default_factory=dict)
+    from h2okv.benchmarking.comparison import CheckFailedError
+    from h2okv.offload.profile import measure_bandwidth
 
-    def __post_init__(self) -> None:
-        from h2okv.benchmarking.model import Footprint
-        from h2okv.cache.validation import context_window
-        from h2okv.engine.memory import available_bytes
-
-        config, needed, memory = self.source.config(), self.settings, self.memory
-        h2okv.check_model(config)
-        needed.check_window(context_window(config))
-        for spec in needed.specs():
-            if spec.name == "h2o" and spec.config is not None:
-                h2okv.H2OCache.from_config(config, spec.config)
-        if memory is not None:
-            # Its straight line begins at batches of one and two, one cache at a time.
-            needed = replace(needed, batches=(2,), caches=("dynamic",), kv_bits=(), peak=True)
-        self.footprints: dict[torch.dtype, Footprint] = {}
-        for dtype in needed.dtypes:
-            own = self.footprints[dtype] = Footprint(config, dtype, needed.positions)
-            needed.check_fits(own, available_bytes(self.device), self.device.type == "cpu")
-            if memory is not None and own.weight_bytes >= memory:
-                raise ValueError(
-                    f"--memory {memory} bytes do not hold the model's {own.weight_bytes} bytes of"
-                    " weights; give more, fewer --layers or another --dtype"
-                )
-
-    def measure(self, rows: _Rows) -> int:
-        """Measures; whatever ends it, the rows so far are there."""
-        import torch
-
-        from h2okv.benchmarking.caches import PeakRunFailedError
-        from h2okv.benchmarking.comparison import CheckFailedError, Comparison, MaxBatch
-        from h2okv.offload.profile import measure_bandwidth
-
-        count = Comparison.count_units if self.memory is None else MaxBatch.count_units
-        total = len(self.settings.dtypes) * count(self.settings)
-        with Progress("measuring", total, "runs") as progress:
-            try:
-                progress.advance(0, "memory bandwidth")
-                self.bandwidth = measure_bandwidth(self.device)
-                for dtype in self.settings.dtypes:
-                    for row in self._rows_of(dtype, progress):
-                        rows.add(row)
-            except KeyboardInterrupt:
-                write_remark(f"stopped; {len(rows.found)} rows were finished")
-                return INTERRUPTED
-            except CheckFailedError as error:
-                write_remark(f"h2okv: {error}.")
-                return FAILED
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError) or "memory" not in str(error):
-                    raise
-                reason = " ".join(str(error).split())[:200]
-                less = "give a smaller batch or context, or fewer --layers"
-                raise ValueError(f"the memory ran out ({reason}); {less}") from error
-            except PeakRunFailedError as error:
-                raise ValueError(f"{error}; give a smaller context or fewer --layers") from error
-        return 0
-
-    def _rows_of(self, dtype: torch.dtype, progress: Progress) -> Iterator[Row]:
-        """Builds the model of one dtype, checks H2O on it, and only then measures."""
-        from h2okv.benchmarking.comparison import Comparison, MaxBatch, check_h2o, dtype_name
-
-        progress.advance(0, "building the model")
-        model, settings = self.source.build(dtype, self.device), self.settings
-        progress.advance(0, "checking correctness")
-        for bits in (None, *settings.kv_bits):
-            name = dtype_name(dtype) + ("" if bits is None else f", {bits} bits")
-            self.checks[name] = check_h2o(model, positions=settings.positions, kv_bits=bits)
-        report = partial(progress.advance, 1)
-        common = (model, self.source, self.footprints[dtype], settings, report)
-        if self.memory is not None:
-            yield from MaxBatch(*common, self.memory, self.max_run_batch).rows()
-        else:
-            assert self.bandwidth is not None
-            yield from Comparison(*common, self.bandwidth).rows()
-
-    def show(self, rows: _Rows, as_json: bool) -> None:
-        from h2okv.benchmarking.results import comparison_table, max_batch_table, missing_figures
-
-        found, bandwidth = rows.found, self.bandwidth
-        if as_json:
-            told = {"environment": rows.environment, "bandwidth": bandwidth, "checks": self.checks}
-            write_json({**told, "rows": found})
-        elif found:
-            is_batch = self.memory is not None
-            write_text(max_batch_table(found) if is_batch else comparison_table(found))
-            for line in [] if is_batch else missing_figures(found):
-                write_remark(line)
-            if bandwidth is not None:
-                write_remark(f"memory bandwidth measured: {bandwidth / 1e9:.1f} GB/s")
+    total = sum(bench.num_units for bench in benches)
+    with Progress("measuring", total, "runs") as progress:
+        try:
+            progress.advance(0, "memory bandwidth")
+            bandwidth = measure_bandwidth(benches[0].device)
+            for bench in benches:
+                for row in bench.rows(progress.advance, bandwidth):
+                    rows.add(row)
+        except KeyboardInterrupt:
+            write_remark(f"stopped; {len(rows.found)} rows were finished")
+            return INTERRUPTED
+        except CheckFailedError as error:
+            write_remark(f"h2okv: {error}.")
+            return FAILED
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "memory" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            less = "give a smaller batch or context, or fewer --layers"
+            raise ValueError(f"the memory ran out ({reason}); {less}") from error
+    return 0
 
 
 def _context(option: str, text: str) -> tuple[int, int] | None:
@@ -346,13 +286,12 @@ def bench_serve(
         url, model, against, served_name, serve_options, device, loads, workload
     )
     client = {"is_chat": chat, "extra": extra, "timeout": timeout}
-    name, code = model or served_name or "", 0
-    total = len(servers) * sum(load.requests for load in loads)
+    code, total = 0, len(servers) * sum(load.requests for load in loads)
     with (
         closing(_Rows(csv, serving_client.COLUMNS, torch.device("cpu"))) as rows,
         Progress("load", total, "requests") as progress,
     ):
-        run = ServeRun(servers, name, model, workload, loads, warmup, client, rows.add, progress)
+        run = ServeRun(servers, model, workload, loads, warmup, client, rows.add, progress)
         try:
             asyncio.run(run.all())
         except KeyboardInterrupt:

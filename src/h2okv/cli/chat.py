@@ -55,7 +55,7 @@ def chat(
     compile: bool = COMPILE,
     load: Path | None = option(None, "Continue a saved chat."),
 ) -> int:
-    from h2okv.chat.session import Chat, Partner, read_chat
+    from h2okv.chat.session import Chat, read_chat
     from h2okv.integration.chat_template import check_pinnable
 
     check_pinnable(pin)
@@ -72,7 +72,7 @@ def chat(
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
         made = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
-        session = Chat(Partner(loaded, described, params), made, system, pin)
+        session = Chat(loaded, described, params, made, system, pin)
         if load is not None:
             load_and_tell(session, load)
         elif remark:
@@ -172,7 +172,7 @@ def load_and_tell(session: Chat, path: Path) -> None:
         f"'{path}': {turns} {'turn' if turns == 1 else 'turns'}, {cache.num_seen_tokens:,} tokens"
         f" read, {cache.num_cached_tokens:,} held; {cache!r}"
     )
-    now, then = sampling_fields(session.partner.params), sampling_fields(saved.params)
+    now, then = sampling_fields(session.params), sampling_fields(saved.params)
     others = [f"{args.flag(name)} {then[name]}" for name in then if now.get(name) != then[name]]
     if others:
         write_remark(f"note: it was saved with {' '.join(others)}; this chat goes on with its own")
@@ -190,11 +190,10 @@ def show_cache(session: Chat, rest: str) -> None:
         place = [int(word) for word in words]
     except ValueError:
         raise ValueError(f"{rest!r} is not a number; give /cache [LAYER [HEAD]]") from None
-    token_ids, tokenizer = session.transcript.token_ids, session.partner.described.tokenizer
+    token_ids, tokenizer = session.transcript.token_ids, session.described.tokenizer
     if not token_ids:
         raise ValueError("there is nothing in the cache yet; say something first")
-    if session.is_broken:
-        raise ValueError("the cache is broken since the last answer was cut; use /reset")
+    session.require_whole()
     shares = kept_shares(session.cache, *place)
     shorten = _SHORTEN_ABOVE if len(token_ids) > _LONG_CHAT else None
     runs = list(runs_of(tokenizer, token_ids, shares, shorten))
@@ -204,12 +203,12 @@ def show_cache(session: Chat, rest: str) -> None:
         return
     with console.capture() as captured:
         console.print(shown(runs))
-    if not sys.stdin.isatty() or captured.get().count("\n") < console.height:
+    if sys.stdin.isatty() and captured.get().count("\n") >= console.height:
+        if "R" not in (options := os.environ.get("LESS", "")):
+            os.environ["LESS"] = f"{options} -R"  # or less shows no colours
+        pydoc.pager(captured.get())
+    else:
         write_text(captured.get())
-        return
-    if "R" not in (options := os.environ.get("LESS", "")):
-        os.environ["LESS"] = f"{options} -R"  # or less shows no colours
-    pydoc.pager(captured.get())
 
 
 class Entry(NamedTuple):
@@ -270,15 +269,15 @@ def open_stdin() -> ReadLine:
 
 def greeting(session: Chat) -> str:
     """Says who is there, before the first turn."""
-    partner, cache = session.partner, session.cache
-    name, dtype = partner.described.name, str(partner.model.dtype).removeprefix("torch.")
+    name, cache = session.described.name, session.cache
+    dtype = str(session.model.dtype).removeprefix("torch.")
     manner, budget = "its own chat template", cache.budget
     if session.form.is_plain:
         manner = "a plain dialogue, for it has no chat template"
         if name == BUNDLED:
             manner = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
-        f"{name}, {dtype} on {partner.model.device}: {manner}\n"
+        f"{name}, {dtype} on {session.model.device}: {manner}\n"
         f"cache: {cache.policy.name}, sink {budget.sink} + heavy {budget.heavy} + recent"
         f" {budget.recent} tokens, positions {cache.rule.positions}\n"
         "/help lists what can be typed beside a turn"
@@ -286,10 +285,7 @@ def greeting(session: Chat) -> str:
 
 
 def converse(session: Chat, read_line: ReadLine) -> int:
-    """Takes one entry after the other, until there is none or the user leaves.
-
-    Whatever is wrong with an entry is said in one sentence, and the chat goes on.
-    """
+    """Takes entries until there are none or the user leaves; what is wrong with one is said."""
     import torch
 
     leaving = False
@@ -348,7 +344,7 @@ def status_line(session: Chat, answer: Generation) -> str:
     waiting = len(session.transcript.token_ids) - cache.num_seen_tokens - len(answer.token_ids)
     rest = f", {waiting:,} tokens of the turn are read with the next one" if waiting > 0 else ""
     endings = {
-        "length": f" | cut at --max-new-tokens {session.partner.params.max_tokens}",
+        "length": f" | cut at --max-new-tokens {session.params.max_tokens}",
         "context": " | cut, the context is full",
         "interrupted": f" | stopped{rest}",
     }

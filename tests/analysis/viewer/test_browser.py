@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image
 from h2okv.analysis.attention_stats import of_layers
 from h2okv.analysis.eviction_trace import follow, held_after
 from h2okv.analysis.viewer.reading import Desk, Reader
-from h2okv.analysis.viewer.server import build_page, make_server
+from h2okv.analysis.viewer.server import PageServer, build_page
 from h2okv.cli.args import parse_cache
 from h2okv.config import CacheConfig, TokenBudget
 
@@ -56,7 +57,8 @@ class LetterTokenizer:
 
 @pytest.fixture(scope="module")
 def reader(model):
-    return Reader(model, LetterTokenizer(), "tiny", 512, 300, parse_cache)
+    described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
+    return Reader(model, described, 300, parse_cache)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def reading(reader):
 
 @pytest.fixture(scope="module")
 def address(reader):
-    server = make_server(Desk(reader, CHOICE), 0)
+    server = PageServer(0, Desk(reader, CHOICE))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
     server.shutdown()

@@ -36,7 +36,7 @@ def test_levels_keep_a_score_to_within_a_few_percent():
 def test_a_trace_comes_back_from_its_packing(model, sample):
     budget = TokenBudget(0, 12, 8)
     trace = follow(model, sample.input_ids, "h2o", budget, recorded=5)
-    packed = pack_trace(trace, "h2o", budget, ("a",) * sample.length, 320.0)
+    packed = pack_trace(trace, 320.0)
     gone = unpack(packed["gone"], "<u2").reshape(2, 2, sample.length)
     np.testing.assert_array_equal(gone, trace.gone_at)
     for layer in range(2):
@@ -62,7 +62,8 @@ def test_long_texts_take_few_steps_and_never_many_tokens_at_once(length, tokens)
 def test_what_is_shown_of_a_long_text_is_what_the_cache_held(model, kept_sets):
     ids = torch.randint(2, 97, (1, 1100), generator=torch.Generator().manual_seed(0))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "a" * len(ids))
-    reading = Reading(Reader(model, tokenizer, "tiny", None, 2000, parse_cache), ids, 1100)
+    described = SimpleNamespace(tokenizer=tokenizer, name="tiny", context=None)
+    reading = Reading(Reader(model, described, 2000, parse_cache), ids, 1100)
     kept = []
     hook = model.register_forward_pre_hook(
         lambda _, __, given: kept.append(given["logits_to_keep"]), with_kwargs=True

@@ -4,11 +4,12 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from h2okv.analysis.viewer.reading import Desk, Reader, export_content
-from h2okv.analysis.viewer.server import HOST, build_page, make_server
+from h2okv.analysis.viewer.server import HOST, PageServer, build_page
 from h2okv.cli.args import parse_cache
 
 
@@ -32,12 +33,13 @@ CHOICE = {"policies": ["h2o", "recent"], "budgets": ["20%"], "policy": "h2o", "t
 
 @pytest.fixture(scope="module")
 def reader(model):
-    return Reader(model, LetterTokenizer(), "tiny", 512, 300, parse_cache)
+    described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
+    return Reader(model, described, 300, parse_cache)
 
 
 @pytest.fixture(scope="module")
 def port(reader):
-    server = make_server(Desk(reader, CHOICE), 0)
+    server = PageServer(0, Desk(reader, CHOICE))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server.server_address[1]
@@ -143,9 +145,9 @@ def test_a_taken_port_is_refused(reader):
         taken.listen()
         number = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--port {number} cannot be opened .* --port 0"):
-            make_server(Desk(reader, CHOICE), number)
+            PageServer(number, Desk(reader, CHOICE))
     with pytest.raises(ValueError, match="--port 99999"):
-        make_server(Desk(reader, CHOICE), 99999)
+        PageServer(99999, Desk(reader, CHOICE))
 
 
 def test_an_export_holds_what_was_asked_for_and_a_full_cache_once(reader):

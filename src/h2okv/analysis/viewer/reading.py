@@ -7,12 +7,13 @@ import gzip
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from h2okv.analysis.attention_stats import (
     Tick,
@@ -24,7 +25,8 @@ from h2okv.analysis.attention_stats import (
 )
 from h2okv.analysis.eviction_trace import Trace, follow
 from h2okv.analysis.study import make_sample, token_pieces
-from h2okv.config import CacheConfig, TokenBudget
+from h2okv.config import CacheConfig
+from h2okv.integration.loading import Described
 from h2okv.policy import get_policy
 
 RECORDED = 48  # steps whose scores are sent; the page draws a line between two of them
@@ -34,27 +36,22 @@ LOWEST_SCORE = 0.01  # one at or below this is sent as 0 (no attention worth a c
 _LEVELS = 254
 
 
-def pack_trace(
-    trace: Trace, policy: str, budget: TokenBudget, next_pieces: tuple[str, ...], highest: float
-) -> dict[str, Any]:
+def pack_trace(trace: Trace, highest: float) -> dict[str, Any]:
     """Packs a trace for the page, as a JSON object.
 
     ``gone`` is uint16 ``[L, H, T]`` and each layer's ``scores`` uint8 ``[C][H][step + 1]``, as gzip
     in base64; ``bytes`` lists ``[step, bytes]`` where what the cache takes changes.
     """
-    parts = asdict(budget)
     held = trace.held_bytes
     changed = np.flatnonzero((held > 0) & (np.diff(held, prepend=0) != 0))
     levels = [quantise(part, highest).reshape(len(part), -1) for part in trace.scores]
     return {
-        "policy": policy,
-        **{name: parts[name] for name in ("sink", "heavy", "recent")},
         "first": trace.first,
         "steps": trace.recorded.tolist(),
         "gone": _blob(trace.gone_at.astype("<u2")),
         "scores": [_blob(layer) for layer in np.concatenate(levels, axis=1)],
         "bytes": [[step, held[step].item()] for step in changed.tolist()],
-        "next": list(next_pieces),
+        "full_bytes": int(trace.full_bytes[-1]),
         "losses": [None if np.isnan(x) else round(float(x), 3) for x in trace.losses],
     }
 
@@ -79,11 +76,9 @@ _KEPT_READINGS, _KEPT_TRACES = 4, 24
 
 
 def tokens_a_step(length: int) -> int:
-    """Tokens between two evictions: one up to 256; then 1,024 take 128 steps, and 4,096 take 32.
-
-    A step takes much the same time with one token as with many, and longer the more are held; more
-    than 256 tokens at once would take too much memory.
-    """
+    """Tokens between two evictions: one up to 256; then 1,024 take 128 steps, and 4,096 take 32."""
+    # A step takes much the same time with one token as with many, and longer the more are held;
+    # more than 256 tokens at once would take too much memory.
     return 1 if length <= 256 else math.ceil(min(256, length / 128 * max(1, length / 1024)))
 
 
@@ -100,17 +95,16 @@ class Reader:
     """Reads texts with a model."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    name: str
-    context: int | None
+    described: Described
     max_tokens: int
     make_cache: Callable[[str, str], CacheConfig]  # of a policy and a budget, as the user says them
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
         """Turns a text into tokens and lets the model go on from it, with the full cache."""
-        most = min(self.max_tokens, self.context or MOST_TOKENS, MOST_TOKENS)
+        tokenizer = self.described.tokenizer
+        most = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
         check_new_tokens(new_tokens, most)
-        sample = make_sample(self.tokenizer, text, most - new_tokens, LEAST_TOKENS)
+        sample = make_sample(tokenizer, text, most - new_tokens, LEAST_TOKENS)
         ids = sample.input_ids.to(self.model.device)
         if new_tokens:
             # transformers' types do not know that a causal model generates.
@@ -120,7 +114,7 @@ class Reader:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
                 do_sample=False,
-                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
             )
         return Reading(self, ids.cpu(), sample.length)
 
@@ -131,7 +125,7 @@ class Reading:
     def __init__(self, reader: Reader, input_ids: torch.Tensor, given: int) -> None:
         self.reader, self.input_ids, self.length = reader, input_ids, input_ids.shape[1]
         config = reader.model.config
-        self.pieces = token_pieces(reader.tokenizer, input_ids[0].tolist())
+        self.pieces = token_pieces(reader.described.tokenizer, input_ids[0].tolist())
         heads = num_kv_heads(config)
         # The most that an entry can ever receive: all of every query of its group.
         query_heads = config.get_text_config(decoder=True).num_attention_heads
@@ -139,7 +133,7 @@ class Reading:
         queries = of_layers(reader.model, input_ids, lambda own: strongest_queries(own, _ARROWS))
         # What the page must know besides the traces, as a JSON object.
         self.content = {
-            "model": reader.name,
+            "model": reader.described.name,
             "tokens": list(self.pieces),
             "given": given,
             "layers": list(full_attention_layers(config)),
@@ -151,12 +145,13 @@ class Reading:
         }
 
     def trace(self, policy: str, budget: str, tick: Tick = no_tick) -> dict[str, Any]:
-        """Follows a policy through the text; see `pack_trace`."""
-        config = self.reader.make_cache(policy, budget)
+        """Follows a policy through the text, as a JSON object."""
+        reader = self.reader
+        config = reader.make_cache(policy, budget)
         tokens = config.budget.resolve(self.length)
         block = tokens_a_step(self.length)
         trace = follow(
-            self.reader.model,
+            reader.model,
             self.input_ids,
             config.policy,
             tokens,
@@ -165,11 +160,15 @@ class Reading:
             tick=tick,
             block=block,
         )
-        following = token_pieces(self.reader.tokenizer, trace.next_tokens.clip(min=0).tolist())
         parts = get_policy(config.policy).allocate_budget(tokens)
-        packed = pack_trace(trace, config.policy, parts, following, self.highest)
-        told = {"budget": budget, "block": block, "full_bytes": int(trace.full_bytes[-1])}
-        return {**packed, **told}
+        return {
+            "policy": config.policy,
+            "budget": budget,
+            "block": block,
+            **{name: getattr(parts, name) for name in ("sink", "heavy", "recent")},
+            "next": token_pieces(reader.described.tokenizer, trace.next_tokens.clip(0).tolist()),
+            **pack_trace(trace, self.highest),
+        }
 
 
 class Desk:
@@ -206,15 +205,11 @@ class Desk:
                 raise ValueError("this text is not held any more; read it again.")
             # A cache that keeps everything has no budget.
             key = (number, policy, "full" if policy == "full" else budget)
-            found = self._traces.pop(key, None)
-            if found is None:
-                self._note(0.0)
-                found = self._readings[number].trace(policy, budget, self._note)
+            self.progress = 0.0
+            note, reading = partial(setattr, self, "progress"), self._readings[number]
+            found = self._traces.pop(key, None) or reading.trace(policy, budget, note)
             _keep(self._traces, key, found, _KEPT_TRACES)
             return found
-
-    def _note(self, fraction: float) -> None:
-        self.progress = fraction
 
 
 def _keep(held: dict[Any, Any], key: Any, value: Any, most: int) -> None:

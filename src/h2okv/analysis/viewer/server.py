@@ -42,10 +42,23 @@ def build_page(content: dict[str, Any]) -> str:
     return page.replace("/*CONTENT*/", data)
 
 
-class _Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
+    """Serves the page, on this machine only."""
+
     daemon_threads = True
     # On Windows it would let a second server listen on the same port unnoticed.
     allow_reuse_address = os.name == "posix"
+
+    def __init__(self, port: int, desk: Desk | None = None) -> None:
+        self.desk = desk
+        try:
+            super().__init__((HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(
+                f"--port {port} cannot be opened ({reason}); choose another one, or --port 0 for"
+                " any that is free."
+            ) from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing about a page that was closed before its answer came."""
@@ -53,69 +66,52 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def make_server(desk: Desk, port: int) -> ThreadingHTTPServer:
-    """Opens the port, on this machine only."""
-    routes: dict[tuple[str, str], Callable[..., str | dict[str, Any]]] = {
-        ("GET", "/"): lambda query, body: build_page({"choice": desk.choice}),
-        ("GET", "/api/progress"): lambda query, body: {"share": desk.progress},
-        ("GET", "/api/trace"): lambda query, body: desk.trace(query),
-        ("POST", "/api/text"): lambda query, body: desk.read(body()),
-    }
-
-    class Handler(BaseHTTPRequestHandler):
-        """Answers the page's requests."""
-
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            # A page elsewhere that points its own name at this machine must not get in.
-            if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
-                return self._send(403, {"error": "wrong host."})
-            route = routes.get((self.command, url.path))
-            if route is None:
-                return self._send(404, {"error": "there is no such page."})
-            query = {key: values[0] for key, values in parse_qs(url.query).items()}
-            try:
-                return self._send(200, route(query, self._body))
-            except ValueError as error:
-                return self._send(400, {"error": str(error)})
-
-        do_POST = do_GET
-
-        def _body(self) -> Any:
-            length = int(self.headers.get("Content-Length", 0))
-            if not 0 < length <= _LARGEST_BODY:
-                raise ValueError(f"the text is empty or larger than {_LARGEST_BODY} bytes.")
-            return json.loads(self.rfile.read(length))
-
-        def _send(self, code: int, content: str | dict[str, Any]) -> None:
-            kind = "text/html; charset=utf-8"
-            if not isinstance(content, str):
-                content, kind = json.dumps(content, allow_nan=False), "application/json"
-            data = content.encode("utf-8")
-            self.send_response(code)
-            for name, value in {**_HEADERS, "Content-Type": kind}.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing; the terminal is the user's."""
-
-    return _open(port, Handler)
+_ROUTES: dict[tuple[str, str], Callable[..., str | dict[str, Any]]] = {
+    ("GET", "/"): lambda desk, query, body: build_page({"choice": desk.choice}),
+    ("GET", "/api/progress"): lambda desk, query, body: {"share": desk.progress},
+    ("GET", "/api/trace"): lambda desk, query, body: desk.trace(query),
+    ("POST", "/api/text"): lambda desk, query, body: desk.read(body()),
+}
 
 
-def check_port(port: int) -> None:
-    """Refuses a port that cannot be opened."""
-    _open(port, BaseHTTPRequestHandler).server_close()
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the page's requests."""
 
+    server: PageServer
 
-def _open(port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    try:
-        return _Server((HOST, port), handler)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"--port {port} cannot be opened ({reason}); choose another one, or --port 0 for any "
-            "that is free."
-        ) from error
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        # A page elsewhere that points its own name at this machine must not get in.
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+            return self._send(403, {"error": "wrong host."})
+        route = _ROUTES.get((self.command, url.path))
+        if route is None:
+            return self._send(404, {"error": "there is no such page."})
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        try:
+            return self._send(200, route(self.server.desk, query, self._body))
+        except ValueError as error:
+            return self._send(400, {"error": str(error)})
+
+    do_POST = do_GET
+
+    def _body(self) -> Any:
+        length = int(self.headers.get("Content-Length", 0))
+        if not 0 < length <= _LARGEST_BODY:
+            raise ValueError(f"the text is empty or larger than {_LARGEST_BODY} bytes.")
+        return json.loads(self.rfile.read(length))
+
+    def _send(self, code: int, content: str | dict[str, Any]) -> None:
+        kind = "text/html; charset=utf-8"
+        if not isinstance(content, str):
+            content, kind = json.dumps(content, allow_nan=False), "application/json"
+        data = content.encode("utf-8")
+        self.send_response(code)
+        for name, value in {**_HEADERS, "Content-Type": kind}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing; the terminal is the user's."""

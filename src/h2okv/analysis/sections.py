@@ -1,4 +1,9 @@
-"""The report's figures, each drawn from tables into the panels that sections.toml describes."""
+"""What each section of the report draws and tells of its tables, for sections.toml.
+
+`draw_NAME` draws into the section's panels. `find_NAME` gives what its sentence is filled with;
+``each`` is a list, of which every entry fills the part that is repeated. Where the paper found
+something, ``agrees`` and ``partly`` say whether this model does.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from h2okv import plots
+from h2okv.analysis.study import DEFAULT_BUDGET
 from h2okv.analysis.theory import FACTOR
 from h2okv.console import optional
 from h2okv.plots import BLUE, GREEN, ORANGE, PINK, RED
+from h2okv.records import Row
 
-Rows = list[dict[str, Any]]
-Tables = dict[str, Rows]
+Rows = Sequence[Row]
+Tables = Mapping[str, Rows]
+Found = dict[str, Any]
 
 _STYLE_SHEET = Path(__file__).parent / "report.mplstyle"
 GREY = "#7F7F7F"
@@ -80,6 +88,19 @@ def mean_by(rows: Rows, key: str, value: str) -> tuple[list[Any], np.ndarray]:
     return places, np.array([column(where(rows, **{key: own}), value).mean() for own in places])
 
 
+def percent(fraction: float) -> str:
+    """Writes a fraction with three digits."""
+    return f"{100 * fraction:.3g} %"
+
+
+def _mean(rows: Rows, key: str, **values: Any) -> float:
+    return float(column(where(rows, **values), key).mean())
+
+
+def _range(values: Any) -> dict[str, str]:
+    return {"low": percent(min(values)), "high": percent(max(values))}
+
+
 def draw_lines(axes: Any, rows: Rows, x: str, y: str, factor: float = 1.0) -> None:
     """Draws a line for each policy, means of the rows with the same place."""
     for policy in distinct(rows, "policy"):
@@ -128,10 +149,25 @@ def draw_sparsity(figure: Any, panels: list[Any], tables: Tables) -> None:
     draw_heads(panels[0], tables["sparsity"], shown, 95, "95 %, which the paper reports")
 
 
+def find_sparsity(tables: Tables) -> Found:
+    layers, means = mean_by(tables["sparsity"], "layer", "share")
+    sparse = int((means > 0.95).sum())
+    told = {"mean": percent(means.mean()), "sparse": sparse, "layers": len(layers)}
+    told |= _range(column(tables["sparsity"], "share"))
+    partly = (means > 0.9).mean() >= 0.75
+    return {**told, "agrees": sparse >= 0.75 * len(layers), "partly": partly}
+
+
 def draw_sinks(figure: Any, panels: list[Any], tables: Tables) -> None:
     shown = {"first_1": "first token", "first_4": "first 4 tokens"}
     even = 100 * tables["sinks"][0]["even_first_1"]
     draw_heads(panels[0], tables["sinks"], shown, even, "one token, if attention were even")
+
+
+def find_sinks(tables: Tables) -> Found:
+    first, even = column(tables["sinks"], "first_1"), tables["sinks"][0]["even_first_1"]
+    told = {"mean": percent(first.mean()), "even": percent(even), **_range(first)}
+    return {**told, "agrees": first.mean() >= 0.1, "partly": first.max() >= 0.1}
 
 
 def draw_ranks(figure: Any, panels: list[Any], tables: Tables) -> None:
@@ -150,6 +186,21 @@ def draw_ranks(figure: Any, panels: list[Any], tables: Tables) -> None:
         axes.set_ylim(max(scores.min(), scores.max() / 1e5) * 0.7, scores.max() * 1.6)
 
 
+def find_ranks(tables: Tables) -> Found:
+    told, fits = [], []
+    for kind in distinct(tables["power_law"], "of"):
+        laws = where(tables["power_law"], of=kind)
+        plausible, exponents = column(laws, "p_value") >= 0.1, column(laws, "exponent")
+        ratio, sure = column(laws, "log_ratio"), column(laws, "log_ratio_p") < 0.05
+        own = {"kind": kind[:-1], "plausible": plausible.sum(), "layers": len(laws)}
+        own |= {"low": exponents.min(), "high": exponents.max()}
+        told.append(
+            {**own, "normal": ((ratio < 0) & sure).sum(), "law": ((ratio > 0) & sure).sum()}
+        )
+        fits.append(plausible.mean())
+    return {"each": told, "agrees": min(fits) >= 0.75, "partly": max(fits) >= 0.5}
+
+
 def draw_words(figure: Any, panels: list[Any], tables: Tables) -> None:
     rows = tables["word_scores"]
     kinds = (("score", "sum"), ("score_each", "each"))
@@ -159,6 +210,14 @@ def draw_words(figure: Any, panels: list[Any], tables: Tables) -> None:
         (found,) = where(tables["cooccurrence"], measure=measure, layer="all", against="together")
         interval = f"{found['low']:.2f} to {found['high']:.2f}"
         axes.set_title(f"Spearman {found['rho']:.2f} (95 %: {interval})")
+
+
+def find_words(tables: Tables) -> Found:
+    rows = where(tables["cooccurrence"], layer="all", against="together")
+    (total,), (single,) = (where(rows, measure=name) for name in ("sum", "each"))
+    rhos = (total["rho"], single["rho"])
+    agrees, partly = min(rhos) >= 0.5, max(rhos) >= 0.5
+    return {"total": total, "single": single, "agrees": agrees, "partly": partly}
 
 
 def draw_ablation(figure: Any, panels: list[Any], tables: Tables) -> None:
@@ -182,6 +241,20 @@ def draw_ablation(figure: Any, panels: list[Any], tables: Tables) -> None:
     axes.grid(axis="x", visible=False)
 
 
+def find_ablation(tables: Tables) -> Found:
+    rows = where(tables["ablation"], condition="heavy hidden")
+    others = where(tables["ablation"], condition="random hidden")
+    shares = distinct(rows, "share")
+    pairs = [[_mean(own, "ratio", share=share) for own in (rows, others)] for share in shares]
+    told = [
+        {"share": percent(share), "heavy": heavy, "random": random}
+        for share, (heavy, random) in zip(shares, pairs, strict=True)
+    ]
+    far = all(heavy - 1 > 2 * max(0.0, random - 1) for heavy, random in pairs)
+    partly = all(heavy > random for heavy, random in pairs)
+    return {"each": told, "agrees": far, "partly": partly}
+
+
 def draw_policies(figure: Any, panels: list[Any], tables: Tables) -> None:
     left, right = panels
     draw_lines(left, tables["perplexity"], "share", "ratio")
@@ -191,6 +264,12 @@ def draw_policies(figure: Any, panels: list[Any], tables: Tables) -> None:
         axes.set_xticks(shares, [f"{100 * share:g}" for share in shares])
         axes.minorticks_off()
     left.axhline(1, color="black", lw=0.8)
+
+
+def find_policies(tables: Tables) -> Found:
+    rows = where(tables["perplexity"], share=DEFAULT_BUDGET)
+    (own,) = where(rows, policy="h2o")
+    return {"each": rows, "agrees": own["low"] <= 1, "partly": own["ratio"] <= 1.05}
 
 
 def draw_local_global(figure: Any, panels: list[Any], tables: Tables) -> None:
@@ -205,12 +284,28 @@ def draw_local_global(figure: Any, panels: list[Any], tables: Tables) -> None:
     mark_layers(panels[0], rows)
 
 
+def find_local_global(tables: Tables) -> Found:
+    rows = where(tables["local_global"], share=DEFAULT_BUDGET)
+    overlap, chance = _mean(rows, "overlap"), _mean(rows, "chance")
+    told = {"overlap": percent(overlap), "chance": percent(chance)}
+    return {**told, "agrees": overlap >= 0.75, "partly": overlap > chance + 0.1}
+
+
 def draw_stays(figure: Any, panels: list[Any], tables: Tables) -> None:
     draw_lines(panels[0], tables["stays"], "layer", "gone_at_once", 100)
     draw_lines(panels[1], tables["stays"], "layer", "p90")
     panels[0].set_ylim(bottom=0)
     for axes in panels:
         mark_layers(axes, tables["stays"])
+
+
+def find_stays(tables: Tables) -> Found:
+    names, rows = ("gone_at_once", "held_at_end"), tables["stays"]
+    told = [
+        {"policy": policy, **{name: percent(_mean(rows, name, policy=policy)) for name in names}}
+        for policy in ("h2o", "global")
+    ]
+    return {"each": told}
 
 
 def draw_agreement(figure: Any, panels: list[Any], tables: Tables) -> None:
@@ -229,6 +324,15 @@ def draw_agreement(figure: Any, panels: list[Any], tables: Tables) -> None:
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.grid(visible=False)
     axes.set_title(f"Heavy hitters that two heads share\n(chance: {chance:.2f}, white line)")
+
+
+def find_agreement(tables: Tables) -> Found:
+    rows = [{**row, "same": row["layer"] == row["other_layer"]} for row in tables["agreement"]]
+    others = [row for row in rows if not row["same"] or row["head"] != row["other_head"]]
+    words = {True: "two heads of a layer", False: "heads of different layers"}
+    kinds = zip(*mean_by(others, "same", "jaccard"), strict=True)
+    told = [{"words": words[same], "mean": mean} for same, mean in sorted(kinds, reverse=True)]
+    return {"each": told, "chance": rows[0]["chance"]}
 
 
 def draw_worth(axes: Any, rows: Rows, worth: str, lowest: str) -> None:
@@ -251,9 +355,28 @@ def draw_theory(figure: Any, panels: list[Any], tables: Tables) -> None:
         draw_worth(axes, [row for row in rows if row["policy"] != "informed"], "mean", "lowest")
 
 
+def find_theory(tables: Tables) -> Found:
+    names = {"real": "real rows", "late star": "rows made to fail"}
+    told = []
+    for policy, case in (("heavy", "real"), ("h2o", "real"), ("heavy", "late star")):
+        own = where(tables["theory"], case=case, policy=policy)
+        held, lowest = int(column(own, "holds").sum()), column(own, "lowest_ratio").min()
+        figures = {"held": held, "count": len(own), "lowest": lowest}
+        told.append({"policy": policy, "rows": names[case], **figures})
+    return {"each": told}
+
+
 def draw_theory_long(figure: Any, panels: list[Any], tables: Tables) -> None:
     """Greedy against the best set on the whole text; bands span the heads."""
     draw_worth(panels[0], tables["theory_long"], "ratio", "ratio")
+
+
+def find_theory_long(tables: Tables) -> Found:
+    told = []
+    for policy in ("heavy", "h2o", "global"):
+        ratio = column(where(tables["theory_long"], policy=policy), "ratio")
+        told.append({"policy": policy, "mean": ratio.mean(), "lowest": ratio.min()})
+    return {"each": told}
 
 
 def draw_theory_mass(figure: Any, panels: list[Any], tables: Tables) -> None:
@@ -267,9 +390,19 @@ def draw_theory_mass(figure: Any, panels: list[Any], tables: Tables) -> None:
     axes.grid(axis="x", visible=False)
 
 
+def find_theory_mass(tables: Tables) -> Found:
+    names = ("heavy", "h2o", "belady", "best")
+    rows = where(tables["theory_mass"], case="real")
+    return {name: percent(_mean(rows, name)) for name in names}
+
+
 def draw_neurons(figure: Any, panels: list[Any], tables: Tables) -> None:
     axes, rows = panels[0], tables["neurons"]
     for layer, look in draw_layers(figure, axes, distinct(rows, "layer")).items():
         part = where(rows, layer=layer)
         axes.loglog(column(part, "rank"), 100 * column(part, "frequency").clip(1e-5), **look)
     axes.set_ylim(bottom=0.02)
+
+
+def find_neurons(tables: Tables) -> Found:
+    return _range(mean_by(tables["neurons"], "layer", "share_of_top_tenth")[1])
