@@ -73,11 +73,7 @@ def _with_h2o(own: Any) -> Any:
 
 
 def prepare(vllm_config: Any) -> None:
-    """Turns the configuration of an engine into that of one with H2O; mutates it.
-
-    Raises:
-        ValueError: if something of it does not go with H2O.
-    """
+    """Turns the configuration of an engine into that of one with H2O; mutates it."""
     cache = parse(vllm_config.additional_config)
     assert cache is not None
     version = importlib.import_module("vllm").__version__

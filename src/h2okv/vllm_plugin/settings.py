@@ -32,11 +32,7 @@ UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(additional_config: Any) -> CacheConfig | None:
-    """Reads the settings; ``None`` where there are none, and vLLM is to be left alone.
-
-    Raises:
-        ValueError: if a setting is unknown, makes no sense, or cannot be had of a fixed block.
-    """
+    """Reads the settings; ``None`` where there are none, and vLLM is to be left alone."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
     values = additional_config[KEY]
@@ -61,9 +57,7 @@ def parse(additional_config: Any) -> CacheConfig | None:
 def _check_cache(config: CacheConfig) -> None:
     policy = get_policy(config.policy, config.seed)
     scoring = get_scoring(config.scoring, config.decay)
-    chunk: Any = config.prefill_chunk
-    window: Any = None  # which original positions do not ask for
-    rule = PositionRule(config.positions, chunk, window)
+    rule = PositionRule(config.positions, config.prefill_chunk)
     check_policy(policy, rule, scoring, simulate=False)
     if not policy.is_bounded:
         raise ValueError(
@@ -89,11 +83,7 @@ def _check_cache(config: CacheConfig) -> None:
 
 
 def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
-    """Refuses what H2O cannot keep exact, or what nobody has tried.
-
-    Raises:
-        ValueError: in one sentence, with the name, the value and the remedy.
-    """
+    """Refuses what H2O cannot keep exact, or what nobody has tried."""
     model, length = vllm_config.model_config, vllm_config.model_config.max_model_len
     total = cache.budget.resolve(0).total
     if model.architecture not in FAMILIES:
@@ -191,17 +181,8 @@ def with_chunk(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
 
 
 def tokens_to_run(start: int, available: int, prompt_length: int, chunk: int | None) -> int:
-    """How many tokens of a request a step runs: a whole chunk of its prompt, or none.
-
-    Past the prompt it is one, also where a request that was interrupted reads its own tokens again.
-
-    Args:
-        start: tokens that went through before.
-        available: tokens that the step has room for.
-        prompt_length: tokens of the prompt.
-        chunk: the most tokens between two evictions; ``None``: the prompt is one block.
-    """
-    if start >= prompt_length:
+    """How many tokens of a request a step runs: a whole chunk of its prompt, or none."""
+    if start >= prompt_length:  # also of a request that was interrupted and reads its own again
         return min(available, 1)
     end = prompt_length if chunk is None else min(start - start % chunk + chunk, prompt_length)
     return end - start if available >= end - start else 0
