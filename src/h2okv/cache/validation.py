@@ -138,11 +138,8 @@ def context_window(config: PreTrainedConfig) -> int | None:
 
 
 def window_by_length(config: PreTrainedConfig) -> int | None:
-    """Tells up to which length a model rotates its tokens alike, whatever the length.
-
-    Dynamic scaling and LongRoPE take other frequencies in a forward with a longer text in it, for
-    all rows of the batch; so texts of different length can share a batch only below that.
-    """
+    """Tells up to which length of the batch's longest text a model rotates its tokens alike."""
+    # Dynamic scaling and LongRoPE take other frequencies beyond it, for all rows of the batch.
     text_config = config.get_text_config(decoder=True)
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -24,7 +24,7 @@ from h2okv.assets import sample_prompt
 from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig
 from h2okv.console import check_least
 from h2okv.plots import check_plot
-from h2okv.records import read_text_file
+from h2okv.records import read_text_file, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -72,10 +72,7 @@ def subcommand(app: typer.Typer, name: str) -> Callable[[Command], Command]:
 def option(
     default: Any, help: str, *names: str, read: Callable[..., Any] | None = None, **how: Any
 ) -> Any:
-    """An option of a command; a default that is worked out later stands in the help's brackets.
-
-    `read` checks what was given, or makes something of it; the option's name is for its errors.
-    """
+    """An option of a command; `read` checks what was given, or makes something of it."""
     if read is None:
         return typer.Option(default, *names, help=help)
 
@@ -227,12 +224,9 @@ CHUNK_HELP = (
 
 
 def _factors(option: str, path: Path) -> list[float]:
-    try:
+    problem = f"{option} '{path}' is no JSON list of numbers"
+    with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
         return [float(factor) for factor in json.loads(read_text(option, path))]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{option} '{path}' is no JSON list of numbers; give a file of h2okv eval layers"
-        ) from error
 
 
 def make_cache(
@@ -473,10 +467,8 @@ def flag(name: str) -> str:
 
 def parse_amount(name: str, text: str) -> int | float:
     """Reads a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
     try:
         percent = text.strip().endswith("%")
         fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
@@ -521,10 +513,7 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
 def with_least_entries(
     cache: CacheConfig, length: int | None = None
 ) -> tuple[CacheConfig, str | None]:
-    """Raises fractions of short prompts to enough entries for a text, and says where that acts.
-
-    For a prompt of a length, or for prompts that are not known yet.
-    """
+    """Raises fractions of short prompts, known or not, to enough entries for a text; says where."""
     raised = replace(cache, min_tokens=LEAST_ENTRIES)
     tokens = raised.budget.resolve(length or 0)
     if cache.is_full or tokens == cache.budget.resolve(length or 0):

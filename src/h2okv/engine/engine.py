@@ -33,6 +33,7 @@ from h2okv.engine.scheduler import (
 )
 from h2okv.integration import enable
 from h2okv.integration.loading import Described, context_of, describe, load_weights
+from h2okv.records import refusing
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
@@ -290,14 +291,11 @@ class Engine:
         )
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        try:
+        remedy = "give a text, or tokens of this model."
+        with refusing("the prompt cannot be read", remedy, TypeError):  # such as half a character
             if isinstance(prompt, str):
                 prompt = self.tokenizer(prompt, verbose=False)["input_ids"]
             tokens: Any = tuple(prompt)
-        except TypeError as error:  # half a character, or nothing that could be read
-            raise ValueError(
-                f"the prompt cannot be read ({error}); give a text, or tokens of this model."
-            ) from error
         self._check_tokens("the prompt: token", tokens)
         return tuple(map(int, tokens))
 

@@ -110,13 +110,10 @@ _SOFT = 1
 
 
 def release_workers() -> bool:
-    """Ends the workers that the calling thread holds; they come back when they are needed.
-
-    Every thread that computes has workers of its own. If together they are more than there are
-    processors, GNU's OpenMP lets all of them sleep between two operations, and waking up takes
-    longer than most operations of a decode step: a model that was loaded in one thread and runs in
-    another took 1.5 times as long for a token (two cores, 32 sequences of the bundled model).
-    """
+    """Ends the workers that the calling thread holds; they come back when they are needed."""
+    # If those of all threads are more than there are processors, GNU's OpenMP lets them sleep
+    # between two operations: a model that was loaded in one thread and runs in another took 1.5
+    # times as long for a token (two cores, 32 sequences of the bundled model).
     try:
         maps = (_PROC / "self/maps").read_text(encoding="utf-8", errors="replace")
         found = _LIBRARY.search(maps)
@@ -209,10 +206,7 @@ class MemoryModel:
     def serving(
         self, budgets: Sequence[int], max_prompt: int, max_prefill_tokens: int, ranks: int = 1
     ) -> ServingMemory:
-        """Says what serving takes, on each of the ranks that share the KV heads.
-
-        ``budgets`` are the most entries of a sequence in each layer of slots.
-        """
+        """Says what serving takes of each rank, by a sequence's most entries in each layer."""
         chunk = self.cache.prefill_chunk
         held = max_prompt if chunk is None else max(budgets) + min(chunk, max_prompt)
         # The next chunk is put behind what is held, and one layer is there twice meanwhile.

@@ -141,10 +141,7 @@ class Sampler:
 def sample(
     samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
 ) -> list[int | Exception]:
-    """Chooses the next token of each sequence as if it were alone, or says why there is none.
-
-    ``texts`` are their new tokens so far; ``logits`` ``[B, V]``, of any dtype, on any device.
-    """
+    """The next token of each sequence as if alone, of logits ``[B, V]``, or why there is none."""
     # A NaN anywhere makes the sum one; infinities of both signs are no use either.
     is_fine = (~torch.isnan(logits.float().sum(dim=-1))).tolist()
     chosen: list[int | Exception] = list(logits.argmax(dim=-1).tolist())

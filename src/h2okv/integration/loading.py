@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 from h2okv.cache.validation import check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
+from h2okv.records import first_line, refusing
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ def _read(name: str, part: str, load: Callable[[], Any]) -> Any:
                 f"--model {name!r} is not a folder here, and the Hub cannot be reached for it;"
                 " check the name and the network, or give a folder"
             ) from error
-        reason = next(iter(str(error).strip().splitlines()), "no reason given")[:200].rstrip(".")
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}: {reason});"
-            " get the model again or choose another"
+            f"the {part} of --model {name!r} cannot be loaded ({reason}); get the model again or"
+            " choose another"
         ) from error
 
 
@@ -138,15 +139,12 @@ def parse_device(text: str) -> torch.device:
     """Reads a device and looks whether it is there."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    problem = f"--device {text!r} cannot be used on this machine"
+    remedy = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
+    with refusing(problem, remedy, RuntimeError, AssertionError, NotImplementedError):
         device = torch.device(text)
         if device.type == "meta":
             raise RuntimeError("a device without memory")
         # Only an allocation tells whether the device really works here.
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"--device {text!r} cannot be used on this machine; choose auto, cpu or a GPU that"
-            " torch can see, such as cuda:0"
-        ) from error
     return device

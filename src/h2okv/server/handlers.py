@@ -56,7 +56,6 @@ class Handlers:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Refuses a model that is not here."""
         own = self.settings.model_name
         if name not in (None, own):
             told = f"model={name!r} is not served here; give {own!r}."
@@ -79,7 +78,6 @@ class Handlers:
         return JSONResponse({**told, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        """Tells the text of tokens."""
         body, size = await self.read(request, DetokenizeRequest)
         found = await off_the_loop(size, lambda: self._any_length.read(body.tokens))
         return JSONResponse({"prompt": found.text})
@@ -93,7 +91,6 @@ class TextRoute:
         self.engine, self.settings = handlers.engine, handlers.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, and counts it."""
         request, timeout = Request(scope, receive), self.settings.timeout
         metrics = RequestMetrics(self.handlers.metrics, scope["path"])
         request.state.metrics = metrics  # for the log

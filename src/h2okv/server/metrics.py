@@ -97,7 +97,6 @@ class RequestMetrics:
         self._outputs: dict[int, tuple[float, int]] = {}
 
     def take(self, delta: OutputDelta) -> None:
-        """Notes what has just come."""
         now, new, seconds = time.monotonic(), len(delta.token_ids), self._metrics.seconds
         self._num_new += new
         self._metrics.add_tokens(new)

@@ -156,13 +156,10 @@ class SampledRequest(Strict):
 
     @abstractmethod
     def _asked(self) -> tuple[list[Any], dict[str, Any]]:
-        """The prompts, and parameters in place of fields of the same name."""
+        """Texts, tokens, or one chat as templates take it; parameters in place of fields."""
 
     def asked(self, standard: Mapping[str, float]) -> tuple[list[Any], SamplingParams]:
-        """What is to be continued: texts, tokens, or one chat as templates take it; and how.
-
-        Parameters that are left out are the standard.
-        """
+        """What is to be continued, and how; parameters that are left out are the standard."""
         prompts, own = self._asked()
         values = {name: value for name, value in self if name in _SAMPLING} | own
         given = {name: value for name, value in values.items() if value is not None}
@@ -197,7 +194,6 @@ class ChatMessage(Strict):
     @field_validator("content")
     @classmethod
     def _text(cls, content: Any) -> str:
-        """A text, or text parts put together."""
         if content is None or isinstance(content, str):
             return content or ""
         such = f"parts such as {{'type': '{cls.parts[0]}', 'text': '...'}}"
