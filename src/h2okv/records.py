@@ -312,20 +312,15 @@ def read_csv(
     """Reads a table back: numbers as numbers, empty cells as ``None``."""
     with naming(path, "read", "give a CSV file"):
         data = path.read_bytes()
-    try:
+    problem = f"'{path}' is not the table it should be"
+    with refusing(problem, "choose another file", ValueError, csv.Error):
         reader = csv.DictReader(io.StringIO(data.decode("utf-8"), newline=""))
         if columns is not None and list(reader.fieldnames or ()) != list(columns):
-            raise ValueError("another first line")
+            raise ValueError(f"its first line is not {','.join(columns)}")
         return [
             {name: value if name in text else _number(value) for name, value in row.items()}
             for row in reader
         ]
-    except (ValueError, csv.Error) as error:
-        first = "a header" if columns is None else ",".join(columns)
-        raise ValueError(
-            f"'{path}' is not the table it should be (its first line is not {first});"
-            " choose another file"
-        ) from error
 
 
 class CsvFile:

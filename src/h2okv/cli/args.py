@@ -48,6 +48,8 @@ POLICIES = (
 )  # fmt: skip
 """Policies that drop entries; written down, for the registry imports torch."""
 SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
+_UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
+_UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
 @functools.cache
@@ -113,9 +115,11 @@ def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -
 
 
 def memory(option: str, text: str) -> int:
-    from h2okv.engine.memory import parse_memory
-
-    return parse_memory(text, option)
+    """Reads an amount of memory."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def dtype(option: str, text: str) -> torch.dtype | None:

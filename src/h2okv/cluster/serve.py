@@ -167,9 +167,8 @@ class Front:
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
         except BackPressureError as error:
             waiting = int(error.args[0])
-            raise QueueFullError(
-                waiting, waiting * self._mean_seconds / self._max_num_seqs
-            ) from None
+            seconds = waiting * self._mean_seconds / self._max_num_seqs
+            raise QueueFullError(waiting, seconds) from None
         except DeploymentUnavailableError:
             raise EngineStoppedError("no copy of the model could be started.") from None
         except (RayActorError, ReplicaUnavailableError):

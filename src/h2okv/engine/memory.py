@@ -29,16 +29,6 @@ _LIMITS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
-_UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
-_UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
-
-
-def parse_memory(text: str, option: str = "--memory") -> int:
-    """Reads an amount of memory."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -132,17 +122,16 @@ class ServingMemory:
 
     sequence: int  # one sequence's slots in all layers, as `SlotPool` allocates them
     step: int  # temporaries of a decode step, for each sequence
-    prefill: int  # the prompts that are prefilled: entries, and the temporaries of one chunk
-    fixed: int  # scratch memory of the libraries
+    prefill: int  # entries and temporaries of what is prefilled, and the libraries' scratch memory
 
     def num_seqs(self, free: int) -> int:
         """How many sequences fit into so many bytes."""
-        return max(0, (free - self.prefill - self.fixed) // (self.sequence + self.step))
+        return max(0, (free - self.prefill) // (self.sequence + self.step))
 
     @property
     def least(self) -> int:
         """Bytes with which one sequence fits."""
-        return self.prefill + self.fixed + self.sequence + self.step
+        return self.prefill + self.sequence + self.step
 
 
 class MemoryModel:
@@ -222,8 +211,7 @@ class MemoryModel:
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
             step=self.decode_bytes(1, max(budgets) + 1),
-            prefill=prefill,
-            fixed=self.fixed_bytes,
+            prefill=prefill + self.fixed_bytes,
         )
 
 

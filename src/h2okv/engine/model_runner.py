@@ -24,9 +24,9 @@ from h2okv.cache.slot_pool import (
 )
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
+from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import PrefillChunk, PromptStart, ScheduledStep
 
-_NO_LIMIT = 1 << 60
 _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time
 
 
@@ -105,7 +105,7 @@ class ModelRunner:
         cache = self._make_cache(None)
         if cache.prefill_chunk is not None:
             return max(most // cache.prefill_chunk, 1) * cache.prefill_chunk
-        return most if can_split_blocks(cache) else _NO_LIMIT
+        return most if can_split_blocks(cache) else UNLIMITED
 
     def execute(self, step: ScheduledStep) -> StepOutput:
         """Does what was scheduled, on all ranks; mutates the slots and the prefilled prompts."""

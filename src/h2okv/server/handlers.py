@@ -21,7 +21,7 @@ from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
 from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
 from h2okv.server.responses import ResponseBuilder
-from h2okv.server.tokenization import ANY_LENGTH, Prompt, PromptReader, TokenText, off_the_loop
+from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -42,7 +42,7 @@ class Handlers:
         self.metrics = Metrics(engine)
         self.reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
         self.tokens = TokenText(engine.tokenizer)
-        self._any_length = PromptReader(engine.tokenizer, ANY_LENGTH)
+        self._any_length = PromptReader(engine.tokenizer)
 
     def stats(self) -> dict[str, Any]:
         limits = ("max_budget", "max_context", "max_prompt_tokens")

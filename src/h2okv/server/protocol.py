@@ -24,13 +24,8 @@ from pydantic_core import PydanticCustomError
 
 from h2okv.config import Budget
 from h2okv.engine.sampling_params import SamplingParams, short_repr
+from h2okv.server import responses
 from h2okv.server.errors import ApiError, invalid
-from h2okv.server.responses import (
-    ChatResponseBuilder,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-    ResponsesBuilder,
-)
 from h2okv.server.tokenization import off_the_loop
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -93,7 +88,7 @@ class SampledRequest(Strict):
     """
 
     path: ClassVar[str]
-    builder: ClassVar[type[ResponseBuilder]]
+    builder: ClassVar[type[responses.ResponseBuilder]]
     default_max_tokens: ClassVar[int | None] = None
 
     model: str
@@ -216,7 +211,7 @@ class ChatRequest(SampledRequest):
     """A chat to be answered."""
 
     path: ClassVar[str] = "/v1/chat/completions"
-    builder: ClassVar[type[ResponseBuilder]] = ChatResponseBuilder
+    builder: ClassVar[type[responses.ResponseBuilder]] = responses.ChatResponseBuilder
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
@@ -252,7 +247,7 @@ class CompletionRequest(SampledRequest):
     """A prompt or several, as text or as tokens, to be continued."""
 
     path: ClassVar[str] = "/v1/completions"
-    builder: ClassVar[type[ResponseBuilder]] = CompletionResponseBuilder
+    builder: ClassVar[type[responses.ResponseBuilder]] = responses.CompletionResponseBuilder
     default_max_tokens: ClassVar[int | None] = 16
 
     prompt: Any
@@ -313,7 +308,7 @@ class ResponsesRequest(SampledRequest):
     """A conversation to be answered, in the form of OpenAI's Responses API."""
 
     path: ClassVar[str] = "/v1/responses"
-    builder: ClassVar[type[ResponseBuilder]] = ResponsesBuilder
+    builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
 
     input: Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None

@@ -122,12 +122,8 @@ def _troubles(vllm_config: Any) -> Iterator[str]:
         yield "KV connectors move pages of a full cache; leave --kv-transfer-config out"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters have not been tried; merge the adapter, and leave --enable-lora out"
-    for name in (
-        "data_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for kind in ("data", "pipeline", "decode_context", "prefill_context"):
+        name = f"{kind}_parallel_size"
         value = getattr(parallel, name, 1)
         if value > 1:
             yield (
