@@ -20,12 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve import Application
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-)
+from ray.serve import Application, exceptions
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -165,13 +160,13 @@ class Front:
                 yield messages
             passed = time.monotonic() - begin
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
-        except BackPressureError as error:
+        except exceptions.BackPressureError as error:
             waiting = int(error.args[0])
             seconds = waiting * self._mean_seconds / self._max_num_seqs
             raise QueueFullError(waiting, seconds) from None
-        except DeploymentUnavailableError:
+        except exceptions.DeploymentUnavailableError:
             raise EngineStoppedError("no copy of the model could be started.") from None
-        except (RayActorError, ReplicaUnavailableError):
+        except (RayActorError, exceptions.ReplicaUnavailableError):
             raise ReplicaLostError from None
         except (asyncio.CancelledError, GeneratorExit):
             # The client has gone: its slot shall be free at once.

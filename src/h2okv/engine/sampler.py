@@ -10,16 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process
 
 from h2okv.engine.outputs import RequestFailedError, TokenLogprob
 from h2okv.engine.sampling_params import SamplingParams
@@ -32,10 +24,10 @@ _NOTHING_LEFT = (
     "above 0; choose others."
 )
 _WARPERS: Mapping[str, Any] = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
+    "temperature": logits_process.TemperatureLogitsWarper,
+    "top_k": logits_process.TopKLogitsWarper,
+    "top_p": logits_process.TopPLogitsWarper,
+    "min_p": logits_process.MinPLogitsWarper,
 }
 """The processors that do not look at the text, by parameter, in the order of ``generate``."""
 

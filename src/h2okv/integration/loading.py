@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
@@ -30,7 +24,7 @@ class Described:
     name: str  # what the user calls it
     source: str  # what `from_pretrained` takes
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     context: int | None  # the most tokens that it can read and write; None for no fixed limit
 
     @property
@@ -71,7 +65,7 @@ def load_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     tensor_parallel: bool = False,
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Loads a described model, ready to generate."""
     dtype = dtype or default_dtype(described.name, device)
     options: dict[str, Any] = {"config": described.config, "dtype": dtype or "auto"}

@@ -212,13 +212,12 @@ def find_gguf(name: str) -> Path | None:
 def converted(path: Path) -> Path:
     """The checkpoint converted from a GGUF file, now if it has not been converted before."""
     path = path.resolve()
-    cache = cache_folder("models")
     stat = _attempt(path, path.stat)
     source = {"file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
     for folder, record in converted_folders():
         if record == source:  # spares reading all of a large file at each start
             return folder
-    folder = cache / f"{path.stem}-{_attempt(path, lambda: sha256(path))[:16]}"
+    folder = cache_folder("models") / f"{path.stem}-{_attempt(path, lambda: sha256(path))[:16]}"
     if not folder.is_dir():
         _write(path, _open(path), folder, source)
     return folder

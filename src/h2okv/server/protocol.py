@@ -364,17 +364,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 async def read_limited(request: Request, most: int) -> bytes:
     """Reads a body of so many bytes at most, whether or not its length is told before."""
+    remedy = "send less, or start the server with a larger --max-body"
+    told = f"the body has more than {most} bytes; {remedy}."
+    too_large = ApiError(413, told, code="body_too_large")
     length, data = request.headers.get("content-length", "0"), bytearray()
-    is_too_large = length.isdecimal() and int(length) > most
-    if not is_too_large:
-        async for part in request.stream():
-            data += part
-            if is_too_large := len(data) > most:
-                break
-    if is_too_large:
-        remedy = "send less, or start the server with a larger --max-body"
-        told = f"the body has more than {most} bytes; {remedy}."
-        raise ApiError(413, told, code="body_too_large")
+    if length.isdecimal() and int(length) > most:
+        raise too_large
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise too_large
     return bytes(data)
 
 
