@@ -62,7 +62,6 @@ class Metrics(Collector):
         registry.register(self)
 
     def text(self) -> bytes:
-        """All numbers in Prometheus' text form."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -73,7 +72,6 @@ class Metrics(Collector):
             yield kind(f"{_PREFIX}{one.name}", meaning, value=value)
 
     def add_tokens(self, count: int) -> None:
-        """Notes tokens that were made just now."""
         self._tokens[int(time.monotonic())] += count
         self.tokens_per_second()
 

@@ -123,7 +123,6 @@ class ChatResponseBuilder(ResponseBuilder):
         return super()._choice(output, finish_reason) | told
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """See `ResponseBuilder.opening`: who speaks."""
         for output in self.outputs:
             delta = {"role": "assistant", "content": ""}
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
@@ -264,7 +263,6 @@ class ResponsesBuilder(ResponseBuilder):
         }
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """See `ResponseBuilder.opening`: an empty message."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self.whole() | {"status": "in_progress", "output": []})
         item = self._message("in_progress", [])

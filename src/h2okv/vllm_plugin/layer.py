@@ -80,13 +80,11 @@ class H2OAttention(nn.Module, MambaBase):
         metadata = get_forward_context().attn_metadata
         if metadata is not None:  # else it is the run that measures the memory
             own = metadata[self.layer_name]
-            index = own.state_indices_tensor.tolist()
-            starts = own.query_start_loc.tolist()
+            index = [block or -1 for block in own.state_indices_tensor.tolist()]  # 0 is nobody's
+            starts, lengths = own.query_start_loc.tolist(), own.seq_lens.tolist()
             count = starts[-1]
-            output[:count] = self.state.run(
-                query[:count], key[:count], value[:count], starts,
-                own.seq_lens.tolist(), [block or -1 for block in index],  # 0 is no request's
-            )  # fmt: skip
+            tokens = (part[:count] for part in (query, key, value))
+            output[:count] = self.state.run(*tokens, starts, lengths, index)
         output = output.to(output_dtype or query.dtype)
         return output.view(output_shape or (-1, self.num_heads * self.head_size))
 
