@@ -473,17 +473,15 @@ def parse_amount(name: str, text: str) -> int | float:
     """Reads a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
     with suppress(ValueError):
         return int(text)
-    try:
+    with suppress(ValueError):
         percent = text.strip().endswith("%")
         fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
-    except ValueError:
-        fraction = math.nan
-    if not math.isfinite(fraction):
-        raise ValueError(
-            f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
-            f" prompt (--{name} 10% or --{name} 0.1)"
-        )
-    return fraction
+        if math.isfinite(fraction):
+            return fraction
+    raise ValueError(
+        f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
+        f" prompt (--{name} 10% or --{name} 0.1)"
+    )
 
 
 def parse_budget(text: str) -> int | float | None:

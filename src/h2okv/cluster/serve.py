@@ -77,13 +77,12 @@ def merge_metrics(numbers: Sequence[ReplicaNumbers], router: Router) -> bytes:
             for sample in family.samples:
                 labels = {**sample.labels, "replica": one.replica}
                 merged.add_sample(sample.name, labels, sample.value)
+    retried = "Requests given to another copy."
     broken = "Streams that ended with an error, because their copy was lost."
     found = [
         *families.values(),
         GaugeMetricFamily("h2okv_replicas", "Copies that answered.", value=len(numbers)),
-        CounterMetricFamily(
-            "h2okv_retried", "Requests given to another copy.", value=router.retried
-        ),
+        CounterMetricFamily("h2okv_retried", retried, value=router.retried),
         CounterMetricFamily("h2okv_broken_streams", broken, value=router.broken),
     ]
     registry: Any = SimpleNamespace(collect=lambda: found)  # all that is asked of one
@@ -249,10 +248,9 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
         stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP)  # before that, when what runs has finished
         description, sequences = _deploy(make, engine.max_num_seqs or _SEQUENCES)
+        told = f"{copies} replicas with {sequences} sequences each. {description}"
         with redirect_stdout(stdout):
-            announce(
-                settings, port, f"{copies} replicas with {sequences} sequences each. {description}"
-            )
+            announce(settings, port, told)
         ended.wait()
     return 0
 

@@ -88,11 +88,10 @@ def _field(file: str, name: str) -> int | None:
 
 def _left(limit: str, usage: str) -> int | None:
     """What a control group still allows; ``None`` without a limit."""
-    try:
+    with suppress(OSError, ValueError):
         most, used = ((_CGROUPS / name).read_text(encoding="ascii") for name in (limit, usage))
         return max(0, int(most) - int(used))
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 _LIBRARY = re.compile(r"(/\S*lib(?:gomp|iomp5|omp)[-.\w]*)$", re.MULTILINE)
@@ -104,12 +103,11 @@ def release_workers() -> bool:
     # If those of all threads are more than there are processors, GNU's OpenMP lets them sleep
     # between two operations: a model that was loaded in one thread and runs in another took 1.5
     # times as long for a token (two cores, 32 sequences of the bundled model).
-    try:
+    with suppress(OSError, AttributeError):
         maps = (_PROC / "self/maps").read_text(encoding="utf-8", errors="replace")
         found = _LIBRARY.search(maps)
         return found is not None and ctypes.CDLL(found[1]).omp_pause_resource_all(_SOFT) == 0
-    except (OSError, AttributeError):
-        return False
+    return False
 
 
 _MARGIN = 1.25
