@@ -248,9 +248,9 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
         stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP)  # before that, when what runs has finished
         description, sequences = _deploy(make, engine.max_num_seqs or _SEQUENCES)
-        told = f"{copies} replicas with {sequences} sequences each. {description}"
+        served = f"{copies} replicas with {sequences} sequences each. {description}"
         with redirect_stdout(stdout):
-            announce(settings, port, told)
+            announce(settings, port, served)
         ended.wait()
     return 0
 

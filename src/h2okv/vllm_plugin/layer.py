@@ -83,8 +83,8 @@ class H2OAttention(nn.Module, MambaBase):
             index = [block or -1 for block in own.state_indices_tensor.tolist()]  # 0 is nobody's
             starts, lengths = own.query_start_loc.tolist(), own.seq_lens.tolist()
             count = starts[-1]
-            tokens = (part[:count] for part in (query, key, value))
-            output[:count] = self.state.run(*tokens, starts, lengths, index)
+            query, key, value = (part[:count] for part in (query, key, value))
+            output[:count] = self.state.run(query, key, value, starts, lengths, index)
         output = output.to(output_dtype or query.dtype)
         return output.view(output_shape or (-1, self.num_heads * self.head_size))
 

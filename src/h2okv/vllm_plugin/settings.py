@@ -57,8 +57,8 @@ def parse(additional_config: Any) -> CacheConfig | None:
 def _check_cache(config: CacheConfig) -> None:
     policy = get_policy(config.policy, config.seed)
     scoring = get_scoring(config.scoring, config.decay)
-    rule = PositionRule(config.positions, config.prefill_chunk)
-    check_policy(policy, rule, scoring, simulate=False)
+    chunk: Any = config.prefill_chunk
+    check_policy(policy, PositionRule(config.positions, chunk), scoring, simulate=False)
     if not policy.is_bounded:
         raise ValueError(
             f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "
