@@ -67,10 +67,10 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("heavy", "recent"):
             _check_part(name, getattr(self, name))
-        _check_tokens("sink", self.sink, 0)
-        _check_tokens("min_tokens", self.min_tokens, 0)
+        check_tokens("sink", self.sink, 0)
+        check_tokens("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _check_tokens("max_tokens", self.max_tokens, 1)
+            check_tokens("max_tokens", self.max_tokens, 1)
         if self.heavy == 0 and self.recent == 0:
             parts = f"heavy={self.heavy!r} and recent={self.recent!r}"
             raise ValueError(f"{parts} keep nothing; give at least one of them a value above 0.")
@@ -128,7 +128,8 @@ def _check_part(name: str, value: int | float) -> None:
     raise ValueError(f"{name}={value!r} {problem}.")
 
 
-def _check_tokens(name: str, value: int, least: int) -> None:
+def check_tokens(name: str, value: int, least: int) -> None:
+    """Refuses what is not a whole number, or too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
             f"{name}={value!r} is not a number of tokens; give an int of {least} or more."

@@ -105,37 +105,33 @@ class Progress:
         self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True
     ) -> None:
         self._unit = unit
-        self._bar = _make_bar() if shown and sys.stderr.isatty() else None
-        if self._bar is not None:
+        self.is_drawn = shown and sys.stderr.isatty()
+        if self.is_drawn:
+            self._bar = _make_bar()
             self._bar.add_task(description, total=total, count="", note="")
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
+        if self.is_drawn:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether anybody sees the bar."""
-        return self._bar is not None
-
     def close(self) -> None:
         """Removes the bar; a second call does nothing."""
-        if self._bar is not None:
+        if self.is_drawn:
             self._bar.stop()
-            self._bar = None
+        self.is_drawn = False
 
     def advance(self, n: float = 1, note: str = "") -> None:
         """Counts what was done now; a note is shown behind the count until the next one."""
-        if self._bar is not None:
+        if self.is_drawn:
             self.update(self._bar.tasks[0].completed + n, note=note)
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
         """Says how much is done in all; a total and a note that are given replace the last."""
-        if self._bar is not None:
+        if self.is_drawn:
             task = self._bar.tasks[0]
             total, note = task.total if total is None else total, note or task.fields["note"]
             count = self._count(done, total)

@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import subprocess
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -33,13 +34,11 @@ def commit() -> str:
         return ""
 
     def git(*args: str) -> str:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(package), *args], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return done.stdout.strip()
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(package), *args]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            return done.stdout.strip()
+        return ""
 
     name = git("rev-parse", "--short", "HEAD")
     return name + ("+" if name and git("status", "--porcelain", "--", "*.py") else "")

@@ -17,19 +17,24 @@ from typing import IO, Any, NoReturn, Self
 Row = Mapping[str, Any]  # of a table: values by column
 
 
-def file_error(path: Path, what: str, error: OSError, remedy: str) -> ValueError:
-    """The sentence for a file that cannot be ``read`` or ``written``."""
-    reason = error.strerror or type(error).__name__
-    return ValueError(f"'{path}' cannot be {what} ({reason}); {remedy}")
-
-
 @contextmanager
-def naming(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Makes the system's errors with a file that sentence."""
+def refusing(problem: str, remedy: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Makes errors of these kinds one sentence: the problem, the library's reason, the remedy."""
     try:
         yield
-    except OSError as error:
-        raise file_error(path, what, error, remedy) from error
+    except kinds as error:
+        raise ValueError(f"{problem} ({first_line(error)}); {remedy}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in so few words that they fit into a sentence."""
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    return lines[0][:300].rstrip(".") if lines else type(error).__name__
+
+
+def naming(path: Path, what: str, remedy: str) -> AbstractContextManager[None]:
+    """Does so for a file that the system does not let be ``read`` or ``written``."""
+    return refusing(f"'{path}' cannot be {what}", remedy, OSError)
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
@@ -263,13 +268,10 @@ class ResultFile:
         if not self._size:
             write_json(self.settings_path, dict(settings))
             return
-        try:
+        beside = f"'{self.settings_path.name}' beside it, which says what made them"
+        problem = f"'{self.path}' has results, but {beside}, cannot be read"
+        with refusing(problem, "choose another file", OSError, ValueError, TypeError):
             saved = dict(json.loads(self.settings_path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"'{self.path}' has results, but '{self.settings_path.name}' beside it, which says"
-                " what made them, cannot be read; choose another file"
-            ) from error
         check_settings(saved, settings, f"'{self.path}'")
 
     def _lock(self) -> None:
@@ -285,11 +287,8 @@ class ResultFile:
             raise ValueError(f"{other}; wait for it, or choose another file") from error
 
     def _naming(self) -> AbstractContextManager[None]:
-        remedy = (
-            "what it holds is kept, and the same command goes on from there when there is room, or"
-            " choose another place"
-        )
-        return naming(self.path, "written", remedy)
+        remedy = "what it holds is kept, and the same command goes on from there when there is room"
+        return naming(self.path, "written", f"{remedy}, or choose another place")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -313,20 +312,15 @@ def read_csv(
     """Reads a table back: numbers as numbers, empty cells as ``None``."""
     with naming(path, "read", "give a CSV file"):
         data = path.read_bytes()
-    try:
+    problem = f"'{path}' is not the table it should be"
+    with refusing(problem, "choose another file", ValueError, csv.Error):
         reader = csv.DictReader(io.StringIO(data.decode("utf-8"), newline=""))
         if columns is not None and list(reader.fieldnames or ()) != list(columns):
-            raise ValueError("another first line")
+            raise ValueError(f"its first line is not {','.join(columns)}")
         return [
             {name: value if name in text else _number(value) for name, value in row.items()}
             for row in reader
         ]
-    except (ValueError, csv.Error) as error:
-        first = "a header" if columns is None else ",".join(columns)
-        raise ValueError(
-            f"'{path}' is not the table it should be (its first line is not {first});"
-            " choose another file"
-        ) from error
 
 
 class CsvFile:

@@ -248,7 +248,7 @@ def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
         ({"positions": "rolled"}, "positions='rolled' is unknown; choose one of original"),
         ({"positions": "rolling", "policy": "full"}, "policy='full' evicts nothing"),
         ({"positions": "clamped"}, "no learned positions to stop at"),
-        ({"prefill_chunk": 0}, "prefill_chunk=0 reads nothing"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0 is not a number of tokens"),
         ({"prefill_chunk": 0.5}, "prefill_chunk=0.5 is not a number of tokens"),
         ({"prefill_chunk": True}, "prefill_chunk=True is not a number of tokens"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 import h2okv
 from h2okv.cli.app import COMMANDS
-from h2okv.cli.args import POLICIES, SCORINGS, helps
+from h2okv.cli.args import POLICIES, SCORINGS, helps, memory
 from h2okv.cli.bench import RUNNERS, SHAPES
 from h2okv.config import BEST
 from h2okv.policy import scoring
@@ -98,3 +98,17 @@ def test_the_package_lists_its_names_and_refuses_others():
     assert set(h2okv.__all__) <= set(dir(h2okv))
     with pytest.raises(AttributeError, match="no attribute 'H3OCache'"):
         h2okv.H3OCache  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5kib", 1536), ("12345", 12345)],
+)
+def test_amounts_of_memory(text, expected):
+    assert memory("--memory", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "8 GiBs", "-1GiB", "0"])
+def test_what_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(ValueError, match="--memory"):
+        memory("--memory", text)

@@ -10,7 +10,6 @@ from h2okv.cache.slot_pool import SlotPool
 from h2okv.engine.memory import (
     MemoryModel,
     available_bytes,
-    parse_memory,
     peak_resident_bytes,
     resident_bytes,
 )
@@ -104,20 +103,6 @@ def test_the_memory_decides_the_number_of_sequences(make_llama, make_llm):
     description = llm.describe()
     assert "64 sequences of" in description
     assert "times as much" in description
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5kib", 1536), ("12345", 12345)],
-)
-def test_amounts_of_memory(text, expected):
-    assert parse_memory(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "much", "8 GiBs", "-1GiB", "0"])
-def test_what_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(ValueError, match="--memory"):
-        parse_memory(text)
 
 
 def test_memory_of_this_process():

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import gguf
@@ -310,7 +311,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 
 def test_says_what_to_install(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"pip install 'h2okv\[gguf\]'"):
         converted(path)
 

@@ -227,7 +227,7 @@ def test_what_is_not_installed_is_named():
         "sys.exit(run(['serve', '--port', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    wanted = "needs fastapi, uvicorn, not installed here; pip install 'h2okv[serve]'"
+    wanted = "fastapi is not installed, which a server needs; pip install 'h2okv[serve]'"
     assert done.returncode == 2 and wanted in done.stderr, done.stderr
 
 

@@ -38,6 +38,12 @@ def dirty_pool(config: CacheConfig, dtype: torch.dtype) -> dict[str, torch.Tenso
     return pool
 
 
+def make_layer(config: CacheConfig, dtype=torch.float32, scale=SIZE**-0.5, softcap=None):
+    layer = StateLayer(config, LAYER, scale, softcap)
+    layer.blocks = pool = dirty_pool(config, dtype)
+    return pool, layer
+
+
 class Request:
     """One request's tokens, and what an `H2OCache` of its own makes of them."""
 
@@ -81,7 +87,7 @@ class Request:
                 assert mine_held.equal(getattr(held, name)[0, head][own_order])
 
 
-def run_batch(layer, pool, batch, extra=0):
+def run_batch(layer, batch, extra=0):
     """Runs a step of ``(request, count)``; compares the output of each with its own cache's."""
     parts = [request.next(count) for request, count in batch]
     wanted = [request.expected(*part) for (request, _), part in zip(batch, parts, strict=True)]
@@ -90,7 +96,7 @@ def run_batch(layer, pool, batch, extra=0):
     index = [request.block for request, _ in batch] + [-1] * extra
     lengths = [request.seen for request, _ in batch] + [0] * extra
     tokens = (torch.cat(own) for own in zip(*parts, strict=True))
-    output = layer.run(pool, *tokens, starts, lengths, index, SIZE**-0.5)
+    output = layer.run(*tokens, starts, lengths, index)
     exact = output.dtype == torch.float32
     tolerance = {"atol": 1e-5, "rtol": 1e-4} if exact else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(output, torch.cat(wanted), **tolerance)
@@ -99,24 +105,24 @@ def run_batch(layer, pool, batch, extra=0):
 
 def run_requests(config: CacheConfig, dtype: torch.dtype, steps: int = 14) -> None:
     """Requests of all lengths come, go and come again on dirty blocks, in changing order."""
-    pool, layer = dirty_pool(config, dtype), StateLayer(config, LAYER)
+    pool, layer = make_layer(config, dtype)
     order = torch.Generator().manual_seed(1)
     first = [Request(config, length + steps, length, dtype) for length in (23, 4, 9, 1)]
     for request, block in zip(first, (5, 1, 3, 4), strict=True):
         request.block = block
-    run_batch(layer, pool, [(first[0], 23), (first[3], 1)])
-    run_batch(layer, pool, [(first[1], 4), (first[0], 1), (first[2], 9), (first[3], 1)], extra=2)
+    run_batch(layer, [(first[0], 23), (first[3], 1)])
+    run_batch(layer, [(first[1], 4), (first[0], 1), (first[2], 9), (first[3], 1)], extra=2)
     for _ in range(steps - 3):
         shuffled = torch.randperm(4, generator=order).tolist()
-        run_batch(layer, pool, [(first[place], 1) for place in shuffled], extra=1)
+        run_batch(layer, [(first[place], 1) for place in shuffled], extra=1)
     for request in first:
         request.check_held(pool)
     # A request that comes to the block of one that is gone finds nothing of it.
     late = Request(config, 3 + steps, 77, dtype)
     late.block = first[0].block
-    run_batch(layer, pool, [(first[1], 1), (late, 3)])
+    run_batch(layer, [(first[1], 1), (late, 3)])
     for _ in range(steps):
-        run_batch(layer, pool, [(late, 1)])
+        run_batch(layer, [(late, 1)])
     late.check_held(pool)
 
 
@@ -134,13 +140,13 @@ def test_in_few_bits(dtype, scoring):
 def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk():
     config, chunk = config_of(scoring="decay"), 7
     in_chunks = config_of(scoring="decay", prefill_chunk=chunk)
-    pool, layer = dirty_pool(config, torch.float32), StateLayer(config, LAYER)
+    pool, layer = make_layer(config)
     whole, again = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
     expected = whole.expected(*whole.next(36))
     again.block, outputs = 2, []
     while again.seen < 36:
         count = tokens_to_run(again.seen, 20, 36, chunk)
-        outputs.append(run_batch(layer, pool, [(again, count)]))
+        outputs.append(run_batch(layer, [(again, count)]))
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
     again.check_held(pool)
     assert sum(map(len, outputs)) == 36 and [len(part) for part in outputs] == [7] * 5 + [1]
@@ -154,11 +160,11 @@ def test_triton_takes_the_gathered_state():
 
 def test_soft_cap_and_the_scale_reach_the_operations():
     config = config_of()
-    pool, layer = dirty_pool(config, torch.float32), StateLayer(config, LAYER)
     query, key, value = (torch.randn(6, heads, SIZE) for heads in (HEADS * GROUPS, HEADS, HEADS))
 
     def first(scale: float, softcap: float | None) -> torch.Tensor:
-        return layer.run(pool, query, key, value, [0, 6], [6], [0], scale, softcap)
+        _, layer = make_layer(config, torch.float32, scale, softcap)
+        return layer.run(query, key, value, [0, 6], [6], [0])
 
     plain = first(0.3, None)
     assert not torch.allclose(plain, first(0.6, None), atol=1e-3)

@@ -20,7 +20,7 @@ from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.cache.validation import check_loaded, config_of, unwrap
 from h2okv.config import CacheConfig, TokenBudget
 from h2okv.policy import Policy, get_policy
-from h2okv.records import atomic_write
+from h2okv.records import atomic_write, refusing
 
 if TYPE_CHECKING:
     from h2okv.cache.h2o_cache import H2OCache
@@ -59,21 +59,14 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         "policy": {"name": cache.policy.name, "settings": vars(cache.policy)},
         "layers": layers,
     }
-    try:
+    problem = f"policy={cache.policy.name!r} or the notes hold something that is no JSON"
+    remedy = "keep plain numbers and texts in them, or this cache in memory."
+    with refusing(problem, remedy, TypeError):
         metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
-    except TypeError as error:
-        raise ValueError(
-            f"policy={cache.policy.name!r} or the notes hold something that is no JSON ({error}); "
-            "keep plain numbers and texts in them, or this cache in memory."
-        ) from error
-    try:
-        with atomic_write(Path(path), "wb") as file:
-            save_file(tensors, file.name, metadata=metadata)
-    except SafetensorError as error:
-        raise ValueError(
-            f"the cache cannot be written to '{path}' ({error}); give a file in a folder that "
-            "exists and is writable."
-        ) from error
+    writable = "give a file in a folder that exists and is writable."
+    written = refusing(f"the cache cannot be written to '{path}'", writable, SafetensorError)
+    with written, atomic_write(Path(path), "wb") as file:
+        save_file(tensors, file.name, metadata=metadata)
 
 
 def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

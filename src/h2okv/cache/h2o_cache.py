@@ -13,23 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from h2okv.cache import validation
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.slots import SlotLayer
-from h2okv.cache.validation import (
-    check_integrity,
-    check_kv_bits,
-    check_model,
-    check_pins,
-    check_policy,
-    check_positions,
-    config_of,
-    context_window,
-    parse_pins,
-)
 from h2okv.config import BEST, CacheConfig, Positions
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
@@ -110,7 +100,7 @@ class H2OCache(Cache):
             policy, scoring, sink = found.policy, found.scoring, found.sink
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
-        check_kv_bits(kv_bits)
+        validation.check_kv_bits(kv_bits)
         self.cache_config = CacheConfig(
             policy=self.policy.name,
             heavy=heavy,
@@ -128,11 +118,11 @@ class H2OCache(Cache):
         )
         self.budget = self.cache_config.budget
         self.simulate, self.prefill_chunk, self.kv_bits = simulate, prefill_chunk, kv_bits
-        self.config = config = config_of(config)
-        check_model(config)
-        check_positions(config, positions, self.policy)
-        self.rule = PositionRule(positions, prefill_chunk, context_window(config))
-        check_policy(self.policy, self.rule, self.scoring, simulate)
+        self.config = config = validation.config_of(config)
+        validation.check_model(config)
+        validation.check_positions(config, positions, self.policy)
+        self.rule = PositionRule(positions, prefill_chunk, validation.context_window(config))
+        validation.check_policy(self.policy, self.rule, self.scoring, simulate)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
@@ -424,7 +414,7 @@ class H2OCache(Cache):
             ValueError: if a span is none or overlaps another, or the cache holds something. Spans
                 that are outside the prompt or too large are refused when it is read.
         """
-        pins = parse_pins(spans)
+        pins = validation.parse_pins(spans)
         if self.policy.per_query:
             raise ValueError(f"policy={self.policy.name!r} evicts nothing; leave pins out.")
         if pins and self.num_seen_tokens:
@@ -432,7 +422,7 @@ class H2OCache(Cache):
         for layer in self._scored:
             layer.pins = pins
         if length is not None:
-            check_pins(self._scored[0], [length])
+            validation.check_pins(self._scored[0], [length])
 
     def allow_non_finite(self) -> None:
         """Reads blocks whatever comes of them; one rank alone must not stop in the middle."""
@@ -540,4 +530,4 @@ class H2OCache(Cache):
             )
         for layer in self._scored:
             if layer.holds_entries:
-                check_integrity(layer)
+                validation.check_integrity(layer)

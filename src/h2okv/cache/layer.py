@@ -36,17 +36,14 @@ class Block(NamedTuple):
     softcap: float | None
 
     def split(self, chunk: int) -> Iterator[tuple[tuple[Any, Any], Block]]:
-        """Parts of a block, each sequence cut as if it were alone, and their indices ``[B, T]``.
-
-        Sequences with fewer real tokens than others get padding in the last parts.
-        """
+        """Parts of a block, each sequence cut as if it were alone, and their indices ``[B, T]``."""
         batch, length, device = self.query.shape[0], self.query.shape[2], self.query.device
         if self.real is None:
             for start in range(0, length, chunk):
                 index = (slice(None), slice(start, start + chunk))
                 yield index, self._part(index, None)
             return
-        # Real tokens first, in their order.
+        # Real tokens first, in their order: shorter sequences get padding in the last parts.
         columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
         longest = int(self.real.sum(dim=1).max())
         sequences = torch.arange(batch, device=device).unsqueeze(1)

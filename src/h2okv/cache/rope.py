@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from h2okv.config import Positions
+from h2okv.config import Positions, check_tokens
 from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, rotate
 
 # Kinds of RoPE whose frequencies depend on the longest position.
@@ -119,11 +119,8 @@ class PositionRule:
     window: int | None = None  # positions that the model was trained on, if its config says so
 
     def __post_init__(self) -> None:
-        chunk = self.prefill_chunk
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int)):
-            raise ValueError(f"prefill_chunk={chunk!r} is not a number of tokens; give an int.")
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"prefill_chunk={chunk} reads nothing; give 1 or more, or None.")
+        if self.prefill_chunk is not None:
+            check_tokens("prefill_chunk", self.prefill_chunk, 1)
 
     @property
     def rolls(self) -> bool:  # entries sit at their ranks
@@ -218,10 +215,7 @@ def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
 
 
 def _running_rotary(module: torch.nn.Module) -> Any:
-    """The rotary embeddings of the model around an attention module, of which that knows nothing.
-
-    Its forward, which has called them, is further up the stack, looked at once for each layer.
-    """
+    """The rotary embeddings of the model whose forward, up the stack, runs an attention module."""
     family = type(module).__module__
     # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
     # hold, hidden states and logits among it.

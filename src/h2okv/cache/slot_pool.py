@@ -52,13 +52,10 @@ def window_slots(
 
 
 class SlotBookkeeping:
-    """The budgets in use of layers that are alike, and how many entries each has still room for.
-
-    ``capacity`` is K of the largest sequence.
-    """
+    """The budgets in use of layers that are alike, and how many entries each has still room for."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  # K of the largest sequence
         self.budgets: list[TokenBudget] = []
         self._room: list[int] = []
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,35 +27,10 @@ if TYPE_CHECKING:
     from h2okv.policy.scoring import Scoring
 
 
-_OWN_ATTENTION = "it computes attention itself, not through transformers' AttentionInterface"
-_INDEXER = "an indexer of its own chooses the keys that a token sees, evicted ones included"
-_REASONS = {
-    _OWN_ATTENTION: "codegen git gpt_neo gptj xglm",
-    f"{_OWN_ATTENTION}, and adds ALiBi biases to the logits there": "bloom mpt",
-    f"{_OWN_ATTENTION} (some Falcon checkpoints with ALiBi)": "falcon",
-    "its softmax has a learned sink logit in every head, which the scores do not model": (
-        "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash"
-    ),
-    "it adds learned relative-position biases to the logits, which are not modelled": (
-        "inkling_text inkling2_text"
-    ),
-    _INDEXER: "minimax_m3_vl_text",
-    "it attends twice to the same keys with different values, which would count every "
-    "score twice": "diffllama",
-    "it builds a mask of its own from the values of all tokens, evicted ones too": "doge",
-    "it repeats the keys after the cache has seen them, one copy for each expert": "jetmoe",
-    "it accepts no cache but its own": "minimax",
-    "it is half of an encoder-decoder model, and its positions count padding, so that a padded row "
-    "would not give what it gives alone": (
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart whisper"
-    ),
-    "it is an encoder, and H2O is defined for decoder-only models": (
-        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
-        "roc_bert xlm-roberta xlm-roberta-xl xmod"
-    ),
-}
+_REASONS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
 """Model types that are known not to work, with the reason."""
+_OWN_ATTENTION, _INDEXER = REFUSED["gptj"], REFUSED["minimax_m3_vl_text"]
 
 
 def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
@@ -138,11 +115,8 @@ def context_window(config: PreTrainedConfig) -> int | None:
 
 
 def window_by_length(config: PreTrainedConfig) -> int | None:
-    """Tells up to which length a model rotates its tokens alike, whatever the length.
-
-    Dynamic scaling and LongRoPE take other frequencies in a forward with a longer text in it, for
-    all rows of the batch; so texts of different length can share a batch only below that.
-    """
+    """Tells up to which length of the batch's longest text a model rotates its tokens alike."""
+    # Dynamic scaling and LongRoPE take other frequencies beyond it, for all rows of the batch.
     text_config = config.get_text_config(decoder=True)
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -46,8 +47,7 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     from h2okv.cli import args
 
-    module, attribute = COMMANDS[name][0].split(":")
-    found = getattr(importlib.import_module(f"h2okv.cli.{module}"), attribute)
+    found = pkgutil.resolve_name(f"h2okv.cli.{COMMANDS[name][0]}")
     if not isinstance(found, typer.Typer):
         is_foreign = name == "lm-eval"  # whose options are the harness's own
         settings = {"allow_extra_args": is_foreign, "ignore_unknown_options": is_foreign}
@@ -70,12 +70,9 @@ def _show_version(wanted: bool) -> None:
 
 @_app.callback()
 def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
-        ),
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
 ) -> None:
     """Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face models."""
 

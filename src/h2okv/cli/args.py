@@ -24,7 +24,7 @@ from h2okv.assets import sample_prompt
 from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig
 from h2okv.console import check_least
 from h2okv.plots import check_plot
-from h2okv.records import read_text_file
+from h2okv.records import read_text_file, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,8 @@ POLICIES = (
 )  # fmt: skip
 """Policies that drop entries; written down, for the registry imports torch."""
 SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
+_UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
+_UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
 @functools.cache
@@ -72,10 +74,7 @@ def subcommand(app: typer.Typer, name: str) -> Callable[[Command], Command]:
 def option(
     default: Any, help: str, *names: str, read: Callable[..., Any] | None = None, **how: Any
 ) -> Any:
-    """An option of a command; a default that is worked out later stands in the help's brackets.
-
-    `read` checks what was given, or makes something of it; the option's name is for its errors.
-    """
+    """An option of a command; `read` checks what was given, or makes something of it."""
     if read is None:
         return typer.Option(default, *names, help=help)
 
@@ -116,9 +115,11 @@ def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -
 
 
 def memory(option: str, text: str) -> int:
-    from h2okv.engine.memory import parse_memory
-
-    return parse_memory(text, option)
+    """Reads an amount of memory."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def dtype(option: str, text: str) -> torch.dtype | None:
@@ -227,12 +228,9 @@ CHUNK_HELP = (
 
 
 def _factors(option: str, path: Path) -> list[float]:
-    try:
+    problem = f"{option} '{path}' is no JSON list of numbers"
+    with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
         return [float(factor) for factor in json.loads(read_text(option, path))]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{option} '{path}' is no JSON list of numbers; give a file of h2okv eval layers"
-        ) from error
 
 
 def make_cache(
@@ -473,21 +471,17 @@ def flag(name: str) -> str:
 
 def parse_amount(name: str, text: str) -> int | float:
     """Reads a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         percent = text.strip().endswith("%")
         fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
-    except ValueError:
-        fraction = math.nan
-    if not math.isfinite(fraction):
-        raise ValueError(
-            f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
-            f" prompt (--{name} 10% or --{name} 0.1)"
-        )
-    return fraction
+        if math.isfinite(fraction):
+            return fraction
+    raise ValueError(
+        f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
+        f" prompt (--{name} 10% or --{name} 0.1)"
+    )
 
 
 def parse_budget(text: str) -> int | float | None:
@@ -521,10 +515,7 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
 def with_least_entries(
     cache: CacheConfig, length: int | None = None
 ) -> tuple[CacheConfig, str | None]:
-    """Raises fractions of short prompts to enough entries for a text, and says where that acts.
-
-    For a prompt of a length, or for prompts that are not known yet.
-    """
+    """Raises fractions of short prompts, known or not, to enough entries for a text; says where."""
     raised = replace(cache, min_tokens=LEAST_ENTRIES)
     tokens = raised.budget.resolve(length or 0)
     if cache.is_full or tokens == cache.budget.resolve(length or 0):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from h2okv.cli.args import JSON, ModelOptions, group, model_options, option, subcommand
 from h2okv.console import format_bytes, format_table, write_json, write_text
 
-if TYPE_CHECKING:
-    import torch
-
 
 def env(model: ModelOptions = model_options(dtype=None), as_json: bool = JSON) -> None:
     import torch
 
     from h2okv.ops import dispatch
+    from h2okv.provenance import environment
 
     device = model.device
     text = model.describe().config.get_text_config()
@@ -29,7 +27,17 @@ def env(model: ModelOptions = model_options(dtype=None), as_json: bool = JSON) -
         str(dtype)[6:]: dispatch.operations(device, dtype, size, size, groups)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    facts = _facts(device)
+    known = environment(device)
+    facts: dict[str, Any] = {
+        "h2okv": known["version"],
+        **{name: known[name] for name in ("python", "torch", "transformers")},
+        "triton": next((own.version for own in distributions(name="triton")), None),
+        "machine": known["machine"],
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": known["device"] if device.type == "cuda" else None,
+        dispatch.VARIABLE: dispatch.wanted(),
+    }
     if as_json:
         shown = [
             {"device": str(device), "dtype": dtype, "used": own.name, "why": own.why}
@@ -43,25 +51,6 @@ def env(model: ModelOptions = model_options(dtype=None), as_json: bool = JSON) -
     headings = ("dtype", "used", "why")
     rows = [(dtype, own.name, own.why) for dtype, own in chosen.items()]
     write_text(format_table(headings, rows, left=headings))
-
-
-def _facts(device: torch.device) -> dict[str, Any]:
-    import torch
-
-    from h2okv.ops import dispatch
-    from h2okv.provenance import environment
-
-    known = environment(device)
-    return {
-        "h2okv": known["version"],
-        **{name: known[name] for name in ("python", "torch", "transformers")},
-        "triton": next((own.version for own in distributions(name="triton")), None),
-        "machine": known["machine"],
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "gpu": known["device"] if device.type == "cuda" else None,
-        dispatch.VARIABLE: dispatch.wanted(),
-    }
 
 
 models_app = group("models")

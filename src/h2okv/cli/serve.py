@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from h2okv.cli import args
 from h2okv.cli.args import MEMORY_HELP, ModelOptions, Typed, least, option
@@ -68,9 +67,8 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         view_page=None if view_page is None else args.read_text("--view-page", view_page),
     )
-    loading: dict[str, Any] = {"dtype": model.dtype}
-    if not ray:  # there, each copy takes what its machine has
-        loading["device"] = model.device
+    # On a cluster each copy takes what its machine has.
+    loading = {"dtype": model.dtype, **({} if ray else {"device": model.device})}
     request = config.ServeRequest(
         model=model.name,
         server=server,

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from h2okv.console import optional
+from h2okv.records import first_line
 
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception): (.+)$", re.MULTILINE)
 
@@ -27,13 +28,9 @@ def import_ray() -> Any:
 
 @contextmanager
 def cluster() -> Iterator[ModuleType]:
-    """Joins the cluster of the environment variable RAY_ADDRESS, or one that runs on this machine.
-
-    Without one a cluster of this machine alone is started, and ended on leaving. A program that has
-    called ``ray.init`` itself keeps its cluster. Nothing reaches stdout meanwhile, which Ray tells
-    at length of every actor that ends; its log files have that too.
-    """
+    """Joins the cluster of RAY_ADDRESS or of this machine; without one, starts and ends one."""
     ray = import_ray()
+    # Ray tells at length of every actor that ends; its log files have that too.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         if ray.is_initialized():
             yield ray
@@ -47,7 +44,7 @@ def cluster() -> Iterator[ModuleType]:
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             address = os.environ.get("RAY_ADDRESS")
             where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
-            told = f"{where} cannot be joined or started ({_first_line(error)})"
+            told = f"{where} cannot be joined or started ({first_line(error)})"
             raise ValueError(f"{told}; check `ray status`") from error
         finally:
             os.dup2(kept, 2)
@@ -59,10 +56,7 @@ def cluster() -> Iterator[ModuleType]:
 
 
 def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[str, float]]:
-    """How many copies of a model a cluster runs, and what each takes of its machine.
-
-    ``auto`` takes GPUs where there are any; ``None`` is a copy for each GPU, or for each machine.
-    """
+    """How many copies a cluster runs (``None``: one a GPU or machine), and what each takes."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = sum(int(machine.get("GPU", 0)) for machine in machines)
     if device == "cuda" or (device == "auto" and gpus):
@@ -76,9 +70,4 @@ def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[s
 def reason(error: BaseException) -> str:
     """What went wrong on another machine, without Ray's report around it."""
     found = _RAISED.findall(str(error))
-    return found[-1][:500].rstrip(".") if found else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
+    return found[-1][:500].rstrip(".") if found else first_line(error)

@@ -20,12 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve import Application
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-)
+from ray.serve import Application, exceptions
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -82,13 +77,12 @@ def merge_metrics(numbers: Sequence[ReplicaNumbers], router: Router) -> bytes:
             for sample in family.samples:
                 labels = {**sample.labels, "replica": one.replica}
                 merged.add_sample(sample.name, labels, sample.value)
+    retried = "Requests given to another copy."
     broken = "Streams that ended with an error, because their copy was lost."
     found = [
         *families.values(),
         GaugeMetricFamily("h2okv_replicas", "Copies that answered.", value=len(numbers)),
-        CounterMetricFamily(
-            "h2okv_retried", "Requests given to another copy.", value=router.retried
-        ),
+        CounterMetricFamily("h2okv_retried", retried, value=router.retried),
         CounterMetricFamily("h2okv_broken_streams", broken, value=router.broken),
     ]
     registry: Any = SimpleNamespace(collect=lambda: found)  # all that is asked of one
@@ -165,14 +159,13 @@ class Front:
                 yield messages
             passed = time.monotonic() - begin
             self._mean_seconds += (1 - _INERTIA) * (passed - self._mean_seconds)
-        except BackPressureError as error:
+        except exceptions.BackPressureError as error:
             waiting = int(error.args[0])
-            raise QueueFullError(
-                waiting, waiting * self._mean_seconds / self._max_num_seqs
-            ) from None
-        except DeploymentUnavailableError:
+            seconds = waiting * self._mean_seconds / self._max_num_seqs
+            raise QueueFullError(waiting, seconds) from None
+        except exceptions.DeploymentUnavailableError:
             raise EngineStoppedError("no copy of the model could be started.") from None
-        except (RayActorError, ReplicaUnavailableError):
+        except (RayActorError, exceptions.ReplicaUnavailableError):
             raise ReplicaLostError from None
         except (asyncio.CancelledError, GeneratorExit):
             # The client has gone: its slot shall be free at once.
@@ -255,10 +248,9 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
         stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP)  # before that, when what runs has finished
         description, sequences = _deploy(make, engine.max_num_seqs or _SEQUENCES)
+        served = f"{copies} replicas with {sequences} sequences each. {description}"
         with redirect_stdout(stdout):
-            announce(
-                settings, port, f"{copies} replicas with {sequences} sequences each. {description}"
-            )
+            announce(settings, port, served)
         ended.wait()
     return 0
 

@@ -48,7 +48,6 @@ class EngineConfig:
     tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without a model."""
         if not isinstance(self.cache, CacheConfig):
             raise ValueError(f"cache={self.cache!r} is of another type; give a CacheConfig.")
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")

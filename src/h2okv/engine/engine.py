@@ -33,11 +33,11 @@ from h2okv.engine.scheduler import (
 )
 from h2okv.integration import enable
 from h2okv.integration.loading import Described, context_of, describe, load_weights
+from h2okv.records import refusing
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8
-_NO_LIMIT = 1 << 40
 _MIB = 1 << 20
 
 
@@ -228,7 +228,7 @@ class Engine:
             f"{seqs} sequences of {self.max_budget} entries (prompts up to "
             f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
-            f"beside weights and slots at most {(memory.prefill + memory.fixed) / _MIB:.0f} MiB "
+            f"beside weights and slots at most {memory.prefill / _MIB:.0f} MiB "
             f"for prefill and {seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
             f"{full * seqs / pool.nbytes:.1f} times as much",
@@ -279,7 +279,7 @@ class Engine:
             # The longest that the prompt begins with and goes on from.
             found = (own for own in self.runner.prefixes if tokens[:-1][: len(own)] == own)
             prefix = max(found, key=len, default=())
-        room = _NO_LIMIT if self.max_context is None else self.max_context - len(tokens)
+        room = UNLIMITED if self.max_context is None else self.max_context - len(tokens)
         return Request(
             prompt=tokens,
             params=params,
@@ -290,14 +290,11 @@ class Engine:
         )
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        try:
+        remedy = "give a text, or tokens of this model."
+        with refusing("the prompt cannot be read", remedy, TypeError):  # such as half a character
             if isinstance(prompt, str):
                 prompt = self.tokenizer(prompt, verbose=False)["input_ids"]
             tokens: Any = tuple(prompt)
-        except TypeError as error:  # half a character, or nothing that could be read
-            raise ValueError(
-                f"the prompt cannot be read ({error}); give a text, or tokens of this model."
-            ) from error
         self._check_tokens("the prompt: token", tokens)
         return tuple(map(int, tokens))
 
@@ -358,7 +355,7 @@ class Engine:
         taken, most = 0, _DEFAULT_SEQS
         promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
         if self.config.memory is not None:
-            promised, most = self.config.memory, _NO_LIMIT
+            promised, most = self.config.memory, UNLIMITED
             on_gpu = device.type == "cuda"
             taken = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
         seqs = min(self.memory.num_seqs(promised - taken), most)

@@ -324,10 +324,7 @@ class AsyncLLM(_Front):
         self._send_events()
 
     def _send_events(self) -> None:
-        """Brings events to the tasks that wait for them, those of a step together.
-
-        Waking another thread takes longer than all that is done for a token otherwise.
-        """
+        """Brings events to the tasks that wait for them, together: waking a thread is slow."""
         outbox, self._outbox = self._outbox, {}
         for loop, events in outbox.items():
             # A loop that is closed has nobody who waits.

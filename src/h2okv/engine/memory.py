@@ -29,16 +29,6 @@ _LIMITS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
-_UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
-_UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
-
-
-def parse_memory(text: str, option: str = "--memory") -> int:
-    """Reads an amount of memory."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -98,11 +88,10 @@ def _field(file: str, name: str) -> int | None:
 
 def _left(limit: str, usage: str) -> int | None:
     """What a control group still allows; ``None`` without a limit."""
-    try:
+    with suppress(OSError, ValueError):
         most, used = ((_CGROUPS / name).read_text(encoding="ascii") for name in (limit, usage))
         return max(0, int(most) - int(used))
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 _LIBRARY = re.compile(r"(/\S*lib(?:gomp|iomp5|omp)[-.\w]*)$", re.MULTILINE)
@@ -110,19 +99,15 @@ _SOFT = 1
 
 
 def release_workers() -> bool:
-    """Ends the workers that the calling thread holds; they come back when they are needed.
-
-    Every thread that computes has workers of its own. If together they are more than there are
-    processors, GNU's OpenMP lets all of them sleep between two operations, and waking up takes
-    longer than most operations of a decode step: a model that was loaded in one thread and runs in
-    another took 1.5 times as long for a token (two cores, 32 sequences of the bundled model).
-    """
-    try:
+    """Ends the workers that the calling thread holds; they come back when they are needed."""
+    # If those of all threads are more than there are processors, GNU's OpenMP lets them sleep
+    # between two operations: a model that was loaded in one thread and runs in another took 1.5
+    # times as long for a token (two cores, 32 sequences of the bundled model).
+    with suppress(OSError, AttributeError):
         maps = (_PROC / "self/maps").read_text(encoding="utf-8", errors="replace")
         found = _LIBRARY.search(maps)
         return found is not None and ctypes.CDLL(found[1]).omp_pause_resource_all(_SOFT) == 0
-    except (OSError, AttributeError):
-        return False
+    return False
 
 
 _MARGIN = 1.25
@@ -135,17 +120,16 @@ class ServingMemory:
 
     sequence: int  # one sequence's slots in all layers, as `SlotPool` allocates them
     step: int  # temporaries of a decode step, for each sequence
-    prefill: int  # the prompts that are prefilled: entries, and the temporaries of one chunk
-    fixed: int  # scratch memory of the libraries
+    prefill: int  # entries and temporaries of what is prefilled, and the libraries' scratch memory
 
     def num_seqs(self, free: int) -> int:
         """How many sequences fit into so many bytes."""
-        return max(0, (free - self.prefill - self.fixed) // (self.sequence + self.step))
+        return max(0, (free - self.prefill) // (self.sequence + self.step))
 
     @property
     def least(self) -> int:
         """Bytes with which one sequence fits."""
-        return self.prefill + self.fixed + self.sequence + self.step
+        return self.prefill + self.sequence + self.step
 
 
 class MemoryModel:
@@ -209,10 +193,7 @@ class MemoryModel:
     def serving(
         self, budgets: Sequence[int], max_prompt: int, max_prefill_tokens: int, ranks: int = 1
     ) -> ServingMemory:
-        """Says what serving takes, on each of the ranks that share the KV heads.
-
-        ``budgets`` are the most entries of a sequence in each layer of slots.
-        """
+        """Says what serving takes of each rank, by a sequence's most entries in each layer."""
         chunk = self.cache.prefill_chunk
         held = max_prompt if chunk is None else max(budgets) + min(chunk, max_prompt)
         # The next chunk is put behind what is held, and one layer is there twice meanwhile.
@@ -228,8 +209,7 @@ class MemoryModel:
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
             step=self.decode_bytes(1, max(budgets) + 1),
-            prefill=prefill,
-            fixed=self.fixed_bytes,
+            prefill=prefill + self.fixed_bytes,
         )
 
 

@@ -15,18 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from h2okv.cache import H2OCache
-from h2okv.cache.slot_pool import (
-    SlotPool,
-    can_split_blocks,
-    expect_partial_block,
-    num_entries,
-)
+from h2okv.cache import H2OCache, slot_pool
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
+from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import PrefillChunk, PromptStart, ScheduledStep
 
-_NO_LIMIT = 1 << 60
 _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time
 
 
@@ -83,12 +77,12 @@ class ModelRunner:
         self._size = (max_num_seqs, capacities)
         self.pool = self._make_pool()
 
-    def _make_pool(self) -> SlotPool:
+    def _make_pool(self) -> slot_pool.SlotPool:
         probe = self._make_cache(Budget(heavy=1, recent=1))
         start = self._model.generation_config.bos_token_id or 0
         first = torch.tensor([[start if isinstance(start, int) else start[0]]])
         self._forward(first, torch.zeros_like(first), probe)
-        return SlotPool(probe, *self._size)
+        return slot_pool.SlotPool(probe, *self._size)
 
     def save_prefix(self, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
         """Prefills a text that later prompts begin with, and keeps its compressed cache."""
@@ -105,7 +99,7 @@ class ModelRunner:
         cache = self._make_cache(None)
         if cache.prefill_chunk is not None:
             return max(most // cache.prefill_chunk, 1) * cache.prefill_chunk
-        return most if can_split_blocks(cache) else _NO_LIMIT
+        return most if slot_pool.can_split_blocks(cache) else UNLIMITED
 
     def execute(self, step: ScheduledStep) -> StepOutput:
         """Does what was scheduled, on all ranks; mutates the slots and the prefilled prompts."""
@@ -172,9 +166,9 @@ class ModelRunner:
                 self._prefilled.expect(start.length)
         cache = self._prefilled
         assert cache is not None
-        before = num_entries(cache)
-        if cache.prefill_chunk is None and can_split_blocks(cache):
-            expect_partial_block(cache, not chunk.is_last)
+        before = slot_pool.num_entries(cache)
+        if cache.prefill_chunk is None and slot_pool.can_split_blocks(cache):
+            slot_pool.expect_partial_block(cache, not chunk.is_last)
         lengths = [len(own.tokens) for own in chunks]
         pads = [max(lengths) - length for length in lengths]
         # A token of the prompt's own: one whose embedding is no number reaches no other prompt.
@@ -188,7 +182,7 @@ class ModelRunner:
             mask=mask.long() if any(pads) else None,
             keep=0 if chunk.wants_all_logits else 1,
         )
-        evicted = before + sum(lengths) * self.pool.num_heads - num_entries(cache)
+        evicted = before + sum(lengths) * self.pool.num_heads - slot_pool.num_entries(cache)
         return list(logits), evicted
 
     def kept(self, place: int, num_seen: int) -> KeptTokens:

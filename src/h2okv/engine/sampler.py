@@ -10,16 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process
 
 from h2okv.engine.outputs import RequestFailedError, TokenLogprob
 from h2okv.engine.sampling_params import SamplingParams
@@ -32,10 +24,10 @@ _NOTHING_LEFT = (
     "above 0; choose others."
 )
 _WARPERS: Mapping[str, Any] = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
+    "temperature": logits_process.TemperatureLogitsWarper,
+    "top_k": logits_process.TopKLogitsWarper,
+    "top_p": logits_process.TopPLogitsWarper,
+    "min_p": logits_process.MinPLogitsWarper,
 }
 """The processors that do not look at the text, by parameter, in the order of ``generate``."""
 
@@ -141,10 +133,7 @@ class Sampler:
 def sample(
     samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
 ) -> list[int | Exception]:
-    """Chooses the next token of each sequence as if it were alone, or says why there is none.
-
-    ``texts`` are their new tokens so far; ``logits`` ``[B, V]``, of any dtype, on any device.
-    """
+    """The next token of each sequence as if alone, of logits ``[B, V]``, or why there is none."""
     # A NaN anywhere makes the sum one; infinities of both signs are no use either.
     is_fine = (~torch.isnan(logits.float().sum(dim=-1))).tolist()
     chosen: list[int | Exception] = list(logits.argmax(dim=-1).tolist())

@@ -81,7 +81,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks all values; whole numbers become floats, and lists tuples."""
         check_numbers(self, _LIMITS)
         if self.top_p == 0:
             raise ValueError("top_p=0 leaves no token to draw; give more than 0, at most 1.")

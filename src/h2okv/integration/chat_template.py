@@ -32,12 +32,8 @@ def chat_text(
     *,
     to_answer: bool = True,
 ) -> str:
-    """Puts messages in the form that a model knows.
-
-    That is its tokenizer's chat template, whose text has all special tokens in it; for a model
-    without one ``User: ...`` and ``Assistant: ...``, to be encoded with special tokens.
-    """
-    if not tokenizer.chat_template:
+    """Puts messages in the form that a model knows: its chat template, or the plain form."""
+    if not tokenizer.chat_template:  # a template's text has all special tokens in it, this has none
         text = "".join(_PLAIN_FORMS[one["role"]].format(one["content"]) for one in messages)
         return f"{text}Assistant:" if to_answer else text
     apply: Any = tokenizer.apply_chat_template
@@ -62,10 +58,7 @@ def encode(
     vocab_size: int | None = None,
     special: bool = True,
 ) -> list[int]:
-    """The tokens of a text, with special tokens or without, or of messages up to their answer.
-
-    Those that a model with a vocabulary of that size does not know are refused.
-    """
+    """The tokens of a text, or of messages up to their answer; none outside the vocabulary."""
     if not isinstance(prompt, str):
         prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
     ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
@@ -87,10 +80,7 @@ def check_pinnable(pin: Sequence[str]) -> None:
 def message_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], pin: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """Where messages stand in the tokens of `chat_text`, as ``(start, stop)``, for `H2OCache.pin`.
-
-    The pins name messages of the whole chat, of `PINNABLE`; ``last_user`` is the user's last one.
-    """
+    """Where messages that `PINNABLE` names stand in the tokens of a chat, for `H2OCache.pin`."""
     if not pin:
         return []
     check_pinnable(pin)

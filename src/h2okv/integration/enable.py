@@ -16,26 +16,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.validation import check_model, unwrap
+from h2okv.config import check_tokens
 from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.records import refusing
 
 
 def check_compiler(device: torch.device) -> None:
-    """Tries the compiler on next to nothing."""
-    try:
+    """Tries the compiler on next to nothing; its errors are of as many types as tool chains."""
+    problem = "compile=True: torch.compile does not work here"
+    needed = "on a CPU it needs a C++ compiler such as g++. Install one, or leave out compile=True."
+    with refusing(problem, needed, Exception):
         torch.compile(lambda numbers: numbers + 1)(torch.ones(2, device=device))
-    except Exception as error:  # its failures have as many types as there are tool chains
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"compile=True: torch.compile does not work here ({lines[0][:200]}); on a CPU it needs "
-            "a C++ compiler such as g++. Install one, or leave out compile=True."
-        ) from error
 
 
 def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
-    """A forward that compiles the steps of a single token on an `H2OCache`.
-
-    Prompts, turns and other caches run as before: their shapes change, to be compiled each time.
-    """
+    """A forward that compiles single tokens on an `H2OCache`; other blocks' shapes change."""
     plain = model.forward
     compiled = torch.compile(plain, fullgraph=True)
 
@@ -233,8 +228,7 @@ def read_blocks(
     if length == 0:
         raise ValueError("input_ids has no tokens; give at least one.")
     chunk = chunk if chunk is not None else cache.prefill_chunk or length
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} reads nothing; give 1 or more.")
+    check_tokens("chunk", chunk, 1)
     mask = attention_mask
     before = 0 if mask is None else mask.shape[1] - length
     cache.expect(length)

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
+from h2okv.records import first_line, refusing
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class Described:
     name: str  # what the user calls it
     source: str  # what `from_pretrained` takes
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     context: int | None  # the most tokens that it can read and write; None for no fixed limit
 
     @property
@@ -70,7 +65,7 @@ def load_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     tensor_parallel: bool = False,
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Loads a described model, ready to generate."""
     dtype = dtype or default_dtype(described.name, device)
     options: dict[str, Any] = {"config": described.config, "dtype": dtype or "auto"}
@@ -116,10 +111,10 @@ def _read(name: str, part: str, load: Callable[[], Any]) -> Any:
                 f"--model {name!r} is not a folder here, and the Hub cannot be reached for it;"
                 " check the name and the network, or give a folder"
             ) from error
-        reason = next(iter(str(error).strip().splitlines()), "no reason given")[:200].rstrip(".")
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"the {part} of --model {name!r} cannot be loaded ({type(error).__name__}: {reason});"
-            " get the model again or choose another"
+            f"the {part} of --model {name!r} cannot be loaded ({reason}); get the model again or"
+            " choose another"
         ) from error
 
 
@@ -138,15 +133,12 @@ def parse_device(text: str) -> torch.device:
     """Reads a device and looks whether it is there."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    problem = f"--device {text!r} cannot be used on this machine"
+    remedy = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
+    with refusing(problem, remedy, RuntimeError, AssertionError, NotImplementedError):
         device = torch.device(text)
         if device.type == "meta":
             raise RuntimeError("a device without memory")
         # Only an allocation tells whether the device really works here.
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"--device {text!r} cannot be used on this machine; choose auto, cpu or a GPU that"
-            " torch can see, such as cuda:0"
-        ) from error
     return device

@@ -29,6 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path
 from h2okv.cache.validation import check_model
+from h2okv.console import optional
+from h2okv.records import first_line, refusing
 
 BUNDLED = "bundled"
 SMOLLM2 = "smollm2"
@@ -107,12 +109,9 @@ def _check_config_file(folder: Path) -> None:
             f"--model '{folder}' is not a model: it has no config.json and no GGUF file;"
             " give the folder that save_pretrained wrote"
         )
-    try:
+    damaged = "the file is damaged, get the model again"
+    with refusing(f"'{path}' cannot be read as JSON", damaged, OSError, ValueError):
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"'{path}' cannot be read as JSON ({error}); the file is damaged, get the model again"
-        ) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(
             f"'{path}' names no model_type, so it does not describe a model; get the model again"
@@ -211,19 +210,14 @@ def find_gguf(name: str) -> Path | None:
 
 
 def converted(path: Path) -> Path:
-    """The checkpoint converted from a GGUF file, now if it has not been converted before.
-
-    Quantized weights become bfloat16; others keep their type. The tokenizer, the chat template and
-    the end-of-sequence tokens are the file's.
-    """
+    """The checkpoint converted from a GGUF file, now if it has not been converted before."""
     path = path.resolve()
-    cache = cache_folder("models")
     stat = _attempt(path, path.stat)
     source = {"file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
     for folder, record in converted_folders():
         if record == source:  # spares reading all of a large file at each start
             return folder
-    folder = cache / f"{path.stem}-{_attempt(path, lambda: sha256(path))[:16]}"
+    folder = cache_folder("models") / f"{path.stem}-{_attempt(path, lambda: sha256(path))[:16]}"
     if not folder.is_dir():
         _write(path, _open(path), folder, source)
     return folder
@@ -246,7 +240,8 @@ def sha256(path: Path) -> str:
 @contextlib.contextmanager
 def made_in(cache: Path, prefix: str) -> Iterator[Path]:
     """A temporary folder in the cache, for what is moved to its place once complete."""
-    try:
+    room = "make room there, or set XDG_CACHE_HOME to another folder"
+    with refusing(f"'{cache}' cannot be written", room, OSError, SafetensorError):
         cache.mkdir(parents=True, exist_ok=True)
         for left in cache.glob(f"{prefix}*"):  # by a process that was killed
             if time.time() - left.stat().st_mtime > _DAY:
@@ -255,12 +250,6 @@ def made_in(cache: Path, prefix: str) -> Iterator[Path]:
             prefix=prefix, dir=cache, ignore_cleanup_errors=True
         ) as made:
             yield Path(made)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"'{cache}' cannot be written ({reason}); make room there, or set XDG_CACHE_HOME to"
-            " another folder"
-        ) from error
 
 
 def _open(path: Path) -> Any:
@@ -268,12 +257,7 @@ def _open(path: Path) -> Any:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
-    if not all(importlib.util.find_spec(name) for name in ("gguf", "accelerate")):
-        raise ValueError(
-            f"--model '{path}' needs the packages gguf and accelerate: pip install 'h2okv[gguf]'"
-        )
-    import gguf
-
+    gguf, _ = (optional(name, f"--model '{path}'", "gguf") for name in ("gguf", "accelerate"))
     return _attempt(path, lambda: gguf.GGUFReader(path))
 
 
@@ -284,7 +268,7 @@ def _attempt(path: Path, read: Callable[[], Any]) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        text = next(iter(str(error).splitlines()), "").rstrip(".")
+        text = first_line(error)
         if isinstance(error, OSError) and error.errno:
             problem = f"cannot be read ({error.strerror})"
         elif "is not supported yet" in text or "GGMLQuantizationType" in text:
@@ -294,7 +278,7 @@ def _attempt(path: Path, read: Callable[[], Any]) -> Any:
             )
         else:
             kind = type(error).__name__
-            problem = f"is truncated or damaged ({kind}: {text[:200]}); get it again"
+            problem = f"is truncated or damaged ({kind}: {text}); get it again"
         raise ValueError(f"--model '{path}' {problem}") from error
 
 
@@ -311,6 +295,7 @@ def _stored_dtype(path: Path, reader: Any) -> torch.dtype:
                 f"--model '{path}' is quantized as {kind.name}, which the package gguf cannot"
                 " undo; get the model in another quantization, such as Q4_K_M"
             ) from error
+    # Quantized weights become bfloat16; others keep their type.
     exact = {"F32": torch.float32, "F16": torch.float16}
     return exact.get("".join({kind.name for kind in kinds}), torch.bfloat16)
 

@@ -39,7 +39,7 @@ from h2okv.offload.meta_model import (
     split_model,
 )
 from h2okv.provenance import digest
-from h2okv.records import file_error, naming
+from h2okv.records import naming, refusing
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -149,7 +149,8 @@ class CheckpointFiles:
             os.posix_fadvise(self._descriptors[file], start, size, os.POSIX_FADV_DONTNEED)
 
     def _open(self, path: Path) -> None:
-        try:
+        damaged = refusing(f"'{path}' is damaged or cut off", _AGAIN, SafetensorError, LookupError)
+        with naming(path, "read", _AGAIN), damaged:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._descriptors.append(descriptor)
             self._states.append(_state(descriptor))
@@ -164,10 +165,6 @@ class CheckpointFiles:
                     number = len(self._states) - 1
                     self.tensors[name] = StoredTensor(number, start, size, dtype, shape)
                     start += size
-        except OSError as error:
-            raise file_error(path, "read", error, _AGAIN) from error
-        except (SafetensorError, LookupError) as error:
-            raise ValueError(f"'{path}' is damaged or cut off ({error}); {_AGAIN}") from error
 
 
 def _state(descriptor: int) -> tuple[int, int]:

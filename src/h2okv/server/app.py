@@ -133,14 +133,12 @@ def _add_pages(app: FastAPI, view_page: str | None) -> None:
             return answer(view_page, "'unsafe-inline'", "img-src data:")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _refused(request: Request, error: Any) -> Response:
     return error.response()
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _no_route(request: Request, error: Any) -> Response:
     """A path or a method that there is not."""
-    assert isinstance(error, HTTPException)
     known = ", ".join(route.path for route in request.app.routes)
     told = f"{request.method} {request.url.path}: {error.detail}; there are {known}."
     code = "not_found" if error.status_code == 404 else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import re
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.config import Budget
+from h2okv.console import optional
 from h2okv.engine.config import EngineConfig
 from h2okv.integration.loading import describe
 from h2okv.integration.models import BUNDLED
 
-_NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 _ORIGIN = re.compile(r"https?://[^/\s?#*]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -89,11 +88,8 @@ class ServeRequest:
 
 def check_installed() -> None:
     """Refuses to go on without what the extra brings."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"a server needs {', '.join(missing)}, not installed here; pip install 'h2okv[serve]'"
-        )
+    for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
+        optional(name, "a server", "serve")
 
 
 def served_name(model: str) -> str:

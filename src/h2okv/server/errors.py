@@ -12,12 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from h2okv.engine.outputs import (
-    EngineStoppedError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestFailedError,
-)
+from h2okv.engine import outputs
 
 LOG = logging.getLogger("h2okv.server")
 
@@ -96,13 +91,13 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case QueueFullError():
+        case outputs.QueueFullError():
             return ApiError(429, told, code="queue_full", retry_after=error.retry_after)
-        case EngineStoppedError():
+        case outputs.EngineStoppedError():
             return ApiError(503, told, code="engine_stopped", retry_after=5)
-        case RequestFailedError():
+        case outputs.RequestFailedError():
             return ApiError(500, told, code="request_failed")
-        case PromptTooLongError():
+        case outputs.PromptTooLongError():
             return invalid(told, code="context_length_exceeded")
         case ValueError():
             return invalid(told)

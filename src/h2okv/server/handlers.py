@@ -21,7 +21,7 @@ from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
 from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
 from h2okv.server.responses import ResponseBuilder
-from h2okv.server.tokenization import ANY_LENGTH, Prompt, PromptReader, TokenText, off_the_loop
+from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -42,7 +42,7 @@ class Handlers:
         self.metrics = Metrics(engine)
         self.reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
         self.tokens = TokenText(engine.tokenizer)
-        self._any_length = PromptReader(engine.tokenizer, ANY_LENGTH)
+        self._any_length = PromptReader(engine.tokenizer)
 
     def stats(self) -> dict[str, Any]:
         limits = ("max_budget", "max_context", "max_prompt_tokens")
@@ -56,7 +56,6 @@ class Handlers:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Refuses a model that is not here."""
         own = self.settings.model_name
         if name not in (None, own):
             told = f"model={name!r} is not served here; give {own!r}."
@@ -79,7 +78,6 @@ class Handlers:
         return JSONResponse({**told, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        """Tells the text of tokens."""
         body, size = await self.read(request, DetokenizeRequest)
         found = await off_the_loop(size, lambda: self._any_length.read(body.tokens))
         return JSONResponse({"prompt": found.text})
@@ -93,7 +91,6 @@ class TextRoute:
         self.engine, self.settings = handlers.engine, handlers.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, and counts it."""
         request, timeout = Request(scope, receive), self.settings.timeout
         metrics = RequestMetrics(self.handlers.metrics, scope["path"])
         request.state.metrics = metrics  # for the log

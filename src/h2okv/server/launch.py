@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.engine import AsyncLLM
 from h2okv.engine.engine import Engine
+from h2okv.records import refusing
 from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings
 
@@ -66,13 +67,9 @@ def open_port(host: str, port: int) -> socket.socket:
     """Takes a port; who connects waits until something accepts."""
     if not 0 <= port < 2**16:
         raise ValueError(f"--port {port} is out of range; give 0 (any that is free) to 65535.")
-    try:
+    local = "give an address of this machine, such as 127.0.0.1 or 0.0.0.0."
+    with refusing(f"--host {host!r} is not known", local, OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(
-            f"--host {host!r} is not known ({error.strerror or error}); give an address of this"
-            " machine, such as 127.0.0.1 or 0.0.0.0."
-        ) from error
     family, _, _, _, address = found[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:

@@ -62,7 +62,6 @@ class Metrics(Collector):
         registry.register(self)
 
     def text(self) -> bytes:
-        """All numbers in Prometheus' text form."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -73,7 +72,6 @@ class Metrics(Collector):
             yield kind(f"{_PREFIX}{one.name}", meaning, value=value)
 
     def add_tokens(self, count: int) -> None:
-        """Notes tokens that were made just now."""
         self._tokens[int(time.monotonic())] += count
         self.tokens_per_second()
 
@@ -97,7 +95,6 @@ class RequestMetrics:
         self._outputs: dict[int, tuple[float, int]] = {}
 
     def take(self, delta: OutputDelta) -> None:
-        """Notes what has just come."""
         now, new, seconds = time.monotonic(), len(delta.token_ids), self._metrics.seconds
         self._num_new += new
         self._metrics.add_tokens(new)

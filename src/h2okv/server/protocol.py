@@ -24,13 +24,8 @@ from pydantic_core import PydanticCustomError
 
 from h2okv.config import Budget
 from h2okv.engine.sampling_params import SamplingParams, short_repr
+from h2okv.server import responses
 from h2okv.server.errors import ApiError, invalid
-from h2okv.server.responses import (
-    ChatResponseBuilder,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-    ResponsesBuilder,
-)
 from h2okv.server.tokenization import off_the_loop
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -93,7 +88,7 @@ class SampledRequest(Strict):
     """
 
     path: ClassVar[str]
-    builder: ClassVar[type[ResponseBuilder]]
+    builder: ClassVar[type[responses.ResponseBuilder]]
     default_max_tokens: ClassVar[int | None] = None
 
     model: str
@@ -156,13 +151,10 @@ class SampledRequest(Strict):
 
     @abstractmethod
     def _asked(self) -> tuple[list[Any], dict[str, Any]]:
-        """The prompts, and parameters in place of fields of the same name."""
+        """Texts, tokens, or one chat as templates take it; parameters in place of fields."""
 
     def asked(self, standard: Mapping[str, float]) -> tuple[list[Any], SamplingParams]:
-        """What is to be continued: texts, tokens, or one chat as templates take it; and how.
-
-        Parameters that are left out are the standard.
-        """
+        """What is to be continued, and how; parameters that are left out are the standard."""
         prompts, own = self._asked()
         values = {name: value for name, value in self if name in _SAMPLING} | own
         given = {name: value for name, value in values.items() if value is not None}
@@ -197,7 +189,6 @@ class ChatMessage(Strict):
     @field_validator("content")
     @classmethod
     def _text(cls, content: Any) -> str:
-        """A text, or text parts put together."""
         if content is None or isinstance(content, str):
             return content or ""
         such = f"parts such as {{'type': '{cls.parts[0]}', 'text': '...'}}"
@@ -220,7 +211,7 @@ class ChatRequest(SampledRequest):
     """A chat to be answered."""
 
     path: ClassVar[str] = "/v1/chat/completions"
-    builder: ClassVar[type[ResponseBuilder]] = ChatResponseBuilder
+    builder: ClassVar[type[responses.ResponseBuilder]] = responses.ChatResponseBuilder
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
@@ -256,7 +247,7 @@ class CompletionRequest(SampledRequest):
     """A prompt or several, as text or as tokens, to be continued."""
 
     path: ClassVar[str] = "/v1/completions"
-    builder: ClassVar[type[ResponseBuilder]] = CompletionResponseBuilder
+    builder: ClassVar[type[responses.ResponseBuilder]] = responses.CompletionResponseBuilder
     default_max_tokens: ClassVar[int | None] = 16
 
     prompt: Any
@@ -317,7 +308,7 @@ class ResponsesRequest(SampledRequest):
     """A conversation to be answered, in the form of OpenAI's Responses API."""
 
     path: ClassVar[str] = "/v1/responses"
-    builder: ClassVar[type[ResponseBuilder]] = ResponsesBuilder
+    builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
 
     input: Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
@@ -373,17 +364,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 async def read_limited(request: Request, most: int) -> bytes:
     """Reads a body of so many bytes at most, whether or not its length is told before."""
+    remedy = "send less, or start the server with a larger --max-body"
+    told = f"the body has more than {most} bytes; {remedy}."
+    too_large = ApiError(413, told, code="body_too_large")
     length, data = request.headers.get("content-length", "0"), bytearray()
-    is_too_large = length.isdecimal() and int(length) > most
-    if not is_too_large:
-        async for part in request.stream():
-            data += part
-            if is_too_large := len(data) > most:
-                break
-    if is_too_large:
-        remedy = "send less, or start the server with a larger --max-body"
-        told = f"the body has more than {most} bytes; {remedy}."
-        raise ApiError(413, told, code="body_too_large")
+    if length.isdecimal() and int(length) > most:
+        raise too_large
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise too_large
     return bytes(data)
 
 

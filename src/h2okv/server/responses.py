@@ -89,16 +89,13 @@ class ResponseBuilder(ABC):
         return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
     def _kept(self, index: int, kept: KeptTokens | None) -> dict[str, Any]:
-        """What the cache holds, with the texts of the tokens that were not told yet.
-
-        A character that is spread over several tokens is the last one's.
-        """
+        """What the cache holds, with the texts of the tokens that were not told yet."""
         if kept is None:
             return {}
         before, self._told[index] = self._told[index], len(kept.counts)
         prompt, output = self.prompts[index // self.num_outputs], self.outputs[index]
         tokens = [*prompt.token_ids, *output.token_ids][before : len(kept.counts)]
-        decode = self._decoders[index].decode
+        decode = self._decoders[index].decode  # a spread character is its last token's
         told = {name: value for name, value in vars(kept).items() if name != "counts"}
         told["tokens"] = [decode(self._tokens.data(token)) for token in tokens]
         return {"h2o": {**told, "kept": kept.counts}}
@@ -126,7 +123,6 @@ class ChatResponseBuilder(ResponseBuilder):
         return super()._choice(output, finish_reason) | told
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """See `ResponseBuilder.opening`: who speaks."""
         for output in self.outputs:
             delta = {"role": "assistant", "content": ""}
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
@@ -245,7 +241,6 @@ class ResponsesBuilder(ResponseBuilder):
         return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
 
     def whole(self) -> dict[str, Any]:
-        """See `ResponseBuilder.whole`."""
         body, is_over = self.body, self._status != "in_progress"
         is_cut = self._status == "incomplete"
         return {
@@ -268,7 +263,6 @@ class ResponsesBuilder(ResponseBuilder):
         }
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """See `ResponseBuilder.opening`: an empty message."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self.whole() | {"status": "in_progress", "output": []})
         item = self._message("in_progress", [])

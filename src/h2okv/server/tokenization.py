@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text, encode
 from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
 
-ANY_LENGTH = 1 << 40
 _MUCH = 4096
 """Characters, bytes or tokens from which on work would hold up the event loop."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 class PromptReader:
     """Tokenises prompts, and refuses what is too long."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = UNLIMITED) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         # What has more characters than this has too many tokens, whatever it says.
@@ -141,5 +141,5 @@ def shared_prefix(
     if is_system:
         system = {"role": "system", "content": text}
         prompts = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]
-    reader = PromptReader(tokenizer, ANY_LENGTH)
+    reader = PromptReader(tokenizer)
     return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import pkgutil
 from typing import Any
 
 from h2okv.vllm_plugin.settings import FAMILIES, KEY, check_engine, parse, with_chunk
@@ -17,30 +18,26 @@ __all__ = ["register"]
 
 _logger = logging.getLogger("vllm.h2okv")  # which vLLM shows, as a child of its own
 TESTED = "0.32.0"
-NAMES = {
-    "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP", "VerifyAndUpdateConfig"),
-    "vllm.model_executor.models": ("ModelRegistry.register_model",),
-    "vllm.model_executor.layers.mamba.abstract": (
-        "MambaBase.bind_kv_cache",
-        "MambaBase.get_kv_cache_spec",
-    ),
-    "vllm.v1.attention.backends.linear_attn": ("LinearAttentionBackend",),
-    "vllm.v1.core.sched.scheduler": ("Scheduler._mamba_block_aligned_split",),
-}
-"""What of vLLM the plug-in stands on, by module."""
+NAMES = (
+    "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
+    "vllm.model_executor.models.config:VerifyAndUpdateConfig",
+    "vllm.model_executor.models:ModelRegistry.register_model",
+    "vllm.model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache",
+    "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
+    "vllm.v1.attention.backends.linear_attn:LinearAttentionBackend",
+    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+)
+"""What of vLLM the plug-in stands on."""
 
 
 def moved_names() -> list[str]:
     """The names of `NAMES` that this vLLM does not have."""
     missing = []
-    for module, names in NAMES.items():
-        for name in names:
-            try:
-                found: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                missing.append(f"{module}.{name}")
+    for name in NAMES:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name.replace(":", "."))
     return missing
 
 
@@ -73,11 +70,7 @@ def _with_h2o(own: Any) -> Any:
 
 
 def prepare(vllm_config: Any) -> None:
-    """Turns the configuration of an engine into that of one with H2O; mutates it.
-
-    Raises:
-        ValueError: if something of it does not go with H2O.
-    """
+    """Turns the configuration of an engine into that of one with H2O; mutates it."""
     cache = parse(vllm_config.additional_config)
     assert cache is not None
     version = importlib.import_module("vllm").__version__

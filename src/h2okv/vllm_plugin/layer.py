@@ -37,11 +37,11 @@ class H2OAttention(nn.Module, MambaBase):
         self.layer_name = attention.layer_name
         self.num_heads, self.head_size = attention.num_heads, attention.head_size
         self.num_kv_heads = attention.num_kv_heads
-        self.scale = float(attention.impl.scale)
-        self.softcap = getattr(attention.impl, "logits_soft_cap", None) or None
         self.spec = state_spec(cache, self.num_kv_heads, self.head_size, dtype)
-        self.state = StateLayer(cache, extract_layer_index(self.layer_name))
-        self.blocks: dict[str, Tensor] = {}
+        impl = attention.impl
+        softcap = getattr(impl, "logits_soft_cap", None) or None
+        index = extract_layer_index(self.layer_name)
+        self.state = StateLayer(cache, index, float(impl.scale), softcap)
         self.announce: Callable[[int], None] | None = None
 
     @property
@@ -61,7 +61,7 @@ class H2OAttention(nn.Module, MambaBase):
         """Takes the memory of all requests' blocks, of which the first is nobody's."""
         super().bind_kv_cache(kv_cache)
         cut: Any = self.kv_cache
-        self.blocks = dict(zip(self.spec, cut, strict=True))
+        self.state.blocks = dict(zip(self.spec, cut, strict=True))
         if self.announce is not None:
             self.announce(kv_cache.shape[0] - 1)
 
@@ -80,24 +80,17 @@ class H2OAttention(nn.Module, MambaBase):
         metadata = get_forward_context().attn_metadata
         if metadata is not None:  # else it is the run that measures the memory
             own = metadata[self.layer_name]
-            index = own.state_indices_tensor.tolist()
-            starts = own.query_start_loc.tolist()
+            index = [block or -1 for block in own.state_indices_tensor.tolist()]  # 0 is nobody's
+            starts, lengths = own.query_start_loc.tolist(), own.seq_lens.tolist()
             count = starts[-1]
-            output[:count] = self.state.run(
-                self.blocks, query[:count], key[:count], value[:count], starts,
-                own.seq_lens.tolist(), [block or -1 for block in index],  # 0 is no request's
-                self.scale, self.softcap,
-            )  # fmt: skip
+            query, key, value = (part[:count] for part in (query, key, value))
+            output[:count] = self.state.run(query, key, value, starts, lengths, index)
         output = output.to(output_dtype or query.dtype)
         return output.view(output_shape or (-1, self.num_heads * self.head_size))
 
 
 def replace_attention(model: nn.Module, vllm_config: Any) -> None:
-    """Puts H2O in the place of every attention layer of a model; mutates it.
-
-    Raises:
-        ValueError: if a layer does what H2O does not model.
-    """
+    """Puts H2O in the place of every attention layer of a model; mutates it."""
     cache = parse(vllm_config.additional_config)
     assert cache is not None
     layers = vllm_config.compilation_config.static_forward_context

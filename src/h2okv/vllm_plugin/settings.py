@@ -32,11 +32,7 @@ UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(additional_config: Any) -> CacheConfig | None:
-    """Reads the settings; ``None`` where there are none, and vLLM is to be left alone.
-
-    Raises:
-        ValueError: if a setting is unknown, makes no sense, or cannot be had of a fixed block.
-    """
+    """Reads the settings; ``None`` where there are none, and vLLM is to be left alone."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
     values = additional_config[KEY]
@@ -62,9 +58,7 @@ def _check_cache(config: CacheConfig) -> None:
     policy = get_policy(config.policy, config.seed)
     scoring = get_scoring(config.scoring, config.decay)
     chunk: Any = config.prefill_chunk
-    window: Any = None  # which original positions do not ask for
-    rule = PositionRule(config.positions, chunk, window)
-    check_policy(policy, rule, scoring, simulate=False)
+    check_policy(policy, PositionRule(config.positions, chunk), scoring, simulate=False)
     if not policy.is_bounded:
         raise ValueError(
             f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "
@@ -89,11 +83,7 @@ def _check_cache(config: CacheConfig) -> None:
 
 
 def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
-    """Refuses what H2O cannot keep exact, or what nobody has tried.
-
-    Raises:
-        ValueError: in one sentence, with the name, the value and the remedy.
-    """
+    """Refuses what H2O cannot keep exact, or what nobody has tried."""
     model, length = vllm_config.model_config, vllm_config.model_config.max_model_len
     total = cache.budget.resolve(0).total
     if model.architecture not in FAMILIES:
@@ -132,12 +122,8 @@ def _troubles(vllm_config: Any) -> Iterator[str]:
         yield "KV connectors move pages of a full cache; leave --kv-transfer-config out"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters have not been tried; merge the adapter, and leave --enable-lora out"
-    for name in (
-        "data_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for kind in ("data", "pipeline", "decode_context", "prefill_context"):
+        name = f"{kind}_parallel_size"
         value = getattr(parallel, name, 1)
         if value > 1:
             yield (
@@ -191,17 +177,8 @@ def with_chunk(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
 
 
 def tokens_to_run(start: int, available: int, prompt_length: int, chunk: int | None) -> int:
-    """How many tokens of a request a step runs: a whole chunk of its prompt, or none.
-
-    Past the prompt it is one, also where a request that was interrupted reads its own tokens again.
-
-    Args:
-        start: tokens that went through before.
-        available: tokens that the step has room for.
-        prompt_length: tokens of the prompt.
-        chunk: the most tokens between two evictions; ``None``: the prompt is one block.
-    """
-    if start >= prompt_length:
+    """How many tokens of a request a step runs: a whole chunk of its prompt, or none."""
+    if start >= prompt_length:  # also of a request that was interrupted and reads its own again
         return min(available, 1)
     end = prompt_length if chunk is None else min(start - start % chunk + chunk, prompt_length)
     return end - start if available >= end - start else 0

@@ -22,11 +22,9 @@ Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def state_spec(config: CacheConfig, num_kv_heads: int, size: int, dtype: torch.dtype) -> Spec:
-    """What a block consists of, in the order in which it lies there.
-
-    Numbers of four bytes come first, so that each tensor begins at a multiple of its own size.
-    """
+    """What a block consists of, in the order in which it lies there."""
     slots = (num_kv_heads, config.budget.resolve(0).total + 1)
+    # Numbers of four bytes come first, so that each tensor begins at a multiple of its own size.
     spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
     if config.scoring == "value_norm":
         spec["norms"] = (slots, torch.float32)
@@ -48,40 +46,26 @@ class StateLayer(SlotLayer):
 
     checks_numbers = False  # an error in the middle of a forward would end the server
 
-    def __init__(self, config: CacheConfig, layer_idx: int) -> None:
+    def __init__(
+        self, config: CacheConfig, layer_idx: int, scale: float, softcap: float | None = None
+    ) -> None:
         policy = get_policy(config.policy, config.seed)
         scoring = get_scoring(config.scoring, config.decay)
         super().__init__(layer_idx, config.budget, policy, PositionRule(), scoring)
         self.tokens = policy.allocate_budget(config.budget.resolve(0))
+        self.scale, self.softcap = scale, softcap  # of the logits
+        self.blocks: Mapping[str, Tensor] = {}  # the tensors of `state_spec`, each [N, ...]
 
     def run(
         self,
-        blocks: Mapping[str, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        index: Sequence[int],
-        scale: float,
-        softcap: float | None = None,
+        query: Tensor,  # [T, HQ, D], of all requests, their tokens one after the other
+        key: Tensor,  # [T, H, D]
+        value: Tensor,  # [T, H, D]
+        starts: Sequence[int],  # where each request's tokens begin, and T
+        lengths: Sequence[int],  # tokens of each that have gone through, these included
+        index: Sequence[int],  # each one's block; below zero if it only fills the batch up
     ) -> Tensor:
-        """Attends, scores and evicts for a batch of requests, their tokens one after the other.
-
-        Args:
-            blocks: the tensors of `state_spec`, each ``[N, ...]``; mutated.
-            query: ``[T, HQ, D]``, of all requests.
-            key: ``[T, H, D]``.
-            value: ``[T, H, D]``.
-            starts: where each request's tokens begin, and T.
-            lengths: tokens of each request that have gone through, these included.
-            index: each request's block; below zero for one that only fills the batch up.
-            scale: factor on the logits.
-            softcap: as in `h2okv.ops.reference.attention_with_scores`.
-
-        Returns:
-            ``[T, HQ, D]`` in the values' dtype; zero for what only fills the batch up.
-        """
+        """Attends, scores and evicts, ``[T, HQ, D]``; mutates the blocks."""
         output = value.new_zeros(query.shape)
         single = []
         for request, block in enumerate(index):
@@ -94,50 +78,34 @@ class StateLayer(SlotLayer):
                 single.append((own.start, seen, block))
                 continue
             tokens = [part[own].transpose(0, 1).unsqueeze(0) for part in (query, key, value)]
-            made = self._run_block(blocks, tokens, seen, block, scale, softcap)
+            made = self._run_block(tokens, seen, block)
             output[own] = made[0].transpose(0, 1)
         if single:
             rows, counts, places = torch.tensor(single, device=query.device).T
             tokens = [part[rows].unsqueeze(2) for part in (query, key, value)]
-            made = self._run_step(blocks, tokens, counts, places, scale, softcap)
+            made = self._run_step(tokens, counts, places)
             output[rows] = made.squeeze(2)
         return output
 
-    def _run_block(
-        self,
-        blocks: Mapping[str, Tensor],
-        tokens: list[Tensor],
-        seen: int,
-        block: int,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _run_block(self, tokens: list[Tensor], seen: int, block: int) -> Tensor:
         """A prompt, or a later part of one, of one request: ``[1, H, T, D]``."""
         query, key, value = tokens
         self.reset()
         self.lazy_initialization(key, value)
         if seen:
-            own = {name: tensor[block : block + 1] for name, tensor in blocks.items()}
+            own = {name: tensor[block : block + 1] for name, tensor in self.blocks.items()}
             counts = torch.tensor([seen], device=key.device)
             self.state = self._state(own["keys"], own["values"], own, counts)
-        output = self.attend(query, key, value, None, scale, softcap)
-        for name, tensor in blocks.items():
+        output = self.attend(query, key, value, None, self.scale, self.softcap)
+        for name, tensor in self.blocks.items():
             held, num_slots = getattr(self.state, name)[0], tensor.shape[2]
             tensor[block, :, : held.shape[1]] = held
             tensor[block, :, held.shape[1] :] = empty_value(name, num_slots)
         return output
 
-    def _run_step(
-        self,
-        blocks: Mapping[str, Tensor],
-        tokens: list[Tensor],
-        seen: Tensor,
-        index: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _run_step(self, tokens: list[Tensor], seen: Tensor, index: Tensor) -> Tensor:
         """One token of each of B requests, ``[B, H, 1, D]``."""
-        query, key, value = tokens
+        (query, key, value), blocks = tokens, self.blocks
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._choose_operations(query)
@@ -151,7 +119,7 @@ class StateLayer(SlotLayer):
         self.is_full = bool((seen >= self.tokens.total).all())
         self.has_sinks = self.tokens.sink > 0
         self.steps_left, self.filled = -1, None
-        output = self._decode(Block(query, key, value, None, None, None, scale, softcap))
+        output = self._decode(Block(query, key, value, None, None, None, self.scale, self.softcap))
         changed = small if self.operations.name == "plain" else small | large
         for name in changed:
             blocks[name][index] = getattr(self.state, name)
