@@ -137,7 +137,7 @@ def peak_beyond_model(model: str, dtype: torch.dtype, spec: CacheSpec, ids: torc
     """The most MiB that a process holds while it reads a prompt, beyond the model."""
     source, (batch, prompt) = ModelSource(model), ids.shape
     threads = torch.get_num_threads()
-    peak = measure_peak(PeakRun(source, dtype, ids.device, threads, spec, prompt, batch, steps=0))
+    peak = measure_peak(PeakRun(source, dtype, ids.device, threads, spec, prompt, batch))
     assert peak is not None, "this system does not tell a process's peak memory"
     return (peak.peak - peak.loaded) / 2**20
 
