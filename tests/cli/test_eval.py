@@ -318,4 +318,4 @@ def test_a_sweep_names_what_is_missing(h2okv_command, tmp_path):
     assert done.code == 2 and "did you mean figure4" in done.err
     done = h2okv_command("eval", "sweep", "figure9", "--out", tmp_path / "o", "--data", tmp_path)
     assert done.code == 2
-    assert f"'{tmp_path}/longbench_multi_news.jsonl' does not exist" in done.err
+    assert f"'longbench_multi_news.jsonl' is not in '{tmp_path}'; put it there" in done.err

@@ -1,6 +1,7 @@
 """`h2okv lm-eval`: the harness's own command line with our model type and tasks."""
 
 import json
+import sys
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_options_unknown_to_the_harness_are_its_own_error(run, data, capsys):
 
 
 def test_without_the_harness_the_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval._cli", None)
     outcome = run()
     assert outcome.code == 2 and "pip install 'h2okv[eval]'" in outcome.err
 

@@ -97,7 +97,7 @@ def test_a_mistake_is_named_with_its_place(tmp_path, content, message):
         ({"needle": None, "tries": "many"}, r"tasks\[0\]: tries: Input should be a valid integer"),
         ({"needle": None, "compression": "both"}, "query-aware"),
         ({"perplexity": None, "name": ["a", "b"]}, "name: Input should be a valid string"),
-        ({"summarize": "none.jsonl"}, "needs 'none.jsonl', and .* does not exist"),
+        ({"summarize": "none.jsonl"}, "'none.jsonl' is not in .*; put it there"),
         ({"harness": "coppa"}, "did you mean copa"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_mistake_in_a_task_is_named(tmp_path, task, message):
 
 def test_without_a_folder_the_file_that_is_needed_is_named(tmp_path):
     experiment = loaded(tmp_path, tasks=[{"summarize": "x.jsonl"}])
-    with pytest.raises(ValueError, match="needs 'x.jsonl'; name its folder by --data"):
+    with pytest.raises(ValueError, match="summarize 'x.jsonl' needs files; name their folder by"):
         experiment.make_tasks(Surroundings(None, tmp_path))
 
 

@@ -196,9 +196,10 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
         (" ", "the prompt is not a text"),
         ("\ud800", "half of a surrogate pair"),
         ("cat " * 300, "context is 256; shorten it to 255"),
-        ([{"role": "user"}], "a message's content is not a text"),
-        ([{"role": "robot", "content": "a"}], "a message is not"),
-        ([{"role": "user", "content": "\n"}], "a message's content is not a text"),
+        ([{"role": "user"}], r"messages\[0\] has no field content"),
+        (["a"], r"messages\[0\] is not {"),
+        ([{"role": "robot", "content": "a"}], r"messages\[0\]: field role is 'robot'; give one of"),
+        ([{"role": "user", "content": "\n"}], r"messages\[0\]: field content is not a text"),
     ],
 )
 def test_prompts_that_cannot_be_served(codec, prompt, words):

@@ -22,9 +22,7 @@ from h2okv.console import (
 )
 
 if TYPE_CHECKING:
-    from h2okv.offload.offload_engine import PlannedJob
-
-_PATIENCE = 60.0  # seconds until the first result, above which the user is told
+    from h2okv.offload.offload_engine import BatchRequest, PlannedJob
 
 
 def _batch_size(option: str, text: str) -> int | None:
@@ -106,7 +104,7 @@ def batch(
         raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
     args.check_copies("actors", actors, ray, model.device_name)
     if ray:
-        _check_for_ray(offload, cache_folder, converted, keep_pages)
+        _check_for_ray(request)
     params = sampling.params(model.describe())
     request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
     try:
@@ -128,18 +126,16 @@ def batch(
     return 0
 
 
-def _check_for_ray(
-    offload: OffloadOptions, cache_folder: Path | None, converted: Path | None, keep_pages: bool
-) -> None:
+def _check_for_ray(request: BatchRequest) -> None:
     """Refuses with --ray what is planned for one machine alone."""
     given = {
-        "--memory": offload.memory,
-        "--weights": offload.weight_placement,
-        "--cache": offload.cache_placement,
-        "--cache-folder": cache_folder,
-        "--converted": converted,
-        "--weight-bits": offload.weight_bits,
-        "--keep-pages": keep_pages,
+        "--memory": request.memory,
+        "--weights": request.weight_placement,
+        "--cache": request.cache_placement,
+        "--cache-folder": request.cache_folder,
+        "--converted": request.converted,
+        "--weight-bits": request.weight_bits,
+        "--keep-pages": request.keep_pages,
     }
     for name, value in given.items():
         if value:
@@ -164,12 +160,12 @@ def plan(
     cache, _ = args.with_least_entries(cache)
     place = {"model": model.name, "dtype": model.dtype, "device": model.device}
     request = offload_engine.OffloadRequest(cache=cache, **place, **vars(offload))
-    planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts), _PATIENCE)
+    planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts))
     if as_json:
         write_json(planned.to_dict())
     else:
         write_text(format_table((), _plan_rows(planned)))
-    if planned.plan.estimate.first_result_seconds > _PATIENCE:
+    if planned.plan.estimate.first_result_seconds > offload_engine.PATIENCE:
         write_remark(_warning(planned))
 
 

@@ -20,7 +20,6 @@ from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
 if TYPE_CHECKING:
-    from h2okv.evaluation.model import ModelUnderTest
     from h2okv.evaluation.runner import Evaluation, Run
     from h2okv.evaluation.sweep import Experiment
     from h2okv.evaluation.task import Task
@@ -41,19 +40,6 @@ TOO_LONG = option(
 eval_app = args.group("eval")
 
 
-def model_under_test(
-    model: ModelOptions, configs: Sequence[CacheConfig], seed: int
-) -> ModelUnderTest:
-    """Describes a model to evaluate; its weights are loaded when the tasks are ready for them."""
-    from h2okv.evaluation.model import ModelUnderTest, make_cache
-
-    described = model.describe()
-    for config in configs:
-        make_cache(config, described.config, seed)
-    parts = described.config, described.tokenizer, described.name, described.context
-    return ModelUnderTest(lambda: model.load(described), *parts)
-
-
 @dataclass(frozen=True)
 class Trial:
     """Caches that tasks are run with, and where the scores go."""
@@ -70,9 +56,8 @@ class Trial:
         """Runs tasks, writes the table, and prints the scores; the exit code, and all details."""
         from h2okv.evaluation.runner import Run
 
-        tested = model_under_test(self.model, self.caches, self.seed)
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
-        code, evaluation = run_all(tested, runs, self.csv.with_suffix(".samples.jsonl"))
+        code, evaluation = run_all(self.model, runs, self.csv.with_suffix(".samples.jsonl"))
         rows, details = list(evaluation.rows().values()), evaluation.details()
         table = details if detailed else rows
         if rows:
@@ -341,10 +326,14 @@ def sweep(
     work = out / "working"
     with naming(out, "written", "choose another folder for --out"):
         work.mkdir(parents=True, exist_ok=True)
-    tasks = _chosen(plan.make_tasks(Surroundings(data, work, limit, batch_size)), only)
+    tasks = plan.make_tasks(Surroundings(data, work, limit, batch_size))
+    known = dict.fromkeys(task.name for task in tasks)
+    for name in only or ():
+        if name not in known:
+            raise unknown_name("--only: task", name, known)
+    tasks = [task for task in tasks if only is None or task.name in only]
     runs = [Run(task, config, seed) for task in tasks for config in configs for seed in plan.seeds]
-    tested = model_under_test(model, configs, plan.seeds[0])
-    code, evaluation = run_all(tested, runs, out / "samples.jsonl")
+    code, evaluation = run_all(model, runs, out / "samples.jsonl")
     _write(plan, evaluation, out, as_json)
     return code
 
@@ -362,10 +351,16 @@ def lm_eval(
         return INTERRUPTED
 
 
-def run_all(tested: ModelUnderTest, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
+def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
     """Runs what is left to do under a progress bar; Ctrl-C ends it and loses nothing."""
+    from h2okv.evaluation.model import ModelUnderTest, make_cache
     from h2okv.evaluation.runner import Evaluation, SampleFile
 
+    described = model.describe()
+    for run in runs:  # a bad budget leaves no file behind
+        make_cache(run.config, described.config, run.seed)
+    parts = described.config, described.tokenizer, described.name, described.context
+    tested = ModelUnderTest(lambda: model.load(described), *parts)
     with SampleFile(path) as file:
         evaluation = Evaluation(tested, runs, file)
         if evaluation.done:
@@ -379,14 +374,6 @@ def run_all(tested: ModelUnderTest, runs: Sequence[Run], path: Path) -> tuple[in
                 write_remark(f"stopped; {what}, and the same command continues from there")
                 return INTERRUPTED, evaluation
     return 0, evaluation
-
-
-def _chosen(tasks: list[Task], only: Sequence[str] | None) -> list[Task]:
-    known = dict.fromkeys(task.name for task in tasks)
-    for name in only or ():
-        if name not in known:
-            raise unknown_name("--only: task", name, known)
-    return [task for task in tasks if only is None or task.name in only]
 
 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
-    from h2okv.evaluation.streaming import Setting, Step, Stream
+    from h2okv.evaluation.streaming import Step, Stream
     from h2okv.integration.loading import Described
 
 _NO_WINDOW = 8192  # stands for the context window of a model without one
@@ -84,8 +84,7 @@ def stream(
         positions = "original" if cache.is_full else "rolling"
     # A fraction is of the context window, for a stream has no end.
     parts = cache.budget.resolve(described.context or _NO_WINDOW)
-    sizes = {"heavy": parts.heavy, "recent": parts.recent, "positions": positions}
-    cache = replace(cache, **sizes).seeded(seed)
+    cache = replace(cache, heavy=parts.heavy, recent=parts.recent, positions=positions).seeded(seed)
     # A bad budget shows before anything is read.
     made = h2okv.H2OCache.from_config(described.config, cache)
     # Now, not at the block that would reach beyond the window.
@@ -101,7 +100,7 @@ def stream(
         assert input is not None
         source = ConversationSource(input, tokenizer, vocab_size)
     loaded = model.load(described)
-    identity: dict[str, Setting] = {
+    identity: dict[str, Any] = {
         "policy": cache.policy, "heavy": cache.heavy, "recent": cache.recent, "sink": cache.sink,
         "positions": cache.positions, "seed": seed,
         "scoring": None if cache.scoring == "sum" else cache.scoring, "decay": cache.decay,
@@ -125,20 +124,18 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
     from h2okv.evaluation.streaming import StreamFile, run_stream
 
     source, state, total = running.source, running.state, running.settings.tokens
-    is_text = isinstance(source, TextSource)
     if isinstance(source, TextSource):
         total = source.num_tokens if total is None else min(total, source.num_tokens)
     rows = None
     if files.csv is not None:
         rows = StreamFile(files.csv, state.rows if files.resume else None)
-    bar = Progress("streaming", total, "tokens")
-    with Interrupt(running.model) as interrupt, bar as progress:
+    with Interrupt(running.model) as interrupt, Progress("streaming", total, "tokens") as progress:
 
         def on_step(step: Step) -> None:
             if progress.is_drawn:
                 last = f" | last row {perplexity(state.rows[-1].nll)}" if state.rows else ""
                 progress.update(state.position, note=_summary(running) + last)
-            if step.answer is not None and not is_text and not as_json:
+            if step.answer is not None and not as_json:
                 answer = described.tokenizer.decode(list(step.answer), skip_special_tokens=True)
                 place = f"sample {state.sample + 1}, answer {state.segment + 1}"
                 write_text(f"--- {place} ---\n{answer}\n")

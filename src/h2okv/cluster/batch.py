@@ -10,8 +10,8 @@ from typing import Any
 from h2okv.cluster.ray_cluster import cluster, import_ray, place_copies, reason
 from h2okv.console import Progress
 from h2okv.integration.loading import Described, parse_device
-from h2okv.offload.job import Job, Prompt, Summary, generate_records
-from h2okv.offload.offload_engine import BatchRequest, describe_for, make_codec, open_runner, run
+from h2okv.offload.job import Job, Prompt, Summary, TextCodec, generate_records
+from h2okv.offload.offload_engine import BatchRequest, describe_for, open_runner, run
 
 _BATCH_SIZE = 32
 _BATCHES = 8
@@ -70,7 +70,7 @@ class Worker:
         # The whole model in the actor's memory, which is what `device` says.
         request = replace(request, device=parse_device(device), weight_placement={"device": 1.0})
         described = describe_for(request)
-        self._codec = make_codec(request, described)
+        self._codec = TextCodec(described, request.max_new_tokens, request.is_raw)
         self._runner, _ = open_runner(request, described, [])
 
     def generate(self, prompts: list[Prompt]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel, Pre
 
 import h2okv
 from h2okv.cache import H2OCache
-from h2okv.cache.validation import check_positions, context_window
+from h2okv.cache.validation import context_window
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
@@ -64,8 +64,7 @@ class ModelUnderTest:
         return int((self.tokenizer.eos_token_id or 0) if own is None else own)
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]], special: bool = True) -> list[int]:
-        vocab_size = self.config.get_text_config().vocab_size
-        return encode(self.tokenizer, prompt, vocab_size, special)
+        return encode(self.tokenizer, prompt, self.config.get_text_config().vocab_size, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -98,11 +97,8 @@ class ModelUnderTest:
 
 def has_learned_positions(config: PreTrainedConfig) -> bool:
     """Whether there are no positions past the last one; rotary ones just go on."""
-    try:
-        check_positions(config, "clamped", get_policy("h2o"))
-    except ValueError:
-        return False
-    return True
+    is_rotary = bool(getattr(config.get_text_config(decoder=True), "rope_parameters", None))
+    return not is_rotary and context_window(config) is not None
 
 
 class Prompt(NamedTuple):
@@ -133,14 +129,8 @@ def answer_batch(
     model: ModelUnderTest, config: CacheConfig, prompts: Sequence[Prompt], seed: int = 0
 ) -> list[Answer]:
     """Answers prompts in one left-padded batch; each gets what it would get alone."""
-    ids, mask = left_padded([prompt.ids for prompt in prompts], model.model.device)
-    cache = make_cache(config, model.config, seed)
-    # Without padding the model too reads no more than a block at a time.
-    chunk = cache.prefill_chunk if bool(mask.all()) else None
-    if chunk is not None:
-        cache.expect(ids.shape[1])
     with h2okv.enable(model.model):
-        return _generate(model, cache, ids, mask, prompts, chunk)
+        return _generate(model, make_cache(config, model.config, seed), prompts)
 
 
 def answer_question(
@@ -151,14 +141,10 @@ def answer_question(
     query_aware: bool,
     seed: int = 0,
 ) -> list[Answer]:
-    """Answers a question about a context with several caches, each compressing it for itself.
-
-    Query-aware: the question is read in one block with the context, but for its last token, so that
-    the whole answer comes from the compressed cache. A budget in fractions is of both, but of what
-    is read first for a policy that evicts once, after the prompt.
-    """
-    ids = torch.tensor([[*context, *question.ids]])
-    last = ids.shape[1] - 1
+    """Answers a question about a context with several caches, each compressing it for itself."""
+    whole = question._replace(ids=[*context, *question.ids])
+    # The last token is read alone, so that the whole answer comes from the compressed cache.
+    ids, last = torch.tensor([whole.ids]), len(whole.ids) - 1
     first = last if query_aware else len(context)
     caches = [make_cache(config, model.config, seed) for config in configs]
     for cache in caches:
@@ -170,20 +156,17 @@ def answer_question(
         for cache in caches:
             if last > first:
                 h2okv.prefill(model.model, ids[:, first:last], cache)
-            answers += _generate(model, cache, ids, torch.ones_like(ids), [question])
+            answers += _generate(model, cache, [whole])
     return answers
 
 
-def _generate(
-    subject: ModelUnderTest,
-    cache: H2OCache,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    prompts: Sequence[Prompt],
-    prefill_chunk: int | None = None,
-) -> list[Answer]:
-    """Generates from ``ids [B, T]``, of which the cache may hold the beginning."""
+def _generate(subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt]) -> list[Answer]:
+    """Generates from prompts, of which the cache may hold the beginning."""
     model, params = subject.model, prompts[0].params
+    ids, mask = left_padded([prompt.ids for prompt in prompts], model.device)
+    chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
+    if chunk is not None:  # without padding the model too reads no more than a block at a time
+        cache.expect(ids.shape[1])
     # Padded with a token of the prompt's own, for a repetition penalty takes padding for text.
     ids = torch.where(mask.bool(), ids, ids[:, -1:])
     processors: list[LogitsProcessor] = [RefuseNaN()]
@@ -191,8 +174,8 @@ def _generate(
         processors.append(SeededSampling([prompt.params for prompt in prompts]))
     generate: Any = model.generate  # its type gets lost on the way through torch's Module
     written = generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
+        input_ids=ids,
+        attention_mask=mask,
         past_key_values=cache,
         max_new_tokens=max(prompt.params.max_tokens or 1 for prompt in prompts),
         do_sample=False,
@@ -202,7 +185,7 @@ def _generate(
         pad_token_id=subject.pad_token_id,
         stop_strings=list(params.stop) or None,
         tokenizer=subject.tokenizer,
-        prefill_chunk_size=prefill_chunk,
+        prefill_chunk_size=chunk,
     )
     new = written[:, ids.shape[1] :].tolist()
     return [_answer(subject, tokens, own.params) for tokens, own in zip(new, prompts, strict=True)]

@@ -40,12 +40,9 @@ def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     quality, speed, memory = panels
     figure.suptitle(title)
-    positions, seconds, sizes, cached = (
-        [getattr(row, name) for row in rows]
-        for name in ("position", "step_seconds", "rss_bytes", "cache_bytes")
-    )
+    positions, nlls, seconds, sizes, cached = zip(*rows, strict=True)
     marker = "o" if len(rows) == 1 else ""
-    perplexities = [math.exp(min(row.nll, _LARGEST_NLL)) for row in rows]
+    perplexities = [math.exp(min(nll, _LARGEST_NLL)) for nll in nlls]
     quality.plot(positions, perplexities, marker=marker, **_look(0))
     if window is not None:
         quality.axvline(window, color=_GREY, linewidth=1, linestyle=":")

@@ -106,8 +106,7 @@ class Evaluation:
             task.prepare(model, [run.config for run in runs if run.task is task])
         self._identity = model.identity()
         for run in runs:
-            identity = {**self._identity, **run.columns(), **run.task.identity()}
-            file.open_run(run.label, identity)
+            file.open_run(run.label, {**self._identity, **run.columns(), **run.task.identity()})
 
     @property
     def total(self) -> int:

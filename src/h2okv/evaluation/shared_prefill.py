@@ -173,12 +173,11 @@ class SharedPrefill(H2OCache):
             if isinstance(layer, CacheLayer):
                 parts: list[Any] = [cache.layers[index] for cache in self.caches]
                 self.layers[index] = SharedLayer(parts)
-                self._parts = parts
         self._scored = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
     def split(self) -> None:
         """Ends the prompt; every cache may then go on by itself."""
-        part = self._parts[0]
+        part: Any = self.caches[0].layers[self._scored[0].layer_idx]
         # Cache by cache, and of each all sequences of the prompt.
         order: Any = torch.arange(part.batch_size, device=part.device).repeat(len(self.caches))
         for index, layer in enumerate(self.layers):

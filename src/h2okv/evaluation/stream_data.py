@@ -73,34 +73,24 @@ _ANSWER = "h2okvAnswerStandsHere"
 def chat_segments(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 ) -> list[tuple[str, bool]]:
-    """Cuts a conversation into texts that are read at once, and whether the model answers each.
-
-    It answers a message of the user without an answer after it; an answer that is given is read.
-    """
+    """Cuts a conversation into texts that are read at once, and whether the model answers each."""
     messages: list[dict[str, str]] = []
     segments: list[tuple[str, bool]] = []
     roles = [*(message.role for message in conversation), None]
     for number, message in enumerate(conversation):
         messages.append(message._asdict())
         is_last, asks = roles[number + 1] is None, message.role == "user"
-        to_answer = asks and roles[number + 1] != "assistant"
+        to_answer = asks and roles[number + 1] != "assistant"  # an answer that is given is read
         if to_answer or (is_last and not asks):
-            text = _rendered(tokenizer, messages, to_answer)
+            text = chat_text(tokenizer, messages, to_answer=to_answer)
+            if segments and _ANSWER not in text:
+                raise ValueError(
+                    "the model's chat template leaves out earlier answers, so a conversation cannot"
+                    " go on with what the cache holds; give conversations of one turn"
+                )
             segments.append((text.rpartition(_ANSWER)[2], to_answer))
             messages.append({"role": "assistant", "content": _ANSWER})
     return segments
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], to_answer: bool
-) -> str:
-    text = chat_text(tokenizer, messages, to_answer=to_answer)
-    if _ANSWER not in text and any(message["content"] == _ANSWER for message in messages):
-        raise ValueError(
-            "the model's chat template leaves out earlier answers, so a conversation cannot go on"
-            " with what the cache holds; give conversations of one turn"
-        )
-    return text
 
 
 class Segment(NamedTuple):

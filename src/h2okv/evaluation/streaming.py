@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,8 +78,6 @@ class StreamSettings:
 _KEY = "stream"
 _VERSION = 2
 
-Setting = str | int | float | None
-
 
 @dataclass
 class StreamState:
@@ -111,26 +110,6 @@ class Step(NamedTuple):
     precedes_cut: bool = False
 
 
-def _read_state(
-    notes: Mapping[str, str], settings: Mapping[str, Setting], where: str
-) -> StreamState:
-    """Reads a checkpoint's state; refuses one that was begun with other settings."""
-    if _KEY not in notes:
-        raise ValueError(f"{where} holds no stream; give a file that h2okv stream saved")
-    again = "begin again without --resume"
-    try:
-        content: dict[str, Any] = json.loads(notes[_KEY])
-        if (version := content["version"]) != _VERSION:
-            raise ValueError(f"{where} is of version {version}, not of {_VERSION}; {again}")
-        rows = [StreamRow(**row) for row in content["state"].pop("rows")]
-        state = StreamState(**content["state"], rows=rows)
-        saved = {name: content["settings"].get(name) for name in settings}
-    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{where} is damaged; {again}") from error
-    check_settings(saved, settings, where)
-    return state
-
-
 @dataclass(eq=False)
 class Stream:
     """Reads a source on one cache; between two blocks it can be saved, stopped and gone on with.
@@ -143,7 +122,7 @@ class Stream:
     cache: H2OCache
     source: StreamSource
     settings: StreamSettings
-    identity: Mapping[str, Setting] = field(default_factory=dict)  # what a checkpoint is bound to
+    identity: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint is bound to
     state: StreamState = field(default_factory=StreamState)
 
     def __post_init__(self) -> None:
@@ -160,12 +139,25 @@ class Stream:
         path: Path,
         source: StreamSource,
         settings: StreamSettings,
-        identity: Mapping[str, Setting] | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> Stream:
+        """Goes on from a checkpoint; refuses one that was begun with other settings."""
         if not path.is_file():
             raise ValueError(f"'{path}' does not exist: nothing to go on with; omit --resume")
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
-        stream.state = _read_state(read_notes(path), stream._fixed(), f"'{path}'")
+        notes, wanted, again = read_notes(path), stream._fixed(), "begin again without --resume"
+        if _KEY not in notes:
+            raise ValueError(f"'{path}' holds no stream; give a file that h2okv stream saved")
+        try:
+            content: dict[str, Any] = json.loads(notes[_KEY])
+            if (version := content["version"]) != _VERSION:
+                raise ValueError(f"'{path}' is of version {version}, not of {_VERSION}; {again}")
+            rows = [StreamRow(**row) for row in content["state"].pop("rows")]
+            stream.state = StreamState(**content["state"], rows=rows)
+            saved = {name: content["settings"].get(name) for name in wanted}
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"'{path}' is damaged; {again}") from error
+        check_settings(saved, wanted, f"'{path}'")
         return stream
 
     def save(self, path: Path) -> None:
@@ -174,7 +166,7 @@ class Stream:
         content = {"version": _VERSION, "settings": self._fixed(), "state": state}
         self.cache.save(path, notes={_KEY: json.dumps(content)})
 
-    def _fixed(self) -> dict[str, Setting]:
+    def _fixed(self) -> dict[str, Any]:
         """What a checkpoint is bound to."""
         read = {name.replace("_", "-"): value for name, value in vars(self.settings).items()}
         del read["tokens"]  # a stream may be made longer
@@ -183,8 +175,7 @@ class Stream:
     def blocks(self) -> Generator[Step]:
         with enable(self.model):
             for sample in range(self.state.sample, len(self.source)):
-                segments = self.source[sample]
-                for segment in segments[self.state.segment :]:
+                for segment in self.source[sample][self.state.segment :]:
                     yield from self._read_segment(segment)
                     if self._room == 0:
                         return
@@ -225,10 +216,7 @@ class Stream:
             state.segment += 1
 
     def _read(self, ids: torch.Tensor, end: int, own: bool = False) -> Iterator[Step]:
-        """Reads `ids [T]` on to `end`, block by block; what follows the last the model chooses.
-
-        They are the segment's, of which some have been read, or the newest of the model's own.
-        """
+        """Reads `ids [T]`, the segment's or the newest of the model's own, on to `end`."""
         start = 0 if own else self.state.read
         if start >= end:
             return
@@ -310,8 +298,7 @@ def run_stream(
     """
     state = stream.state
     saved, ended, cut = state.position, True, False
-    blocks = stream.blocks()
-    try:
+    with closing(stream.blocks()) as blocks:  # which gives the model its own attention back
         for step in blocks:
             if rows is not None:
                 rows.extend(step.rows)
@@ -324,8 +311,6 @@ def run_stream(
             if should_stop():
                 ended = False
                 break
-    finally:
-        blocks.close()  # gives the model its own attention back
     if checkpoint is not None and state.position > saved and not cut:
         stream.save(checkpoint)
     if ended and rows is not None:

@@ -25,7 +25,7 @@ from pydantic import (
 from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import optional
-from h2okv.evaluation.lm_eval.launcher import HarnessTask
+from h2okv.evaluation.lm_eval.launcher import HarnessTask, data_file
 from h2okv.evaluation.plots import FULL, sorted_budgets
 from h2okv.evaluation.runner import Run
 from h2okv.evaluation.task import Task
@@ -87,28 +87,18 @@ class Surroundings:
             return {"name": entry.get("name") or kind, "text": sample_prompt()}
         if not isinstance(file, str):
             raise ValueError(f"{where}: {kind} is {file!r}; give a name")
+        if self.data is None and entry.get("own", True):
+            raise ValueError(
+                f"{where}: {kind} {file!r} needs files; name their folder by --data DIR"
+            )
         if kind == "harness":
-            if entry.get("own", True) and self.data is None:
-                raise ValueError(f"the task {file!r} needs files; name their folder by --data DIR")
             return {"name": file, "data": self.data, "work": self.work}
         if reads_text:
             name = entry.get("name") or f"{kind}, {Path(file).stem}"
-            return {"name": name, "text": read_text_file(self._file(file, name))}
-        name = entry.get("name") or file
+            return {"name": name, "text": read_text_file(data_file(file, self.data))}
         asked = {"input": file, "references": entry.get("references")}
-        files = {key: self._file(own, name) for key, own in asked.items() if isinstance(own, str)}
-        return {"name": name, **files}
-
-    def _file(self, name: str, task: str) -> Path:
-        if self.data is None:
-            raise ValueError(f"the task {task!r} needs {name!r}; name its folder by --data DIR")
-        path = self.data / name
-        if not path.is_file():
-            raise ValueError(
-                f"the task {task!r} needs {name!r}, and '{path}' does not exist; put it there or"
-                " name another folder by --data"
-            )
-        return path
+        files = {key: data_file(n, self.data) for key, n in asked.items() if isinstance(n, str)}
+        return {"name": entry.get("name") or file, **files}
 
 
 class Strict(BaseModel):
@@ -282,8 +272,7 @@ def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]
         f" ({row['commit'] or 'no checkout'}), torch {row['torch']}, transformers"
         f" {row['transformers']}; seeds {', '.join(map(str, experiment.seeds))}."
     )
-    remark = " ".join(experiment.remark.split())
-    head = (f"# {experiment.title}", experiment.source, remark, made)
+    head = (f"# {experiment.title}", experiment.source, " ".join(experiment.remark.split()), made)
     parts = [*(f"{part}\n" for part in head if part), results_table(lines)]
     models: dict[str, dict[tuple[str, str], Line]] = {}
     for one in experiment.published:
@@ -292,17 +281,15 @@ def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]
         line = known.setdefault((label, one.policy), Line(label, "", one.policy))
         line.found[one.budget].append(one.value)
     for model, published in models.items():
-        table = _table(list(published.values()), ["task", "policy"])
+        table = results_table(list(published.values()), ("task", "policy"))
         parts.append(f"As published, {model}:\n\n{table}")
     return "\n".join(parts)
 
 
-def results_table(lines: Sequence[Line]) -> str:
+def results_table(
+    lines: Sequence[Line], names: Sequence[str] = ("task", "samples", "metric", "policy")
+) -> str:
     """Sets results side by side: a line for each task and policy, a column for each budget."""
-    return _table(lines, ["task", "samples", "metric", "policy"])
-
-
-def _table(lines: Sequence[Line], names: Sequence[str]) -> str:
     budgets = sorted_budgets(lines)
     rows = [[*(getattr(x, name) for name in names), *map(x.values.get, budgets)] for x in lines]
     return markdown_table([*names, *budgets], rows)

@@ -65,14 +65,10 @@ class Task(ABC):
         self,
         model: ModelUnderTest,
         configs: Configs,
-        lengths: Sequence[tuple[int, str]],
-        too_long: TooLong | None = None,
+        lengths: Sequence[tuple[int, str]],  # of all: tokens, the answer's included, and place
+        too_long: TooLong | None = None,  # None refuses where the user cannot choose
     ) -> list[int]:
-        """The numbers of the samples that are run, of all with their tokens and place.
-
-        The tokens include the most of the answer. Samples above the window are left out or refused;
-        ``None`` refuses them where the user cannot choose.
-        """
+        """The numbers of the samples that are run; others are above the context window."""
         kept = list(range(len(lengths)))
         if too_long == "skip" and model.window is not None:
             kept = [n for n in kept if lengths[n][0] <= model.window]
@@ -172,8 +168,7 @@ class GenerationTask(Task):
             most = self.max_new_tokens or prompt.max_new_tokens
             ids = model.encode(prompt.text)
             stop = tuple(dict.fromkeys((*prompt.stops, *self.stop)))
-            params = replace(self._params, max_tokens=most, stop=stop)
-            self._encoded.append(Prompt(ids, params))
+            self._encoded.append(Prompt(ids, replace(self._params, max_tokens=most, stop=stop)))
             lengths.append((len(ids) + most, prompt.place))
         self.samples = self.within_window(model, configs, lengths, self.too_long)
 
@@ -187,9 +182,7 @@ class GenerationTask(Task):
         size = self.batch_size
         batches = [own[at : at + size] for own in alike for at in range(0, len(own), size)]
         for (number, config), batch in product(enumerate(configs), batches):
-            prompts = []
-            for n in batch:
-                ids, params = self._encoded[n]
-                prompts.append(Prompt(ids, replace(params, seed=sample_seed(seed, n))))
+            asked = [(self._encoded[n], sample_seed(seed, n)) for n in batch]
+            prompts = [Prompt(own.ids, replace(own.params, seed=drawn)) for own, drawn in asked]
             found = zip(batch, answer_batch(model, config, prompts, seed), strict=True)
             yield number, {n: self.result(n, answer) for n, answer in found}

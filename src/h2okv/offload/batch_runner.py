@@ -78,15 +78,14 @@ class MicroBatch:
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         # Some models count for themselves.
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        output: Any = model(
+        logits: torch.Tensor = model(
             input_ids=torch.tensor(tokens, device=self.device),
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
             **({"position_ids": positions} if takes_positions else {}),
-        )
-        logits: torch.Tensor = output.logits[:, -1]
+        ).logits[:, -1]
         return logits
 
     def take(self, tokens: list[int], ends: frozenset[int]) -> None:
@@ -144,8 +143,7 @@ class ForwardScheduler:
 
     def __post_init__(self) -> None:
         if self.units:
-            purpose = "keeping weights or caches outside the memory"
-            self._greenlet = optional("greenlet", purpose, "offload")
+            self._greenlet = optional("greenlet", "keeping weights or caches elsewhere", "offload")
         for index, unit in enumerate(self.units):
             hook: Callable[..., Any] = partial(self._suspend_before, index)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,8 @@ _SINGLE = "model.safetensors"
 _AGAIN = "get the model again"
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 _COMPARED = 1 << 20  # bytes of an embedding that are compared with the head's at once
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
-"""Read at each of so many places of a file; another training run changes all of them."""
+_SAMPLES = 64  # places of a file, all of which another training run changes
+_SAMPLE_BYTES = 4096  # read at each
 
 
 @dataclass(frozen=True)
@@ -229,10 +228,7 @@ def _head_name(meta: MetaModel) -> str:
 
 
 def open_checkpoint(
-    config: PreTrainedConfig,
-    folder: Path,
-    dtype: torch.dtype | None,
-    pack: Callable[[MetaModel], MetaModel] = lambda meta: meta,
+    config: PreTrainedConfig, folder: Path, dtype: torch.dtype | None
 ) -> tuple[MetaModel, CheckpointFiles]:
     """Opens a model (``None``: in its own dtype); finds nothing if it must be converted first."""
     files = CheckpointFiles.in_folder(folder)
@@ -249,7 +245,6 @@ def open_checkpoint(
         head: Any = meta.units[-1].module
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
         meta = split_model(meta.model)
-    meta = pack(meta)
     files.found = map_weights(meta, files)
     return meta, files
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from h2okv.console import format_bytes
 from h2okv.engine.detokenizer import Detokenizer
@@ -33,7 +33,6 @@ class PromptLine(NamedTuple):
 
     number: int
     start: int  # its first byte
-    size: int
     digest: str
 
 
@@ -47,13 +46,13 @@ class PromptFile:
         self.path = path
         self.lines: dict[str, PromptLine] = {}  # by the prompt's id as JSON
         start = 0
-        with self._opened() as file:
+        with naming(path, "read", "give a JSONL file"), path.open("rb") as file:
             for number, data in enumerate(file, start=1):
                 if data.strip(b"\xef\xbb\xbf \t\r\n"):
                     place = f"line {number} of '{path}'"
                     prompt = _parse(data, place)
                     name = json.dumps(prompt.id)
-                    own = PromptLine(number, start, len(data), prompt.digest)
+                    own = PromptLine(number, start, prompt.digest)
                     if (first := self.lines.setdefault(name, own)) is not own:
                         raise ValueError(
                             f"{place}: id {name} is that of line {first.number} too; give every"
@@ -66,9 +65,9 @@ class PromptFile:
     def read(self, name: str) -> Prompt:
         """Reads a prompt again, by its id as JSON."""
         line = self.lines[name]
-        with self._opened() as file:
+        with naming(self.path, "read", "give a JSONL file"), self.path.open("rb") as file:
             file.seek(line.start)
-            data = file.read(line.size)
+            data = file.readline()
         with suppress(ValueError):
             prompt = _parse(data, name)
             if (json.dumps(prompt.id), prompt.digest) == (name, line.digest):
@@ -77,11 +76,6 @@ class PromptFile:
             f"'{self.path}' has changed while it was read (id {name}); leave it as it is during a"
             " job, and run the command again"
         )
-
-    @contextmanager
-    def _opened(self) -> Iterator[IO[bytes]]:
-        with naming(self.path, "read", "give a JSONL file"), self.path.open("rb") as file:
-            yield file
 
 
 def _parse(data: bytes, place: str) -> Prompt:
@@ -101,10 +95,9 @@ def _parse(data: bytes, place: str) -> Prompt:
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Encodes prompts and decodes results; of its limits ``None`` is none."""
+    """Encodes prompts and decodes results."""
 
     described: Described
-    max_prompt: int | None = None  # tokens of the longest prompt that the memory allows
     max_new_tokens: int = 1
     is_raw: bool = False  # whether texts are continued, not answered through the chat template
 
@@ -118,23 +111,21 @@ class TextCodec:
         if isinstance(prompt, list) and self.is_raw:
             raise ValueError("messages need the chat template; leave out --raw, or give a prompt")
         if isinstance(prompt, list):
-            prompt = [_checked(own) for own in prompt]
+            prompt = [_checked(own, number) for number, own in enumerate(prompt)]
         elif check_text(prompt, "the prompt") and self.uses_template:
             prompt = [{"role": "user", "content": prompt}]
-        tokens = self.described.encode(prompt)
-        if self.max_prompt is not None and len(tokens) > self.max_prompt:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
-                f" for {self.max_prompt}; shorten it or give more --memory"
-            )
-        return tokens
+        return self.described.encode(prompt)
 
-    def sequence(self, prompt: Prompt) -> BatchSequence:
+    def sequence(self, prompt: Prompt, longest: int | None) -> BatchSequence:
         """Encodes a prompt, with as many new tokens as the context window has room for."""
         tokens = self.encode(prompt.content)
+        if longest is not None and len(tokens) > longest:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
+                f" for {longest}; shorten it or give more --memory"
+            )
         left = self.described.room(len(tokens), self.max_new_tokens)
-        is_limited = left < self.max_new_tokens
-        return BatchSequence(prompt.id, tokens, left, prompt.digest, is_limited)
+        return BatchSequence(prompt.id, tokens, left, prompt.digest, left < self.max_new_tokens)
 
     def record(self, sequence: BatchSequence) -> dict[str, Any]:
         """A finished sequence's result; its text has the space that follows the prompt."""
@@ -149,35 +140,32 @@ class TextCodec:
         }
 
 
-def _checked(message: Any) -> dict[str, str]:
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in ("system", "user", "assistant"):
+def _checked(message: Any, number: int) -> dict[str, str]:
+    if not isinstance(message, dict):
         raise ValueError(
-            'a message is not {"role": "user", "content": "..."}, with role system, user or'
-            " assistant; write it so"
+            f'messages[{number}] is not {{"role": "user", "content": "..."}}; write it so'
         )
-    return {"role": role, "content": check_text(message.get("content"), "a message's content")}
+    record, roles = Record(message, f"messages[{number}]"), ("system", "user", "assistant")
+    return {"role": roles[record.choice("role", roles)], "content": record.text("content")}
 
 
 def generate_records(
     prompts: Iterable[Prompt], codec: TextCodec, runner: Runner
 ) -> Iterator[list[dict[str, Any]]]:
     """Generates for prompts; yields the results of each weight pass, refusals among them."""
-    codec = replace(codec, max_prompt=runner.limits.longest_prompt)
     refused: list[dict[str, Any]] = []
 
     def sequences() -> Iterator[BatchSequence]:
         for prompt in prompts:
             try:
-                yield codec.sequence(prompt)
+                yield codec.sequence(prompt, runner.limits.longest_prompt)
             except ValueError as error:
                 told = {"error": str(error).rstrip("."), "prompt_digest": prompt.digest}
                 refused.append({"id": prompt.id, **told})
 
     for done in runner.run(sequences()):
-        records = [*refused, *map(codec.record, done)]
+        yield [*refused, *map(codec.record, done)]
         refused.clear()
-        yield records
     yield refused
 
 

@@ -238,8 +238,7 @@ class PackedSlot(ParameterSlot):
 
     def empty(self) -> None:
         vars(self.owner).pop(self.attribute, None)
-        meta_tensor = torch.empty(self.original_shape, dtype=self.original_dtype, device="meta")
-        super().fill(meta_tensor)
+        super().fill(torch.empty(self.original_shape, dtype=self.original_dtype, device="meta"))
 
     def _parts_of(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
         return parts_of(packed, _parts(self.original_shape, self.original_dtype, self.bits))
@@ -278,24 +277,19 @@ def load_int4() -> Any:
     return Int4OpaqueTensor
 
 
-def pack_layers(meta: MetaModel, bits: int | None, device: torch.device) -> MetaModel:
+def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
     """Packs the weights of the decoder layers' linear layers."""
-    if bits is None:
-        return meta
     dtype = str(meta.embedding.dtype).removeprefix("torch.")
-    reason = ""  # why torchao's int4 does not work, or is slower than no int4 at all
     if bits == 4 and device.type != "cpu":
-        reason = (
-            f"is for CPUs: torchao packs int4 for {device.type} on the device itself, and not layer"
-            " by layer from a file; give --weight-bits 8"
+        raise ValueError(
+            f"--weight-bits 4 is for CPUs: torchao packs int4 for {device.type} on the device"
+            " itself, and not layer by layer from a file; give --weight-bits 8"
         )
-    elif bits == 4 and dtype != "bfloat16":
-        reason = (
-            f"is fast in bfloat16 only (in {dtype} a product takes many times as long as without"
-            " it); add --dtype bfloat16, or give --weight-bits 8"
+    if bits == 4 and dtype != "bfloat16":
+        raise ValueError(
+            f"--weight-bits 4 is fast in bfloat16 only (in {dtype} a product takes many times as"
+            " long as without it); add --dtype bfloat16, or give --weight-bits 8"
         )
-    if reason:
-        raise ValueError(f"--weight-bits 4 {reason}")
     (load_int4 if bits == 4 else load_torchao)()
     *layers, head = meta.units
     units = [

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import (
     CheckpointFiles,
     checkpoint_bytes,
+    map_weights,
     open_checkpoint,
     open_converted,
     weights_digest,
@@ -36,13 +36,12 @@ from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import CacheStore, materialise
 from h2okv.provenance import digest
 
+PATIENCE = 60.0  # seconds until the first result, above which the user is told
 _UNSUPPORTED = ("stop", "n", "logprobs", "prompt_logprobs")
 _BATCH_SIZE = 32
 _MICRO_BATCH_TOKENS = 8192
-_SMALL_MODEL = 0.5
-"""A model whose weights take less than this fraction of the free memory is simply loaded."""
-_SPARE = 4 << 20
-"""By so much what a process holds differs between runs; an amount that is told must do."""
+_SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
+_SPARE = 4 << 20  # by which what a process holds differs between runs; a told amount must do
 _USABLE = 0.9  # fraction of the free memory that is allocated where no ``--memory`` is given
 
 
@@ -109,14 +108,13 @@ class PlannedJob:
         }
 
 
-def plan(request: OffloadRequest, workload: Workload, patience: float = 60.0) -> PlannedJob:
-    """Plans a job, and a smaller batch if the first result comes after ``patience`` seconds."""
+def plan(request: OffloadRequest, workload: Workload) -> PlannedJob:
+    """Plans a job, and a smaller batch if the first result is far off."""
     meta, files = open_model(request, describe_for(request))
     planner = make_planner(request, meta, files, workload)
     made = planner.plan()
-    is_late = made.estimate.first_result_seconds > patience
-    sooner = planner.sooner(made, patience) if is_late else None
-    return PlannedJob(made, planner, sooner)
+    is_late = made.estimate.first_result_seconds > PATIENCE
+    return PlannedJob(made, planner, planner.sooner(made, PATIENCE) if is_late else None)
 
 
 def run(
@@ -140,7 +138,7 @@ def run(
 
 
 def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
-    codec = make_codec(request, described)
+    codec = TextCodec(described, request.max_new_tokens, request.is_raw)
 
     def lengths() -> Iterator[int]:
         """Tokens of each unfinished prompt that can be served."""
@@ -160,11 +158,8 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
         note = f"{len(job.finished)}/{count} prompts, {speed:,.1f} tokens/s"
         progress.update(len(job.finished) * length + runner.unfinished_tokens, note=note)
 
-    try:
-        with Progress("batch", count * length) as progress:
-            summary = job.collect(generate_records(left, codec, runner), told)
-    finally:
-        scheduler.close()
+    with closing(scheduler), Progress("batch", count * length) as progress:
+        summary = job.collect(generate_records(left, codec, runner), told)
     return replace(
         summary,
         passes=runner.num_passes,
@@ -187,12 +182,6 @@ def describe_for(request: OffloadRequest) -> Described:
     return described
 
 
-def make_codec(request: BatchRequest, described: Described) -> TextCodec:
-    """The model's tokenizer, with the job's limits."""
-    most = request.max_new_tokens
-    return TextCodec(described, max_new_tokens=most, is_raw=request.is_raw)
-
-
 def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
     """What the results depend on; not where the weights are or how large a batch is."""
     config = described.config
@@ -207,7 +196,7 @@ def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
         **{name: value for name, value in sampling.items() if name not in _UNSUPPORTED},
         "dtype": "auto" if request.dtype is None else str(request.dtype).removeprefix("torch."),
         "weight_bits": request.weight_bits,
-        "chat_template": make_codec(request, described).uses_template,
+        "chat_template": TextCodec(described, is_raw=request.is_raw).uses_template,
     }
 
 
@@ -216,8 +205,11 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
     if request.memory is not None:
         process.give_memory_back()
     dtype = request.dtype or default_dtype(described.name, request.device)
-    pack = partial(pack_layers, bits=request.weight_bits, device=request.device)
-    return open_checkpoint(described.config, _checkpoint_folder(described), dtype, pack)
+    meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    if request.weight_bits is not None:
+        meta = pack_layers(meta, request.weight_bits, request.device)
+        files.found = map_weights(meta, files)
+    return meta, files
 
 
 def _checkpoint_folder(described: Described) -> Path:
@@ -262,7 +254,7 @@ def make_planner(
     return Planner(
         meta=meta,
         memory=memory,
-        hardware=measure_hardware(files, request.cache, memory, dtype, device, room),
+        hardware=measure_hardware(files, memory, dtype, device, room),
         room=room,
         workload=workload,
         device=device,
@@ -306,8 +298,7 @@ def open_runner(
     tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
     folder = request.cache_folder or request.output.resolve().parent
     stream, embedding = materialise(meta, files, chosen.placement, device)
-    store = CacheStore(tiers, folder, device)
-    scheduler = ForwardScheduler(meta.units, stream, store, embedding)
+    scheduler = ForwardScheduler(meta.units, stream, CacheStore(tiers, folder, device), embedding)
     limits = Limits(
         batch_size=chosen.batch_size,
         micro_batch_tokens=chosen.micro_batch_tokens,

@@ -153,10 +153,9 @@ class Planner:
         """Finds the fastest plan that fits; if none does, says how much memory would do."""
         sizes = [self.batch_size] if self.batch_size is not None else self._batch_sizes()
         best = self._best(sizes, self.caches or _IN_MEMORY)
-        if self.caches is None:
-            other = self._best(sizes, _IN_FILE)
-            if other is not None and (best is None or other.gain(best) > _MIN_FILE_GAIN):
-                best = other
+        other = self._best(sizes, _IN_FILE) if self.caches is None else None
+        if other is not None and (best is None or other.gain(best) > _MIN_FILE_GAIN):
+            best = other
         if best is None:
             raise self._too_little(sizes[0])
         return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -75,16 +76,11 @@ class HardwareProfile:
 
 
 def measure_hardware(
-    files: CheckpointFiles,
-    cache_config: CacheConfig,
-    memory: MemoryModel,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_bytes: int,
+    files: CheckpointFiles, memory: MemoryModel, dtype: torch.dtype, device: torch.device, room: int
 ) -> HardwareProfile:
     """Measures the machine, in a second or two; the samples fit into so many bytes."""
     # A quarter each for the buffer and its copy, and for the matrices of the products.
-    quarter = max(_MIN_SAMPLE_BYTES, num_bytes // 4)
+    quarter = max(_MIN_SAMPLE_BYTES, room // 4)
     sample = min(_SAMPLE_BYTES, quarter)
     bandwidth = measure_bandwidth(device, sample if device.type == "cpu" else None)
     link = bandwidth
@@ -96,17 +92,15 @@ def measure_hardware(
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
     disk = measure_disk(files, max(_MIN_READ_BYTES, sample // 4))
     gemm = measure_gemm(memory.hidden, width, dtype, device)
-    return HardwareProfile(
-        disk, link, bandwidth, gemm, *measure_overhead(cache_config, dtype, device)
-    )
+    overhead = measure_overhead(memory.cache.cache_config, dtype, device)
+    return HardwareProfile(disk, link, bandwidth, gemm, *overhead)
 
 
 def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
     """Reads a part of a checkpoint past the page cache, so many bytes at a time."""
     buffer = memoryview(bytearray(read_bytes))
-    sizes = [size for _, size, _ in files.identity]
-    largest = sizes.index(max(sizes))
-    size = min(sizes[largest], _DISK_BYTES)
+    size, largest = max((size, number) for number, (_, size, _) in enumerate(files.identity))
+    size = min(size, _DISK_BYTES)
     files.drop_pages(largest, 0, 0)
     start = time.perf_counter()
     for done in range(0, size, len(buffer)):
@@ -165,15 +159,11 @@ def measure_overhead(
         with torch.random.fork_rng([]):
             model: Any = LlamaForCausalLM(config).eval()
         model.to(device=device, dtype=dtype)
-        cache = H2OCache.from_config(config, cache_config)
-
-        def step(model: Any = model, cache: H2OCache = cache) -> None:
-            model(token, past_key_values=cache)
-
+        step = partial(model, past_key_values=H2OCache.from_config(config, cache_config))
         with torch.inference_mode(), enable(model):
-            model(token.expand(1, 32), past_key_values=cache)
+            step(token.expand(1, 32))
             # Not the best, as for bandwidths: whatever else runs here delays every operation.
-            seconds.append(median(Clock(device).samples(step)))
+            seconds.append(median(Clock(device).samples(partial(step, token))))
     few, many = seconds
     layer = max(0.0, many - few) / 4
     return layer, max(0.0, few - layer)

@@ -161,13 +161,11 @@ def materialise(
 ) -> tuple[WeightStream | None, EmbeddingReader | None]:
     """Loads resident weights, and streams the others; the last place is the embedding's."""
     *unit_places, embedding_place = places
-    for name, buffer in meta.model.named_buffers():
+    for name, buffer in [*meta.model.named_buffers(remove_duplicate=False)]:
+        owner, _, attribute = name.rpartition(".")
         if name in files.found:  # others are as the model made them
             buffer.copy_(files.read(files.found[name]))
-    for module in meta.model.modules():
-        for name, held in module._buffers.items():
-            if held is not None:
-                module._buffers[name] = held.to(device)
+        meta.model.get_submodule(owner)._buffers[attribute] = buffer.to(device)
     for slot in meta.others:
         slot.fill(files.read(files.found[slot.name]).to(device))
     streamed = []
@@ -301,8 +299,7 @@ class CacheStore:
     @ordinary_tensors()
     def _make_block(self, tier: str, size: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         if tier == "cpu":
-            is_pinned = self.device.type == "cuda"
-            return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned), None
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"), None
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 # Room is taken now, when a full disk is an error and not yet a signal.

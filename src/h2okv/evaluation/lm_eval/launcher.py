@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ from unittest.mock import patch
 from tqdm import tqdm
 
 from h2okv.config import CacheConfig
-from h2okv.console import check_least
+from h2okv.console import check_least, optional
 from h2okv.evaluation.model import ModelUnderTest, settled
 from h2okv.evaluation.shared_prefill import shares_prompt
 from h2okv.evaluation.task import Configs, Found, Result, Score, Task
@@ -49,19 +48,19 @@ SETTINGS = ("protocol", *(field.name for field in fields(CacheConfig)))
 _FEWSHOT_SEED = 1234
 
 
-def data_file(name: str) -> Path:
-    """Finds a data file of a task."""
-    folder = os.environ.get(DATA_VARIABLE, "")
-    if not folder:
+def data_file(name: str, folder: Path | None = None) -> Path:
+    """Finds a data file of a task, by default in the folder that the environment names."""
+    place = folder or os.environ.get(DATA_VARIABLE, "")
+    if not place:
         raise ValueError(
             f"this task reads {name!r}, and nothing says where it is; give h2okv lm-eval --data "
             f"DIR, or set the environment variable {DATA_VARIABLE}."
         )
-    path = Path(folder) / name
+    path = Path(place) / name
     if not path.is_file():
         raise ValueError(
-            f"the data file {name!r} is not in {folder!r}; put it there (docs/lm-eval.md says "
-            "where it comes from) or name another folder by --data."
+            f"the data file {name!r} is not in '{place}'; put it there (docs/lm-eval.md says "
+            "where those of its tasks come from) or name another folder by --data."
         )
     return path
 
@@ -76,17 +75,15 @@ def check_arguments(names: Iterable[str]) -> None:
 
 def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     """Registers model and tasks, which releases up to 0.4.13 do not look for, and hands over."""
-    _check_installed()
+    command = optional("lm_eval._cli", "h2okv lm-eval")
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
-    from lm_eval._cli import HarnessCLI
-
     words = list(args)
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words.insert(0, "run")
     try:
         with patch.object(sys, "argv", ["lm_eval", *words]):
-            asked = HarnessCLI().parse_args()
+            asked = command.HarnessCLI().parse_args()
         with _data_folder(data):
             if asked.command == "run":
                 _check_early(asked)
@@ -94,11 +91,6 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     except SystemExit as left:  # after its help, or with a sentence of its own
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     return 0
-
-
-def _check_installed() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-evaluation-harness is not installed; pip install 'h2okv[eval]'")
 
 
 def _check_early(asked: Namespace) -> None:
@@ -181,12 +173,13 @@ class HarnessTask(Task):
     metrics = ("acc", "acc_norm")
 
     def __post_init__(self) -> None:
-        _check_installed()
+        optional("lm_eval", "a task of the harness")
         if self.own and self.name not in _FILES:
             raise unknown_name("task of the harness", self.name, sorted(_FILES))
         check_least(0, shots=self.shots)
         check_least(batch_size=self.batch_size, limit=self.limit, prefill_chunk=self.prefill_chunk)
         self.samples = (0,)
+        self._known_as = f"{_PREFIX}{self.name}" if self.own else self.name
 
     @property
     def columns(self) -> Mapping[str, Any]:
@@ -201,7 +194,7 @@ class HarnessTask(Task):
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         with quietly(), _data_folder(self.data):
-            self._manager().load([self._task_name])
+            self._manager().load([self._known_as])
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
@@ -233,7 +226,7 @@ class HarnessTask(Task):
             protocol = None if self.prefill_chunk in (None, 1) else "whole"
         stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
         options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
-        attention, name = model.config._attn_implementation, self._task_name
+        attention, name = model.config._attn_implementation, self._known_as
         with quietly(), _data_folder(self.data):
             harness_model = H2OLM(model.model, tokenizer=model.tokenizer, **options)
             harness_model.scorer = scorer or harness_model.scorer
@@ -267,10 +260,6 @@ class HarnessTask(Task):
 
     def size(self, results: Mapping[int, Result]) -> int:
         return int(results[0]["documents"])
-
-    @property
-    def _task_name(self) -> str:
-        return f"{_PREFIX}{self.name}" if self.own else self.name
 
     def _manager(self) -> Any:
         from lm_eval.tasks import TaskManager

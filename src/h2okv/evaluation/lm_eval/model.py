@@ -62,10 +62,7 @@ def provenance(
 
 
 def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
-    """Takes cache and protocol, those of `SETTINGS`, out of a model's arguments.
-
-    Blocks of one token are the paper's protocol, ``whole``, unless said otherwise.
-    """
+    """Takes cache and protocol, those of `SETTINGS`, out of a model's arguments."""
     given = {name: options.pop(name) for name in SETTINGS if name in options}
     protocol = given.pop("protocol", None)
     config = CacheConfig.from_dict(given)
@@ -74,7 +71,7 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     get_scoring(config.scoring, config.decay)
     rule: Any = PositionRule
     rule(config.positions, config.prefill_chunk)
-    if protocol is None:
+    if protocol is None:  # blocks of one token are the paper's
         protocol = "whole" if config.prefill_chunk == 1 else "prompt"
     if protocol not in ("prompt", "whole"):
         raise ValueError(f"protocol={protocol!r} is unknown; choose one of prompt, whole.")
@@ -99,6 +96,7 @@ class TokenScores(NamedTuple):
 
 
 Pair = tuple[Sequence[int], Sequence[int]]  # the tokens of a context and of its continuation
+Request = tuple[Any, list[int], list[int]]  # the same with their texts, if they are known
 Scored = Iterator[tuple[int, TokenScores]]  # numbers of pairs, with their continuations' scores
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -115,7 +113,8 @@ class Scorer:
         self.group = [self]
         self._known: dict[_Key, TokenScores] = {}
         # Recurrent and sliding layers are transformers' own, and not all of them see padding.
-        self.takes_padding = all(isinstance(layer, CacheLayer) for layer in self._cache().layers)
+        layers = self.new_cache().layers
+        self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
 
     def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
         """Scores continuations on what eviction left of their contexts, each of which is read once.
@@ -149,7 +148,7 @@ class Scorer:
         self, contexts: Sequence[Sequence[int]], jobs: Sequence[tuple[int, _Key]], size: int
     ) -> None:
         """Reads contexts onto empty caches of the group; each scores the continuations after it."""
-        caches = [scorer._cache() for scorer in self.group]
+        caches = [scorer.new_cache() for scorer in self.group]
         ids, mask = left_padded(contexts, self.model.device)
         if ids.shape[1] and len(caches) == 1:
             self._forward(ids, mask, caches[0], keep=1)
@@ -174,22 +173,21 @@ class Scorer:
             self._known.update(zip(keys, scores, strict=True))
 
     def whole(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
-        """Scores continuations in texts that are evicted from their first block on.
+        """Scores continuations in texts that the layers evict from every ``prefill_chunk`` tokens.
 
-        The layers cut a text into blocks of ``prefill_chunk`` tokens. The budget is of the tokens
-        read, all but the text's last one, which nothing follows.
+        The budget is of the tokens read, all but the text's last one, which nothing follows.
         """
         lengths = [len(context) + len(continuation) for context, continuation in pairs]
         for members in batches(lengths, size if self.takes_padding else 1):
-            scores = self._score([pairs[number] for number in members], self._cache())
+            scores = self._score([pairs[number] for number in members], self.new_cache())
             yield from zip(members, scores, strict=True)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[B, T, V]`` of texts ``[B, T]`` without padding, read on an empty cache."""
         ids = input_ids.to(self.model.device)
-        return self._forward(ids, torch.ones_like(ids), self._cache())
+        return self._forward(ids, torch.ones_like(ids), self.new_cache())
 
-    def _cache(self) -> H2OCache:
+    def new_cache(self) -> H2OCache:
         return make_cache(self.config, self.model.config, self.config.seed)
 
     def _forward(
@@ -291,8 +289,7 @@ class H2OLM(HFLM):
         options.setdefault("dtype", default_dtype(self.name, options["device"]) or "auto")
         super().__init__(pretrained=pretrained, **options)
         prepare_model(self.model)
-        dtype = self.softmax_dtype or torch.float32
-        self.scorer = Scorer(self.model, self.cache_config, dtype)
+        self.scorer = Scorer(self.model, self.cache_config, self.softmax_dtype or torch.float32)
 
     @property
     def max_length(self) -> int:
@@ -340,27 +337,19 @@ class H2OLM(HFLM):
                 self._refuse(number, request.args, length, room)
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
-    def _model_call(
-        self,
-        inps: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _model_call(self, inps: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return self.scorer.logits(inps)
 
-    def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
-    ) -> torch.Tensor:
+    def _model_generate(self, *args: Any, **options: Any) -> torch.Tensor:
         """Generates with a new cache for the batch; the budget is of each one's prompt."""
-        cache = make_cache(self.cache_config, self.model.config, self.cache_config.seed)
         with enable(self.model):
             return super()._model_generate(
-                context, max_length, stop, past_key_values=cache, **generation_kwargs
+                *args, past_key_values=self.scorer.new_cache(), **options
             )
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: Sequence[Request],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
@@ -376,7 +365,7 @@ class H2OLM(HFLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answers[number])
         return [answers[number] for number in range(len(requests))]
 
-    def _fitting(self, number: int, request: tuple[Any, list[int], list[int]]) -> Pair:
+    def _fitting(self, number: int, request: Request) -> Pair:
         """Context and continuation, the context cut from the left where the user allows it."""
         texts, context, continuation = request
         if not continuation:

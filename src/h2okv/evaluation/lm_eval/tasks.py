@@ -98,15 +98,6 @@ def _rte(record: Record) -> Document:
     }
 
 
-def _piqa(record: Record, label: str, path: Path) -> Document:
-    labelled = Record({"label": label}, f"{path}, of {record.place}")
-    return {
-        "goal": record.text("goal"),
-        "choices": [record.text("sol1"), record.text("sol2")],
-        "label": labelled.choice("label", ("0", "1")),
-    }
-
-
 def _open_book(record: Record) -> Document:
     found = _LETTERED.findall(record.text("Choices"))
     if [letter for letter, _ in found] != list("ABCD"):
@@ -167,4 +158,13 @@ def piqa(**_: Any) -> Splits:
             f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."
         )
     known = iter(labels)
-    return _splits(lambda record: _piqa(record, next(known), path), test="piqa/valid.jsonl")
+
+    def convert(record: Record) -> Document:
+        labelled = Record({"label": next(known)}, f"{path}, of {record.place}")
+        return {
+            "goal": record.text("goal"),
+            "choices": [record.text("sol1"), record.text("sol2")],
+            "label": labelled.choice("label", ("0", "1")),
+        }
+
+    return _splits(convert, test="piqa/valid.jsonl")

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,6 @@ from h2okv.provenance import digest
 from h2okv.records import Record, read_jsonl, read_text_file
 
 Protocol = Literal["decode", "block"]
-PROTOCOLS: tuple[Protocol, ...] = ("decode", "block")
 DEFAULT_TEXTS = 8
 _FULL = CacheConfig("full")
 _MEASURES = ("kl", "agreement", "nll", "full_nll")
@@ -162,10 +162,9 @@ class Fidelity(Task):
                 f"{source.name!r} has {len(source.prompts)} prompts; give --texts"
                 f" {len(source.prompts)} or fewer"
             )
-        has_template = bool(model.tokenizer.chat_template)
+        as_message = bool(model.tokenizer.chat_template) and not self.raw
         found = []
         for number, prompt in enumerate(source.prompts[:wanted], start=1):
-            as_message = has_template and not self.raw
             if isinstance(prompt, _Question):
                 sample = self._ask(model, source, prompt, as_message)
             elif isinstance(prompt, str):
@@ -199,9 +198,8 @@ class Fidelity(Task):
         for sample in samples:
             caches = [make_cache(own, model.config, seed) for own in (_FULL, *configs)]
             with enable(model.model), torch.no_grad():
-                results = _Comparison(model, caches, self._samples[sample].prompt).run(
-                    self._samples[sample], self.new_tokens, self.protocol
-                )
+                compared = _Comparison(model, caches, self._samples[sample])
+                results = compared.run(self.new_tokens, self.protocol)
             for number, result in enumerate(results):
                 yield number, {sample: result}
 
@@ -233,21 +231,20 @@ class Fidelity(Task):
 class _Comparison:
     """A prompt that the full cache, the first one, has read with those compared with it."""
 
-    def __init__(
-        self, model: ModelUnderTest, caches: list[H2OCache], prompt: Sequence[int]
-    ) -> None:
+    def __init__(self, model: ModelUnderTest, caches: list[H2OCache], sample: _Sample) -> None:
+        self.sample = sample
         self.model: Any = model.model
         self.ends = eos_token_ids(self.model)
         self.caches, self.shared = caches, SharedPrefill(caches)
-        self.read = 0
-        first = self._forward(torch.tensor([list(prompt)]), self.shared, 1)
+        first = self._forward(torch.tensor([sample.prompt]), self.shared, 1)
         self.first = int(first[0, -1].argmax())
         self.shared.split()
 
-    def run(self, sample: _Sample, most: int, protocol: Protocol) -> list[Result]:
+    def run(self, most: int, protocol: Protocol) -> list[Result]:
+        following = self.sample.following
         how = self._decode if protocol == "decode" else self._in_one_block
-        measured = how(sample.following, len(sample.following) - 1 if sample.following else most)
-        measured = measured[-sample.compared :]
+        measured = how(following, len(following) - 1 if following else most)
+        measured = measured[-self.sample.compared :]
         full, *others = self.caches
         return [
             {
@@ -274,33 +271,22 @@ class _Comparison:
     def _in_one_block(self, following: Sequence[int], most: int) -> torch.Tensor:
         """All tokens at once, one cache after another; the same."""
         tokens = list(following) or self._answer(most)
-        block, targets, start = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:]), self.read
-        full, columns = None, []
-        for cache in self.caches:
-            self.read = start
-            log_probs = self._forward(block, cache)[0]
-            full = log_probs if full is None else full
-            columns.append(_measure(full, log_probs, targets))
-        return torch.stack(columns, dim=1)
+        block, targets = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:])
+        said = (self._forward(block, cache)[0] for cache in self.caches)
+        full = next(said)
+        return torch.stack([_measure(full, own, targets) for own in chain([full], said)], dim=1)
 
     def _answer(self, most: int) -> list[int]:
         """The full cache's own answer, on a copy; at least two tokens."""
-        cache, tokens, start = self.caches[0].fork(1), [self.first], self.read
+        cache, tokens = self.caches[0].fork(1), [self.first]
         while len(tokens) <= most and (len(tokens) < 2 or tokens[-1] not in self.ends):
-            log_probs = self._forward(torch.tensor([tokens[-1:]]), cache, 1)
-            tokens.append(int(log_probs[0, -1].argmax()))
-        self.read = start
+            tokens.append(int(self._forward(torch.tensor([tokens[-1:]]), cache, 1).argmax()))
         return tokens
 
     def _forward(self, ids: torch.Tensor, cache: H2OCache, keep: int = 0) -> torch.Tensor:
         """Log-probabilities fp32 ``[B, T, V]``, or of the last token alone; on the CPU."""
-        self.read += ids.shape[1]
-        logits = self.model(
-            ids.to(self.model.device),
-            attention_mask=torch.ones(len(ids), self.read, device=self.model.device),
-            past_key_values=cache,
-            logits_to_keep=keep,
-        ).logits
+        ids = ids.to(self.model.device)
+        logits = self.model(ids, past_key_values=cache, logits_to_keep=keep).logits
         return logits.float().log_softmax(dim=-1).cpu()
 
 
