@@ -124,8 +124,9 @@ class Subject:
         return ServingMemory(
             sequence=self.footprint.full_bytes(1, context) // ranks,
             step=memory.decode_bytes(1, 0),
-            prefill=memory.prefill_bytes(PIECE) + PIECE * memory.vocabulary * 4,
-            fixed=memory.fixed_bytes,
+            prefill=memory.prefill_bytes(PIECE)
+            + PIECE * memory.vocabulary * 4
+            + memory.fixed_bytes,
         )
 
     def link_bytes(self, ranks: int, tokens: int, rows: int) -> float:
