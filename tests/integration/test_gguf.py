@@ -316,6 +316,7 @@ def test_says_what_to_install(tmp_path, monkeypatch):
         converted(path)
 
 
+@pytest.mark.slow  # transformers takes a minute to undo its quantization
 @pytest.mark.skipif(REAL is None, reason="SmolLM2 is not here; h2okv models pull smollm2 gets it")
 def test_smollm2_answers_as_transformers_reads_it():
     folder = converted(REAL)
