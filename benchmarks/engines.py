@@ -287,6 +287,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    if "llama.cpp" in asked.kinds and (asked.gguf is None or not asked.gguf.is_file()):
+        parser.error(f"--gguf {asked.gguf} is no file; give the GGUF file that llama.cpp reads")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from transformers import AutoTokenizer
@@ -318,6 +320,8 @@ def main() -> None:
                         print(row, flush=True)
                         write(row, asked.out)
                 process.join()
+                if process.exitcode:
+                    raise SystemExit(f"{kind} ended with an error; the rows before it are kept")
 
 
 if __name__ == "__main__":

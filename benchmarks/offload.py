@@ -211,8 +211,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         args.label, args.tied = f"llama {args.layers} x {args.hidden}", False
         if args.model:
-            folder = resolve_model(args.model)
-            config = AutoConfig.from_pretrained(folder)
+            try:
+                folder = resolve_model(args.model)
+                config = AutoConfig.from_pretrained(folder)
+            except (OSError, ValueError) as error:
+                parser.error(str(error).splitlines()[0])
             args.label, args.tied = args.model, config.tie_word_embeddings
             args.layers, args.vocabulary = config.num_hidden_layers, config.vocab_size
             args.kv_heads = config.num_key_value_heads

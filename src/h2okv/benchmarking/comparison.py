@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -195,7 +196,7 @@ COLUMNS = (
 
 
 @dataclass
-class Bench:
+class Bench(ABC):
     """A model in one dtype and what is wanted of it; refused before anything is allocated."""
 
     source: ModelSource  # by which other processes build the model, too
@@ -259,11 +260,13 @@ class Bench:
         del self.model  # its room is the next dtype's
 
     @property
+    @abstractmethod
     def num_units(self) -> int:
-        raise NotImplementedError
+        """How often it reports."""
 
+    @abstractmethod
     def measured(self) -> Iterator[Row]:
-        raise NotImplementedError
+        """Measures on the model that `rows` has checked."""
 
     def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
         """The columns that say what ran, and how."""
