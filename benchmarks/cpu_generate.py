@@ -35,8 +35,7 @@ from h2okv.ops.attention import Visibility
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURES = ("attention", "rolling", "turns")
-# The scores may take 0.9 of the time that attention takes without them.
-ATTENTION_LIMIT, ROLLING_LIMIT, TURN_LIMIT = 1.9, 1.15, 1.2
+ATTENTION_LIMIT, ROLLING_LIMIT, TURN_LIMIT = 1.3, 1.15, 1.2
 Samples = dict[str, list[float]]
 CPU = torch.device("cpu")
 

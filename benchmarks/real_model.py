@@ -4,7 +4,8 @@ One model, one text, batch and threads as asked for. Everything takes turns: pro
 steps one by one, so that a slow moment of the machine hits all. "static" is a `StaticCache` with as
 many entries as H2O holds: what eviction would cost if it were free. ``--compile`` measures H2O's
 steps once more under ``h2okv.enable(model, compile=True)``. ``--answer`` times a prompt with so
-many tokens after it too; "peak" is what a prompt takes beyond the model, in a process of its own.
+many tokens after it too; "peak" is what a prompt takes beyond the model, in a process of its own;
+"import" is the CPU time of ``import h2okv`` beside that of transformers with a model's class.
 Correctness comes first: a failed check ends the run without a figure. ``--quick`` asks for little,
 and prints the recorded ratios beside today's.
 """
@@ -12,6 +13,9 @@ and prints the recorded ratios beside today's.
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,6 +28,7 @@ from record import (
     environment,
     interleave,
     load_pair,
+    progress,
     report,
     rows_for,
     show,
@@ -34,6 +39,7 @@ from transformers import PreTrainedModel
 from h2okv.benchmarking.caches import CacheRunner, CacheSpec, PeakRun, measure_peak, prompt_ids
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv.benchmarking.model import ModelSource, speedup_limit
+from h2okv.benchmarking.results import interleaved
 from h2okv.config import CacheConfig
 from h2okv.offload.profile import Clock
 from h2okv.records import read_csv
@@ -42,9 +48,11 @@ CSV = RESULTS / "real_model.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_LIMIT = {"fp32": 1.15, "bf16": 1.10}
 STEP_LIMIT, COMPILED_LIMIT, ANSWER_LIMIT, PEAK_LIMIT = 1.05, 0.95, 1.0, 1.05
+IMPORT_LIMIT = 1.2
+IMPORTS = {"h2o": "import h2okv", "transformers": "from transformers import LlamaForCausalLM"}
 SHARE_OF_BYTES = 0.9  # of the speed-up that the bytes of a large batch of long texts allow
 WARMUP = 8
-MEASURES = ("prompt", "step", "peak")
+MEASURES = ("prompt", "step", "peak", "import")
 SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
 """The columns by which a recorded row is found again."""
 
@@ -142,6 +150,22 @@ def peak_beyond_model(model: str, dtype: torch.dtype, spec: CacheSpec, ids: torc
     return (peak.peak - peak.loaded) / 2**20
 
 
+def measure_imports(rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of a new Python that imports, by what it imports."""
+    samples: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    for number, name in interleaved(list(IMPORTS), 1 + rounds):
+        progress(f"imports: round {number} of {rounds}")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", IMPORTS[name]], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if number:  # the first round fills the disk's cache
+            samples[name].append(
+                after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+            )
+    progress("")
+    return samples
+
+
 def compare(rows: list[dict[str, Any]], path: Path) -> None:
     """Prints today's ratios beside the newest recorded ones of the same setting."""
     recorded = {_key(row): row for row in (read_csv(path) if path.exists() else [])}
@@ -187,7 +211,11 @@ def main() -> None:
         args.dtypes, args.prompts, args.rounds = ["fp32"], [1024], 5
     if args.threads:
         torch.set_num_threads(args.threads)
-    for dtype in args.dtypes:
+    if "import" in args.measures:
+        setting = environment() | {"model": "", "dtype": ""}
+        targets = [Target("transformers", IMPORT_LIMIT)]
+        report(args.csv, rows_for("import", "s", measure_imports(args.rounds), targets, setting))
+    for dtype in args.dtypes if args.measures != ["import"] else []:
         plain, twin = load_pair(args.model, DTYPES[dtype])
         try:
             check_h2o(twin)
