@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, OPTConfig
 
 import h2okv
-from h2okv.config import CacheConfig
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_meta_model
 from h2okv.offload.planner import PLACES, Planner, Workload, parse_placement
@@ -115,13 +114,29 @@ def test_each_forward_through_a_layer_takes_a_while_however_small_it_is(planner)
     assert slow.decode_tokens_per_second == pytest.approx(8 / slow.step["compute"])
 
 
+def test_attention_and_a_last_batch_count(planner):
+    work = Workload(mean_prompt=100, longest_prompt=100, max_new_tokens=11, num_prompts=12)
+    free = planner(4000 * MIB, work, 8)
+    profile = replace(PROFILE, entry_seconds=1e-3, token_seconds=1e-2)
+    quick, slow = (own.plan().estimate for own in (free, replace(free, hardware=profile)))
+    slots = free.memory.cache.slots_for(100, 11)
+    assert slow.step["compute"] == pytest.approx(quick.step["compute"] + 6 * 8 * slots * 1e-3)
+    assert slow.prefill_seconds == pytest.approx(quick.prefill_seconds + 6 * 8 * 100 * 1e-2)
+    # Twelve prompts, eight at a time: the last four take as many steps.
+    seconds = 1.5 * slow.prefill_seconds + 2 * 10 * slow.step["compute"]
+    assert slow.tokens_per_second == pytest.approx(12 * 11 / seconds)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"policy": "full"}, {"kv_bits": 4}, {"positions": "clamped"}], ids=str
 )
-def test_the_overhead_of_a_layer_is_measured(options):
-    layer, forward = measure_overhead(CacheConfig(**options), torch.bfloat16, CPU)
-    assert 1e-5 < layer < 1
-    assert 0 <= forward < 1
+def test_the_overhead_of_a_layer_is_measured(meta, options):
+    config = OPTConfig() if options.get("positions") == "clamped" else meta.model.config
+    memory = MemoryModel(config, h2okv.H2OCache(config, **options), torch.bfloat16)
+    found = measure_overhead(memory, 100, torch.bfloat16, CPU)
+    assert 1e-5 < found["layer_seconds"] < 1
+    assert all(0 <= seconds < 1 for seconds in found.values())
+    assert found["token_seconds"] > 0
 
 
 def test_percentages_may_have_no_digit_before_the_point():

@@ -254,7 +254,7 @@ def make_planner(
     return Planner(
         meta=meta,
         memory=memory,
-        hardware=measure_hardware(files, memory, dtype, device, room),
+        hardware=measure_hardware(files, memory, workload.mean_prompt, dtype, device, room),
         room=room,
         workload=workload,
         device=device,

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -287,7 +288,8 @@ class Planner:
         for unit, place in zip(units, placement[:-1], strict=True):
             sizes[place] += unit.nbytes
         # A disk, like a link, does one thing at a time: the caches come after the weights.
-        on_host = 0 if self.device.type == "cpu" else sizes["cpu"]
+        on_cpu = self.device.type == "cpu"
+        on_host = 0 if on_cpu else sizes["cpu"]
         roads = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
         weights = max(held / speed for held, speed in roads.values())
         slots = self._slots(prompt)
@@ -298,24 +300,34 @@ class Planner:
                 cache = max(cache, (held + part * moved) / speed)
         # Multiplications and additions of a token, and the fixed cost of a micro-batch's forward.
         *layers, head = (2 * sum(slot.num_weights for slot in unit.slots) for unit in units)
-        overhead = (len(units) - 1) * machine.layer_seconds + machine.forward_seconds
+        overhead = len(layers) * machine.layer_seconds + machine.forward_seconds
         gemm = batch_size * (sum(layers) + head) / machine.gemm_rate(batch_size)
-        compute = max(gemm, sum(sizes.values()) / machine.memory) + overhead
+        attention = len(layers) * batch_size * slots * machine.entry_seconds
+        compute = max(gemm, sum(sizes.values()) / machine.memory) + attention + overhead
         step = {"weights": weights, "cache": cache, "compute": compute}
+        # On a CPU the thread that computes copies the caches too, out of the file's pages.
+        copying = caches.get("file", 0.0) * moved / machine.disk if on_cpu else 0.0
+        step["compute"] += copying
         seconds = max(step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
         micro_batches = -(-batch_size // max(1, micro_batch_tokens // prompt))
         # Of a prompt only the last token passes the head.
         operations = batch_size * (prompt * sum(layers) + head)
         compute = operations / machine.gemm_rate(min(batch_size * prompt, micro_batch_tokens))
+        compute += len(layers) * batch_size * prompt * machine.token_seconds
         prefill = max(passes * weights, compute + micro_batches * overhead)
+        batches = max(1.0, self.workload.num_prompts / batch_size)
         return Estimate(
             step=step,
             prefill_seconds=prefill,
             # Each pass gives every running sequence a token, also while others are prefilled.
             first_result_seconds=prefill * min(1.0, new / passes) + max(0, new - passes) * seconds,
             decode_tokens_per_second=batch_size / seconds,
-            tokens_per_second=batch_size * new / (prefill + (new - 1) * seconds),
+            # A last batch that is not full takes as many steps.
+            tokens_per_second=batches
+            * batch_size
+            * new
+            / (batches * prefill + ceil(batches) * (new - 1) * seconds),
         )
 
     def _too_little(self, batch_size: int) -> ValueError:

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from h2okv.cache import H2OCache
-from h2okv.config import CacheConfig
 from h2okv.engine.memory import MemoryModel, available_bytes
 from h2okv.integration.enable import enable
 from h2okv.offload.checkpoint import CheckpointFiles
@@ -24,6 +23,8 @@ _MIN_READ_BYTES = 1 << 16
 _SAMPLE_BYTES = 64 << 20
 _MIN_SAMPLE_BYTES = 1 << 20
 _GEMM_ROWS = (1, 8, 32, 256)
+_SEQUENCES = 16  # of a step, beside one of a single sequence
+_MAX_PROMPT = 512  # tokens that are timed; of longer prompts each takes about as long
 _MIN_SECONDS = 0.05
 _MIN_RUNS = 5  # on a busy machine a single run may have waited for others most of the time
 
@@ -69,6 +70,10 @@ class HardwareProfile:
     # bookkeeping, and the same outside the layers.
     layer_seconds: float = 0.0
     forward_seconds: float = 0.0
+    # What a layer's attention and cache take besides: in a step for each entry of a sequence, and
+    # for each token of a prompt.
+    entry_seconds: float = 0.0
+    token_seconds: float = 0.0
 
     def gemm_rate(self, rows: int) -> float:
         at, rates = zip(*self.gemm, strict=True)
@@ -76,7 +81,12 @@ class HardwareProfile:
 
 
 def measure_hardware(
-    files: CheckpointFiles, memory: MemoryModel, dtype: torch.dtype, device: torch.device, room: int
+    files: CheckpointFiles,
+    memory: MemoryModel,
+    prompt: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    room: int,
 ) -> HardwareProfile:
     """Measures the machine, in a second or two; the samples fit into so many bytes."""
     # A quarter each for the buffer and its copy, and for the matrices of the products.
@@ -92,8 +102,8 @@ def measure_hardware(
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
     disk = measure_disk(files, max(_MIN_READ_BYTES, sample // 4))
     gemm = measure_gemm(memory.hidden, width, dtype, device)
-    overhead = measure_overhead(memory.cache.cache_config, dtype, device)
-    return HardwareProfile(disk, link, bandwidth, gemm, *overhead)
+    overhead = measure_overhead(memory, min(prompt, _MAX_PROMPT), dtype, device)
+    return HardwareProfile(disk, link, bandwidth, gemm, **overhead)
 
 
 def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
@@ -113,16 +123,17 @@ def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
 def measure_gemm(
     hidden: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[int, float], ...]:
-    """Multiplies rows with matrices of the model's size."""
+    """Multiplies rows with matrices of the model's size, as a gated MLP does."""
     # Several matrices, as a model has, so that none of them is in a processor's cache already.
-    weights = [torch.randn(width, hidden, device=device).to(dtype) for _ in range(3)]
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    weights = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     found = []
     for rows in _GEMM_ROWS:
         states = torch.randn(rows, hidden, device=device).to(dtype)
 
         def run(states: torch.Tensor = states) -> None:
-            for weight in weights:
-                linear(states, weight)
+            gate, up, down = weights
+            linear(silu(linear(states, gate)) * linear(states, up), down)
 
         operations = len(weights) * 2 * rows * hidden * width
         found.append((rows, operations / min(Clock(device).samples(run))))
@@ -144,26 +155,50 @@ def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> flo
 
 
 def measure_overhead(
-    cache_config: CacheConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    """Times decode steps of a model of next to no size: seconds of a layer, and of the rest."""
+    memory: MemoryModel, prompt: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    """Times steps and prompts of a model of next to no width that has the heads of this one."""
     from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and rarely needed
 
+    cache_config = memory.cache.cache_config
     if cache_config.positions == "clamped":  # for other families than the one that is timed
         cache_config = replace(cache_config, positions="original")
-    sizes: Any = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
-    token = torch.ones((1, 1), dtype=torch.long, device=device)
-    seconds = []
+    cache_config = replace(cache_config, layer_budgets=None)
+    sizes: Any = {
+        "hidden_size": 8 * memory.num_heads,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "num_attention_heads": memory.num_heads,
+        "num_key_value_heads": memory.num_kv_heads,
+        "head_dim": memory.key_size,
+    }
+    seconds: dict[str, list[float]] = {"step": [], "steps": [], "prompt": []}
     for layers in (1, 5):
-        config = LlamaConfig(num_attention_heads=2, num_hidden_layers=layers, **sizes)
+        config = LlamaConfig(num_hidden_layers=layers, **sizes)
         with torch.random.fork_rng([]):
             model: Any = LlamaForCausalLM(config).eval()
         model.to(device=device, dtype=dtype)
-        step = partial(model, past_key_values=H2OCache.from_config(config, cache_config))
+
+        tokens = torch.ones((1, prompt), dtype=torch.long, device=device)
+
+        def read(config: Any = config, model: Any = model, tokens: Any = tokens) -> H2OCache:
+            cache = H2OCache.from_config(config, cache_config)
+            model(tokens, past_key_values=cache, logits_to_keep=1)
+            return cache
+
         with torch.inference_mode(), enable(model):
-            step(token.expand(1, 32))
             # Not the best, as for bandwidths: whatever else runs here delays every operation.
-            seconds.append(median(Clock(device).samples(partial(step, token))))
-    few, many = seconds
-    layer = max(0.0, many - few) / 4
-    return layer, max(0.0, few - layer)
+            for name, batch in (("step", 1), ("steps", _SEQUENCES)):
+                cache = read()
+                cache.batch_repeat_interleave(batch)
+                step = partial(model, tokens[:, :1].expand(batch, 1), past_key_values=cache)
+                seconds[name].append(median(Clock(device).samples(step)))
+            seconds["prompt"].append(median(Clock(device).samples(read)))
+    layer, many, read_once = (max(0.0, own[1] - own[0]) / 4 for own in seconds.values())
+    slots = memory.cache.slots_for(prompt, _MIN_RUNS)
+    return {
+        "layer_seconds": layer,
+        "forward_seconds": max(0.0, seconds["step"][0] - layer),
+        "entry_seconds": max(0.0, many - layer) / ((_SEQUENCES - 1) * slots),
+        "token_seconds": max(0.0, read_once - layer) / prompt,
+    }
