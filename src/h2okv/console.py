@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,12 @@ def format_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()
 ) -> str:
     """Lays out a table as text; a heading may have several lines."""
-    lines, header = [list(row) for row in rows], [heading.split("\n") for heading in headings]
-    depth = max(map(len, header), default=0)
-    padded = [[""] * (depth - len(own)) + own for own in header]
-    lines[:0] = map(list, zip(*padded, strict=True))
+    upwards = (reversed(heading.split("\n")) for heading in headings)
+    header = [*zip_longest(*upwards, fillvalue="")][::-1]
+    lines: list[Sequence[str]] = [*header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if headings:
-        lines.insert(depth, ["-" * width for width in widths])
+        lines.insert(len(header), ["-" * width for width in widths])
     aligns = [str.rjust if heading not in left else str.ljust for heading in headings]
     text = ""
     for line in lines:
@@ -94,12 +94,7 @@ def format_table(
 
 
 class Progress:
-    """A progress bar on stderr; drawn only where stderr is a terminal, and gone at the end.
-
-    Example:
-        >>> with Progress("evaluating", total=100, unit="samples") as progress:
-        ...     progress.advance(note="h2o, 20%")
-    """
+    """A progress bar on stderr; drawn only where stderr is a terminal, and gone at the end."""
 
     def __init__(
         self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True

@@ -249,7 +249,9 @@ class ResultFile:
                 place = f"line {number} of '{self.path}'"
                 foreign = ValueError(f"{place} is not a result of {self.kind}; choose another file")
                 if not line.endswith(b"\n"):
-                    if size or self._is_torn_start(line):
+                    # An unfinished first line is cut off only if it is ours.
+                    is_begun = not self._header and self.settings_path.exists()
+                    if size or is_begun or self._header.startswith(line):
                         break
                     raise foreign
                 if number > 1 or not self._header:
@@ -258,10 +260,6 @@ class ResultFile:
                     raise foreign
                 size += len(line)
         return size
-
-    def _is_torn_start(self, line: bytes) -> bool:
-        """Whether an unfinished first line is ours to cut off."""
-        return self._header.startswith(line) if self._header else self.settings_path.exists()
 
     def _settle(self, settings: Mapping[str, Any]) -> None:
         """Writes the settings before the first result, or compares them."""

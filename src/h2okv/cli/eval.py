@@ -201,14 +201,12 @@ def fidelity(
     if trial.as_json:
         write_json({"csv": str(trial.csv), "rows": found, "recommended": flags})
     elif found:
-        write_text(_fidelity_table(found))
+        write_text(_fidelity_table(found) + advice)
+        if note := args.growth_note(trial.caches):
+            write_remark(note)
     drawn = [row for row in found if row["policy"] != "full"]
     if plot is not None and drawn:
         plot_fidelity(plot, drawn, f"{trial.model.name}, {drawn[0]['texts']} texts")
-    if not trial.as_json:
-        write_text(advice)
-        if found and (note := args.growth_note(trial.caches)):
-            write_remark(note)
     return code
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from h2okv.cli import args
 from h2okv.cli.args import MEMORY_HELP, ModelOptions, Typed, least, option
 from h2okv.config import CacheConfig
+from h2okv.console import optional
 
 KEY_VARIABLE = "H2OKV_API_KEY"
 
@@ -57,11 +58,14 @@ def serve(
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
     cache, _ = args.with_least_entries(cache)
+    # A path's last name, so that clients do not see where it lies; a Hub id as it is.
+    path = Path(model.name)
+    own_name = path.resolve().name if path.exists() else model.name
     engine = args.build(EngineConfig, locals())
     server = args.build(
         config.ServerSettings,
         locals(),
-        model_name=called or config.served_name(model.name),
+        model_name=called or own_name,
         budget=cache.budget,
         api_key=os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(cors_origin or ()),
@@ -78,8 +82,9 @@ def serve(
         systems=tuple(args.read_text("--system", path) for path in system or ()),
         loading=loading,
     )
-    config.check_installed()
-    # Only now: what follows imports what the extras bring.
+    # Before what follows, which imports what the extras bring.
+    for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
+        optional(name, "a server", "serve")
     if not ray:
         from h2okv.server.launch import follow, run_server
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from h2okv.cluster.ray_cluster import cluster, import_ray, place_copies, reason
 from h2okv.console import Progress
 from h2okv.integration.loading import Described, parse_device
 from h2okv.offload.job import Job, Prompt, Summary, TextCodec, generate_records
-from h2okv.offload.offload_engine import BatchRequest, describe_for, open_runner, run
+from h2okv.offload.offload_engine import BATCH_SIZE, BatchRequest, describe_for, open_runner, run
 
-_BATCH_SIZE = 32
 _BATCHES = 8
 """Batches of prompts that an actor gets at once: at the end of each its slots run empty."""
 
@@ -21,19 +19,17 @@ _BATCHES = 8
 def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> Summary:
     """Runs a job on ``actors`` models; ``device`` is auto, cpu or cuda on their machines."""
     import_ray()
-    return run(request, partial(_run, device, actors))
 
+    def execute(request: BatchRequest, described: Described, job: Job) -> Summary:
+        bar = Progress("batch", len(job.prompts.lines), "prompts")
 
-def _run(
-    device: str, actors: int | None, request: BatchRequest, described: Described, job: Job
-) -> Summary:
-    bar = Progress("batch", len(job.prompts.lines), "prompts")
+        def told(seconds: float, new_tokens: int) -> None:
+            bar.update(len(job.finished), note=f"{new_tokens / max(seconds, 1e-9):,.1f} tokens/s")
 
-    def told(seconds: float, new_tokens: int) -> None:
-        bar.update(len(job.finished), note=f"{new_tokens / max(seconds, 1e-9):,.1f} tokens/s")
+        with cluster() as ray, bar:
+            return job.collect(_results(ray, job, request, device, actors), told)
 
-    with cluster() as ray, bar:
-        return job.collect(_results(ray, job, request, device, actors), told)
+    return run(request, execute)
 
 
 def _results(
@@ -43,7 +39,7 @@ def _results(
     left = job.unfinished()
     count, resources = place_copies(ray, device, actors)
     # At least two blocks for each actor, so that all have work to the end.
-    most = _BATCHES * (request.batch_size or _BATCH_SIZE)
+    most = _BATCHES * (request.batch_size or BATCH_SIZE)
     size = max(1, min(most, -(-len(left) // (2 * count))))
     blocks = [left[first : first + size] for first in range(0, len(left), size)]
     remote = ray.remote(Worker).options(max_restarts=-1, max_task_retries=-1, **resources)

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.server.errors import ApiError, as_api_error, timed_out
@@ -54,7 +53,7 @@ class Router:
         plain = {"type": "http", "asgi": asgi, "query_string": b"", "root_path": "", **plain}
         try:
             async with asyncio.timeout(self._timeout + _GRACE):
-                body = await read_limited(HttpRequest(scope, receive), self._max_body)
+                body = await read_limited(Request(scope, receive), self._max_body)
                 await while_connected(receive, self._try_all(plain, body, answer))
             return
         except ClientDisconnect:
@@ -130,13 +129,8 @@ async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
         # After the body there is only the end of the connection, which is a cancellation here.
         return request.pop() if request else await asyncio.Future()
 
-    async def run() -> None:
-        try:
-            await app(scope, receive, coming.put)
-        finally:
-            coming.put_nowait(None)
-
-    running = asyncio.create_task(run())
+    running = asyncio.ensure_future(app(scope, receive, coming.put))
+    running.add_done_callback(lambda _: coming.put_nowait(None))
     try:
         is_over = False
         while not is_over:

@@ -39,7 +39,6 @@ _STALE = 6.0  # seconds after which a replica that tells nothing is counted as g
 _SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens", "max_new_tokens")
 """What is the same of all replicas, and is not added up."""
 _INERTIA = 0.9  # how much of the mean time of a request stays with each further one
-_HEALTH_PERIOD = 1.0
 _SLACK = 1024
 """Requests that the front looks at beyond those that wait, to refuse them in our own words."""
 _SEQUENCES = 64  # what a replica is thought to run at once until it has told
@@ -202,7 +201,7 @@ def application(
     """Puts the application together; each copy of the model runs so many requests at once."""
     settings, waiting = request.server, request.engine.max_waiting
     common: dict[str, Any] = {
-        "health_check_period_s": _HEALTH_PERIOD,
+        "health_check_period_s": 1.0,
         "graceful_shutdown_timeout_s": settings.drain,
         "graceful_shutdown_wait_loop_s": 0.2,
     }

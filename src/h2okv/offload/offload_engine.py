@@ -38,7 +38,7 @@ from h2okv.provenance import digest
 
 PATIENCE = 60.0  # seconds until the first result, above which the user is told
 _UNSUPPORTED = ("stop", "n", "logprobs", "prompt_logprobs")
-_BATCH_SIZE = 32
+BATCH_SIZE = 32
 _MICRO_BATCH_TOKENS = 8192
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
 _SPARE = 4 << 20  # by which what a process holds differs between runs; a told amount must do
@@ -275,7 +275,7 @@ def open_runner(
     if _fits_whole(request, described):
         whole = load_weights(described, request.dtype, device)
         cache = H2OCache.from_config(whole.config, request.cache)
-        size, free = request.batch_size or _BATCH_SIZE, process.available_bytes(device)
+        size, free = request.batch_size or BATCH_SIZE, process.available_bytes(device)
         limits = Limits(
             batch_size=size,
             micro_batch_tokens=_MICRO_BATCH_TOKENS,

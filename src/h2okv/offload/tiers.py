@@ -24,6 +24,7 @@ from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.cache.slots import SlotLayer
 from h2okv.offload.checkpoint import CheckpointFiles, bytes_of
 from h2okv.offload.meta_model import MetaModel, ParameterSlot, Part, Unit, block_bytes, parts_of
+from h2okv.records import refusing
 
 _BUFFERS = 2
 _STACK_BYTES = 1 << 20  # of the reader thread; the usual 8 MiB count as data of the process
@@ -300,18 +301,14 @@ class CacheStore:
     def _make_block(self, tier: str, size: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         if tier == "cpu":
             return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"), None
-        try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                # Room is taken now, when a full disk is an error and not yet a signal.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)
-                else:  # macOS
-                    os.ftruncate(file.fileno(), size)
-                pages = mmap.mmap(file.fileno(), size)
-        except OSError as error:
-            raise ValueError(
-                f"the cache's file in '{self.folder}' cannot be made or grow ({error.strerror});"
-                " what was finished is kept, so give another --cache-folder or a smaller --batch"
-                " and run the command again"
-            ) from error
+        problem = f"the cache's file in '{self.folder}' cannot be made or grow"
+        less = "give another --cache-folder or a smaller --batch and run the command again"
+        kept = refusing(problem, f"what was finished is kept, so {less}", OSError)
+        with kept, tempfile.TemporaryFile(dir=self.folder) as file:
+            # Room is taken now, when a full disk is an error and not yet a signal.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS
+                os.ftruncate(file.fileno(), size)
+            pages = mmap.mmap(file.fileno(), size)
         return torch.frombuffer(pages, dtype=torch.uint8), pages

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2okv.config import Budget
-from h2okv.console import optional
 from h2okv.engine.config import EngineConfig
 from h2okv.integration.loading import describe
-from h2okv.integration.models import BUNDLED
 
 _ORIGIN = re.compile(r"https?://[^/\s?#*]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -63,7 +59,7 @@ class ServerSettings:
 class ServeRequest:
     """What the user asked for; see `h2okv serve --help`."""
 
-    model: str = BUNDLED
+    model: str
     server: ServerSettings
     engine: EngineConfig = field(default_factory=EngineConfig)  # without prefixes
     prefixes: tuple[str, ...] = ()  # texts that many prompts begin with
@@ -83,16 +79,4 @@ class ServeRequest:
             found += [shared_prefix(tokenizer, text, is_system=True) for text in self.systems]
         except ApiError as error:
             raise ValueError(f"--system: {error}") from error
-        return dataclasses.replace(self.engine, prefixes=found)
-
-
-def check_installed() -> None:
-    """Refuses to go on without what the extra brings."""
-    for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
-        optional(name, "a server", "serve")
-
-
-def served_name(model: str) -> str:
-    """A path's last name, so that clients do not see where it lies; a Hub id as it is."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
+        return replace(self.engine, prefixes=found)

@@ -193,7 +193,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         known = (read and read.logprobs) or [None] * len(prompt.token_ids)
         lengths = [self._tokens.length(token) for token in prompt.token_ids]
         if prompt.is_text:
-            lengths[0] = _length_in(prompt.text, self._tokens.text(prompt.token_ids[0]))
+            # None of a special token that was put before the text.
+            first = self._tokens.text(prompt.token_ids[0])
+            forms = filter(prompt.text.startswith, (first, first.lstrip()))
+            lengths[0] = len(next(forms, ""))
         return prompt.text, list(zip(prompt.token_ids, known, lengths, strict=True))
 
     def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, list[Any]] | None:
@@ -213,14 +216,6 @@ class CompletionResponseBuilder(ResponseBuilder):
             table["text_offset"].append(self._offsets[index])
             self._offsets[index] += length
         return table
-
-
-def _length_in(prompt: str, first: str) -> int:
-    """Characters of a text's first token; none of a special token that was put before the text."""
-    for form in (first, first.lstrip()):
-        if form and prompt.startswith(form):
-            return len(form)
-    return 0
 
 
 class ResponsesBuilder(ResponseBuilder):
