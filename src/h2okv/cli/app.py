@@ -81,6 +81,10 @@ for _name, (_, _summary) in COMMANDS.items():
     _app.command(_name, help=_summary)(lambda: None)
 
 
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
 def run(args: Sequence[str]) -> int:
     _quieten_libraries()
     try:

@@ -160,7 +160,6 @@ def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
 DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
 JSON = option(False, "Print one JSON object.", "--json")
-SEED = option(0, "Random seed.")
 TEXT = option(None, "A text file; by default the opening of a novel.")
 RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
 _PIN_HELP = "Messages that are never evicted: system, user, last_user (comma-separated)."

@@ -38,9 +38,7 @@ def _placement(option: str, text: str) -> Any:
 
 
 def _weight_bits(option: str, bits: int) -> int:
-    from h2okv.offload.meta_model import WEIGHT_BITS
-
-    if bits not in WEIGHT_BITS:
+    if bits not in (8, 4):
         raise ValueError(f"{option} {bits} is not known; give 8 or 4, or leave it out")
     return bits
 
@@ -119,10 +117,10 @@ def batch(
         return INTERRUPTED
     if as_json:
         write_text(summary.to_json() + "\n")
-        return 0
-    write_remark(summary.to_text())
-    if note is not None:
-        write_remark(note)
+    else:
+        write_remark(summary.to_text())
+        if note is not None:
+            write_remark(note)
     return 0
 
 

@@ -19,13 +19,13 @@ from h2okv.cli import args
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, least, numbers, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
+from h2okv.records import CsvFile, Row
 
 if TYPE_CHECKING:
     import torch
 
     from h2okv.benchmarking.comparison import Bench
     from h2okv.benchmarking.model import ModelSource
-    from h2okv.records import Row
 
 FAILED = 1  # the exit code if a check failed, or no request was finished
 # Written down, for the modules that define them import torch.
@@ -144,7 +144,6 @@ class _Rows:
 
     def __init__(self, csv: Path | None, columns: Sequence[str], device: torch.device) -> None:
         from h2okv.provenance import environment
-        from h2okv.records import CsvFile
 
         self.found: list[Row] = []
         self.environment = environment(device)

@@ -47,7 +47,7 @@ class Trial:
     caches: list[CacheConfig]
     model: ModelOptions = args.model_options()
     csv: Path = CSV
-    seed: int = args.SEED
+    seed: int = option(0, "Random seed.")
     as_json: bool = JSON
 
     def run(

@@ -78,7 +78,7 @@ class MicroBatch:
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         # Some models count for themselves.
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        logits: torch.Tensor = model(
+        return model(
             input_ids=torch.tensor(tokens, device=self.device),
             attention_mask=mask,
             past_key_values=self.cache,
@@ -86,7 +86,6 @@ class MicroBatch:
             logits_to_keep=1,
             **({"position_ids": positions} if takes_positions else {}),
         ).logits[:, -1]
-        return logits
 
     def take(self, tokens: list[int], ends: frozenset[int]) -> None:
         """Adds a column of new tokens; mutates the sequences that are not finished."""

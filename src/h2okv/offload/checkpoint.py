@@ -188,8 +188,7 @@ def weights_digest(config: PreTrainedConfig) -> str | None:
     """Identifies the weights that belong to a config: by samples, or by the Hub's commit."""
     folder = Path(config.name_or_path or "")
     if not config.name_or_path or not folder.is_dir():
-        commit: Any = getattr(config, "_commit_hash", None)
-        return commit
+        return getattr(config, "_commit_hash", None)
     samples = []
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         with naming(path, "read", _AGAIN), path.open("rb") as file:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from h2okv.console import optional
 
 _ALIGNMENT = 64
-WEIGHT_BITS = (8, 4)
 _GROUPS = (64, 32)  # of int4: numbers that share a scale and a zero, the first that divides a row
 _OUTPUTS = 16  # the packing of int4 takes rows by so many
 
