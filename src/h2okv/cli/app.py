@@ -51,7 +51,7 @@ def load_command(name: str) -> Any:
     if not isinstance(found, typer.Typer):
         is_foreign = name == "lm-eval"  # whose options are the harness's own
         settings = {"allow_extra_args": is_foreign, "ignore_unknown_options": is_foreign}
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app = typer.Typer(add_completion=False)
         app.command(name, help=args.helps()[name], context_settings=settings)(args.expand(found))
         found = app
     command = typer.main.get_command(found)

@@ -61,9 +61,7 @@ def helps() -> dict[str, str]:
 
 
 def group(name: str) -> typer.Typer:
-    return typer.Typer(
-        name=name, help=helps()[name], add_completion=False, pretty_exceptions_enable=False
-    )
+    return typer.Typer(name=name, help=helps()[name], add_completion=False)
 
 
 def subcommand(app: typer.Typer, name: str) -> Callable[[Command], Command]:

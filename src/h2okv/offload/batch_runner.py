@@ -102,16 +102,15 @@ class MicroBatch:
 
     def drop_finished(self, store: CacheStore) -> None:
         """Removes finished sequences, also from the cache; at least one must be left."""
-        live = self.live
-        if len(live) == len(self):
-            return
         kept = [number for number, own in enumerate(self.sequences) if own.finish_reason is None]
+        if len(kept) == len(self):
+            return
         indices: Any = torch.tensor(kept, device=self.device)
         for index, layer in enumerate(self.cache.layers):
             with store.changing(index, self.cache):
                 # Unlike batch_select_indices, every kind of layer has it.
                 layer.reorder_cache(indices)
-        self.sequences, self._lengths = live, self._lengths[indices]
+        self.sequences, self._lengths = self.live, self._lengths[indices]
 
     def append(self, other: MicroBatch, store: CacheStore) -> None:
         """Adds another micro-batch's sequences, both past their prefill; mutates both."""

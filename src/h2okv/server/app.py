@@ -41,13 +41,8 @@ _OPEN_PATHS = frozenset({"/health", "/", "/view"})
 def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Makes the application, which answers everybody: see `guarded`."""
     # No pages of FastAPI's own: they load scripts from elsewhere.
-    app = FastAPI(
-        title="h2okv",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        exception_handlers={ApiError: _refused, HTTPException: _no_route},
-    )
+    handling: Any = {ApiError: _refused, HTTPException: _no_route}
+    app = FastAPI(openapi_url=None, exception_handlers=handling)
     app.state.handlers = handlers = Handlers(engine, settings)
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
         route: Any = TextRoute(handlers, kind)  # which is an application, not a function

@@ -17,7 +17,6 @@ from h2okv.records import refusing
 from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings
 
-_BACKLOG = 2048
 _AFTER_DRAIN = 6.0
 """Seconds for the last answers to be sent, after the engine has stopped."""
 
@@ -73,7 +72,7 @@ def open_port(host: str, port: int) -> socket.socket:
     family, _, _, _, address = found[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
         raise ValueError(
             f"--port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)}); choose"
@@ -98,7 +97,6 @@ class Listener(uvicorn.Server):
             log_config=None,
             log_level="warning",
             access_log=False,
-            backlog=_BACKLOG,
             server_header=False,
             # None of it is trusted: the server looks at no client's address.
             proxy_headers=False,
