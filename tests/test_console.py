@@ -46,8 +46,8 @@ def test_progress_shows_count_note_and_time_left(replace_stderr):
 )
 def test_progress_writes_its_count_by_unit(replace_stderr, unit, total, shown):
     terminal = replace_stderr(Terminal())
-    with Progress("working", unit=unit) as progress:
-        progress.update(total / 2, total, note="half")
+    with Progress("working", total, unit) as progress:
+        progress.update(total / 2, note="half")
     assert shown in terminal.getvalue()
 
 

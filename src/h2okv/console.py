@@ -124,20 +124,18 @@ class Progress:
         if self.is_drawn:
             self.update(self._bar.tasks[0].completed + n, note=note)
 
-    def update(self, done: float, total: float | None = None, note: str = "") -> None:
-        """Says how much is done in all; a total and a note that are given replace the last."""
+    def update(self, done: float, note: str = "") -> None:
+        """Says how much is done in all; a note that is given replaces the last."""
         if self.is_drawn:
             task = self._bar.tasks[0]
-            total, note = task.total if total is None else total, note or task.fields["note"]
-            count = self._count(done, total)
-            self._bar.update(task.id, completed=done, total=total, count=count, note=note)
+            count, note = self._count(done, task.total), note or task.fields["note"]
+            self._bar.update(task.id, completed=done, count=count, note=note)
 
     def _count(self, done: float, total: float | None) -> str:
         if not self._unit:
             return f"{100 * done / total:.0f} %" if total else ""
-        if self._unit == "bytes":
-            known = (done, total) if total else (done,)
-            return " of ".join(format_bytes(int(size)) for size in known)
+        if self._unit == "bytes" and total:
+            return f"{format_bytes(int(done))} of {format_bytes(int(total))}"
         of_total = "" if total is None else f"/{total:,.0f}"
         return f"{done:,.0f}{of_total} {self._unit}"
 

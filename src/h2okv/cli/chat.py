@@ -318,17 +318,16 @@ def _answer(session: Chat, message: str) -> None:
 
     from h2okv.chat.session import BROKEN
 
-    shown = False
+    pieces: list[str] = []
 
     def write(piece: str) -> None:
-        nonlocal shown
-        shown = True
+        pieces.append(piece)
         write_text(piece)
 
     try:
         answer = session.say(message, write, show_progress=True)
     finally:
-        if shown:
+        if pieces:
             write_text("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)

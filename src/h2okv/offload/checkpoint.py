@@ -324,7 +324,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
     draft = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("ab") as file, Progress("rewriting the weights", unit="bytes") as progress:
+        with draft.open("ab") as file, Progress("rewriting the weights", total, "bytes") as bar:
             fcntl.flock(file, fcntl.LOCK_EX)
             if path.exists():
                 return
@@ -340,7 +340,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
                 for slot in meta.slots:
                     if slot.name in written:
                         slot.empty()
-                progress.update(file.tell(), total)
+                bar.update(file.tell())
             file.flush()
             os.fsync(file.fileno())
             draft.replace(path)

@@ -7,12 +7,13 @@ import difflib
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -36,6 +37,9 @@ TopK = Annotated[int, AfterValidator(lambda count: 0 if count == -1 else count)]
 """-1 is all tokens, in vLLM's requests."""
 Token = Annotated[str, Field(pattern=r"^[0-9]{1,18}$"), AfterValidator(int)]
 """As a key in JSON, which is always a string."""
+Stops = Annotated[list[str], Field(max_length=64)]
+ONE_OR_MORE = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+NULL_IS_EMPTY = BeforeValidator(lambda given: {} if given is None else given)
 
 
 def lacking(why: str, *harmless: Any) -> Any:
@@ -103,7 +107,7 @@ class SampledRequest(Strict):
     top_p: float | None = None
     n: int | None = None
     seed: Seed | None = None
-    stop: Annotated[list[str], Field(max_length=64)] | None = None
+    stop: Annotated[Stops | None, ONE_OR_MORE] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[Token, float] | None = None
@@ -115,7 +119,7 @@ class SampledRequest(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=1024)] | None = None
     # This server's own.
-    h2o: CacheChoice = CacheChoice()
+    h2o: Annotated[CacheChoice, NULL_IS_EMPTY] = CacheChoice()
     # Taken, and of no effect here.
     user: str | None = None
     safety_identifier: str | None = None
@@ -124,16 +128,6 @@ class SampledRequest(Strict):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("h2o", mode="before")
-    @classmethod
-    def _left_out(cls, value: Any) -> Any:
-        return {} if value is None else value
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -359,9 +353,6 @@ class DetokenizeRequest(Strict):
     tokens: list[int]
 
 
-Body = TypeVar("Body", bound=BaseModel)
-
-
 async def read_limited(request: Request, most: int) -> bytes:
     """Reads a body of so many bytes at most, whether or not its length is told before."""
     remedy = "send less, or start the server with a larger --max-body"
@@ -377,7 +368,7 @@ async def read_limited(request: Request, most: int) -> bytes:
     return bytes(data)
 
 
-async def read_body(request: Request, model: type[Body], most: int) -> tuple[Body, int]:
+async def read_body(request: Request, model: type[BaseModel], most: int) -> tuple[Any, int]:
     """Reads and checks a body; tells its size too."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -389,7 +380,7 @@ async def read_body(request: Request, model: type[Body], most: int) -> tuple[Bod
     return await off_the_loop(len(raw), lambda: _parse(raw, model)), len(raw)
 
 
-def _parse(raw: bytes, model: type[Body]) -> Body:
+def _parse(raw: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
