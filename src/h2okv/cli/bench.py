@@ -273,8 +273,7 @@ def bench_serve(
 
     _refuse_options_before(ctx)
     serving_client.load_aiohttp()
-    read = serving_client.read_texts
-    texts = serving_client.default_texts() if prompts is None else read(prompts)
+    texts = serving_client.read_texts(prompts) if prompts else serving_client.default_texts()
     workload = serving_client.Workload(texts, context, new_tokens, spread, seed)
     loads = tuple(serving_client.make_loads(clients or (() if rate else (8,)), rate, requests))
     if not timeout > 0:

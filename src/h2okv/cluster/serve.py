@@ -280,14 +280,9 @@ def _deploy(make: Callable[[int], Application], expected: int) -> tuple[str, int
         if sequences != expected:
             serve.run(make(sequences), name=APP, logging_config=_LOGGING)
     except RuntimeError as error:
-        raise ValueError(f"the model cannot be served ({_why(error)})") from error
+        found = serve.status().applications.get(APP)
+        messages = [own.message for own in found.deployments.values()] if found else []
+        # What a replica said when it could not start, if it has.
+        why = next((RuntimeError(text) for text in messages if "Error" in text), error)
+        raise ValueError(f"the model cannot be served ({reason(why)})") from error
     return description, sequences
-
-
-def _why(error: BaseException) -> str:
-    """What a replica said when it could not start, if it has."""
-    found = serve.status().applications.get(APP)
-    for deployment in found.deployments.values() if found else ():
-        if "Error" in deployment.message:
-            return reason(RuntimeError(deployment.message))
-    return reason(error)

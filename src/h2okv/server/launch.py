@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import closing
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -41,10 +42,8 @@ def follow(request: ServeRequest) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     engine = Engine(request.model, config=request.engine_config(), **request.loading)
-    try:
+    with closing(engine):
         engine.runner.follow()
-    finally:
-        engine.close()
     return 0
 
 

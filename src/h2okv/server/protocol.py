@@ -39,6 +39,9 @@ Token = Annotated[str, Field(pattern=r"^[0-9]{1,18}$"), AfterValidator(int)]
 """As a key in JSON, which is always a string."""
 Stops = Annotated[list[str], Field(max_length=64)]
 ONE_OR_MORE = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+TEXT_IS_SAID = BeforeValidator(
+    lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+)
 NULL_IS_EMPTY = BeforeValidator(lambda given: {} if given is None else given)
 
 
@@ -304,7 +307,7 @@ class ResponsesRequest(SampledRequest):
     path: ClassVar[str] = "/v1/responses"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
 
-    input: Annotated[list[InputMessage], Field(min_length=1)]
+    input: Annotated[list[InputMessage], Field(min_length=1), TEXT_IS_SAID]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: Any = lacking("writes plain text; leave it out", {"format": {"type": "text"}}, {})
@@ -317,11 +320,6 @@ class ResponsesRequest(SampledRequest):
     n: int | None = lacking("gives one output: a response has no such field; leave it out", 1)
     max_tokens: int | None = lacking("has no such field in a response; give max_output_tokens")
     logprobs: int | None = lacking("has no such field in a response; leave it out")
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
     def _asked(self) -> tuple[list[Any], dict[str, Any]]:
         chat = [one.turn for one in self.input]
