@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def batch(
         write_remark(str(stopped))
         return INTERRUPTED
     if as_json:
-        write_text(summary.to_json() + "\n")
+        write_json({**asdict(summary), "tokens_per_second": summary.tokens_per_second})
     else:
         write_remark(summary.to_text())
         if note is not None:

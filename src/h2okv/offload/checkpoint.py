@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from h2okv.console import Progress
 from h2okv.offload.meta_model import (
@@ -41,8 +42,6 @@ from h2okv.offload.meta_model import (
 from h2okv.provenance import digest
 from h2okv.records import naming, refusing
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _AGAIN = "get the model again"
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 _COMPARED = 1 << 20  # bytes of an embedding that are compared with the head's at once
@@ -84,9 +83,9 @@ class CheckpointFiles:
     @classmethod
     def in_folder(cls, folder: Path) -> CheckpointFiles:
         """Opens a checkpoint as ``save_pretrained`` writes it, in one file or in shards."""
-        if (folder / _SINGLE).is_file():
-            return cls([folder / _SINGLE])
-        index = folder / _INDEX
+        if (folder / SAFE_WEIGHTS_NAME).is_file():
+            return cls([folder / SAFE_WEIGHTS_NAME])
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
         if not index.is_file():
             raise ValueError(
                 f"'{folder}' has no weights in safetensors files, which streaming needs; save the"

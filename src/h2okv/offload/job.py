@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,9 +192,6 @@ class Summary:
     def tokens_per_second(self) -> float:
         """New tokens of this run, prefill included in the time."""
         return self.new_tokens / max(self.seconds, 1e-9)
-
-    def to_json(self) -> str:
-        return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second})
 
     def to_text(self) -> str:
         predicted = "" if self.predicted is None else f" ({self.predicted:,.1f} predicted)"
