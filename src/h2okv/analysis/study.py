@@ -20,7 +20,7 @@ from h2okv.analysis.ablation import dense_losses
 from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.policy import Policy
-from h2okv.records import Record, Row, atomic_write, check_settings, naming, write_json
+from h2okv.records import Record, Row, atomic_write, check_settings, refusing, write_json
 
 Tables = dict[str, list[Row]]
 
@@ -157,6 +157,7 @@ def tabulate(axes: Mapping[str, Sequence[Any]], **columns: Any) -> list[Row]:
 
 SETTINGS_FILE = "settings.json"
 KEPT_FOLDER = "working"
+_OTHER_FOLDER = "choose another folder for the report"
 
 TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure", "h", "objective")
 """Columns of the tables that hold text, even where it reads as a number (a word may be "7")."""
@@ -165,15 +166,10 @@ TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure
 def check_folder(folder: Path) -> None:
     """Refuses a report's folder that cannot be made or written, before a model is loaded."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        # Whether a folder can be written is only told by writing: access() knows no read-only
-        # file systems, and nothing can be made in /proc.
+    # Whether a folder can be written is only told by writing: access() knows no read-only file
+    # systems, and nothing can be made in /proc.
+    with refusing(f"--out '{folder}' cannot be written", _OTHER_FOLDER, OSError):
         tempfile.TemporaryDirectory(prefix=".h2okv-", dir=there).cleanup()
-    except OSError as error:
-        raise ValueError(
-            f"--out '{folder}' cannot be written ({error.strerror}); choose another folder for the"
-            " report"
-        ) from error
 
 
 def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
@@ -182,7 +178,7 @@ def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
         "model": model_name, "text_sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "tokens": tokens, "h2okv": h2okv.__version__,
     }  # fmt: skip
-    with naming(folder, "written", "choose another folder for the report"):
+    with refusing(f"'{folder}' cannot be written", _OTHER_FOLDER, OSError):
         (folder / KEPT_FOLDER).mkdir(parents=True, exist_ok=True)
     if not (folder / SETTINGS_FILE).is_file():
         write_json(folder / SETTINGS_FILE, settings)
@@ -192,5 +188,5 @@ def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Reads what a report's folder is about."""
     path = folder / SETTINGS_FILE
-    with naming(path, "read", "choose another folder for the report, or delete this one"):
+    with refusing(f"'{path}' cannot be read", f"{_OTHER_FOLDER}, or delete this one", OSError):
         return Record.parse(path.read_bytes(), f"'{path}'", "the settings of a report").fields

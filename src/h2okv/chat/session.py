@@ -24,6 +24,7 @@ from h2okv.integration.chat_template import (
     message_spans,
 )
 from h2okv.integration.loading import Described
+from h2okv.records import refusing
 
 Message = dict[str, str]
 
@@ -173,10 +174,9 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
     note = read_notes(path).get(_NOTE)
     if note is None:
         raise ValueError(f"'{path}' holds a cache but no chat; give a file that /save wrote")
-    try:
+    kinds = (ValueError, TypeError, KeyError, AttributeError)
+    with refusing(f"the chat in '{path}' is damaged", "use another file", *kinds):
         chat = SavedChat.from_note(note)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"the chat in '{path}' is damaged ({error}); use another file") from error
     cache = H2OCache.load(path, model)
     if len(chat.transcript.token_ids) < cache.num_seen_tokens:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from h2okv.analysis.viewer.reading import Desk
+from h2okv.records import refusing
 
 HOST = "127.0.0.1"
 _FOLDER = Path(__file__).parent / "page"
@@ -51,14 +52,9 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, port: int, desk: Desk | None = None) -> None:
         self.desk = desk
-        try:
+        remedy = "choose another one, or --port 0 for any that is free."
+        with refusing(f"--port {port} cannot be opened", remedy, OSError, OverflowError):
             super().__init__((HOST, port), _Handler)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ValueError(
-                f"--port {port} cannot be opened ({reason}); choose another one, or --port 0 for"
-                " any that is free."
-            ) from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing about a page that was closed before its answer came."""

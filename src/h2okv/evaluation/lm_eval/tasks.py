@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from datasets import Dataset
 
 from h2okv.evaluation.lm_eval.launcher import data_file
-from h2okv.records import Record, read_jsonl, read_text_file
+from h2okv.records import Record, read_jsonl, read_text_file, refusing
 
 Splits = dict[str, Dataset]
 Document = dict[str, Any]
@@ -34,13 +34,10 @@ def _splits(convert: Callable[[Record], Document | None], **files: str) -> Split
     found = {}
     for split, name in files.items():
         path = data_file(name)
-        try:
+        problem = f"'{path}' is not a readable {path.suffix[1:].upper()} file"
+        kinds = (json.JSONDecodeError, ElementTree.ParseError, OSError)
+        with refusing(problem, "get the file again", *kinds):
             converted = [convert(record) for record in _READERS[path.suffix](path)]
-        except (json.JSONDecodeError, ElementTree.ParseError, OSError) as error:
-            kind = path.suffix[1:].upper()
-            raise ValueError(
-                f"'{path}' is not a readable {kind} file ({error}); get the file again"
-            ) from error
         documents = [document for document in converted if document is not None]
         if not documents:
             raise ValueError(f"{path} holds no documents; get the file again.")
