@@ -21,7 +21,6 @@ from h2okv.policy import Policy
 class Trace:
     """What a policy held at every step. "Step t" is the state after token t was read."""
 
-    layers: tuple[int, ...]  # those with H2O entries
     # int32 [L, H, T], the first query that does not see the token. A token that step t evicts is
     # gone at t + 1; what is held after the last token is gone at T + 1.
     gone_at: np.ndarray
@@ -106,7 +105,6 @@ def follow(
                 tick(begin / length)
             begin = end
     return Trace(
-        layers=layers,
         gone_at=gone[..., :length].to(torch.int32).numpy(),
         losses=losses.numpy(),
         next_tokens=following.numpy(),

@@ -7,7 +7,6 @@ something, ``agrees`` and ``partly`` say whether this model does.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,14 @@ def draw_lines(axes: Any, rows: Rows, x: str, y: str, factor: float = 1.0) -> No
 
 def draw_layers(figure: Any, axes: Any, layers: list[int]) -> dict[int, dict[str, Any]]:
     """How each layer's line looks, dark to light with depth; for many layers it adds a bar."""
-    viridis = importlib.import_module("matplotlib").colormaps["viridis"]
+    from matplotlib import cm, colormaps, colors
+
+    viridis = colormaps["viridis"]
     # The colours end at 0.88 of the map, before yellow that is hard to see on white.
     places = np.linspace(0.0, 0.88, max(2, len(layers)))
     looks = {n: {"color": viridis(place)} for n, place in zip(layers, places, strict=False)}
     if len(layers) <= 8:
         return {layer: {**look, "label": f"layer {layer}"} for layer, look in looks.items()}
-    cm = importlib.import_module("matplotlib.cm")
-    colors = importlib.import_module("matplotlib.colors")
     span = colors.Normalize(layers[0], layers[0] + (layers[-1] - layers[0]) / 0.88)
     bar = figure.colorbar(cm.ScalarMappable(span, "viridis"), ax=axes, label="layer")
     bar.ax.set_ylim(layers[0], layers[-1])

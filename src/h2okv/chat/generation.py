@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -256,10 +257,8 @@ class Agreement:
     @classmethod
     def of(cls, tokens: Sequence[int], full: Sequence[int]) -> Agreement:
         """Compares two runs; a place that only one of them has counts as a difference."""
-        compared = max(len(tokens), len(full))
-        same = [a == b for a, b in zip(tokens, full, strict=False)]
-        same += [False] * (compared - len(same))
-        return cls(compared, sum(same), same.index(False) if False in same else None)
+        same = [a == b for a, b in zip_longest(tokens, full)]
+        return cls(len(same), sum(same), same.index(False) if False in same else None)
 
 
 class _Follow(LogitsProcessor):
@@ -323,10 +322,9 @@ def generate_and_compare(
                 own = cache.label if label == FULL else label
                 _note_agreement(job, found, own, make[own]())
             if run.interrupted:
-                break
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         found.interrupted = True
-    found.interrupted |= any(run.interrupted for run in found.runs.values())
     return found
 
 

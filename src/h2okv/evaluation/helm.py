@@ -29,17 +29,8 @@ class H2OClient(HuggingFaceClient):
 
     Generation has the budget of the prompt. Log-probabilities of a prompt (``echo_prompt`` without
     new tokens) come from a scan of the whole text under eviction. The settings are part of the key
-    of HELM's request cache and of its loaded models: two budgets never share an answer.
-
-    Args:
-        cache_config: HELM's.
-        tokenizer: HELM's.
-        pretrained_model_name_or_path: what `resolve_model` takes.
-        record: a file that gets model, budget, policy, seed, versions and commit as JSON.
-        **options: arguments of `H2OCache`, and what HELM's `HuggingFaceClient` takes.
-
-    Raises:
-        ValueError: if the settings make no sense.
+    of HELM's request cache and of its loaded models: two budgets never share an answer. Its
+    arguments are those of `H2OCache` and of HELM's `HuggingFaceClient`; see docs/helm.md.
     """
 
     def __init__(
@@ -47,7 +38,7 @@ class H2OClient(HuggingFaceClient):
         cache_config: RequestCacheConfig,
         tokenizer: Tokenizer,
         pretrained_model_name_or_path: str | None = None,
-        record: str | None = None,
+        record: str | None = None,  # a file that gets what the run was made with, as JSON
         **options: Any,
     ) -> None:
         check_arguments(options)

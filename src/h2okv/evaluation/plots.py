@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,6 @@ _DARK = 0.6
 
 def _look(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
-
-
-def _unique(values: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))
 
 
 def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title: str) -> None:
@@ -79,8 +75,8 @@ def _plain_numbers(axis: Any, between_decades: bool) -> None:
 
 def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
     """Draws scores against budgets, with the full cache as a dashed line."""
-    tasks = _unique(line.task for line in lines)
-    policies = _unique(line.policy for line in lines if set(line.values) - {FULL})
+    tasks = list(dict.fromkeys(line.task for line in lines))
+    policies = list(dict.fromkeys(line.policy for line in lines if set(line.values) - {FULL}))
     columns = min(_PANEL_COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     figure = new_figure(max(4 * columns, 6), 3 * rows + 1.2)
@@ -133,7 +129,7 @@ def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> N
         cache = FULL if row["policy"] == FULL else f"{row['policy']} {row['budget']}"
         panel = panels.setdefault((row["compression"], cache), {})
         panel[row["length"], row["depth"]] = row["string_match"]
-    kinds, caches = (_unique(names) for names in zip(*panels, strict=True))
+    kinds, caches = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
     figure = new_figure(max(3.2 * len(caches), 5), 3.2 * len(kinds) + 0.8)
     figure.suptitle(title)
     grid = figure.subplots(len(kinds), len(caches), sharex=True, sharey=True, squeeze=False)
@@ -168,7 +164,7 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
     points = [(100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in ordered]
     best = [point for n, point in enumerate(points) if all(point[1] < p[1] for p in points[:n])]
     axes.plot(*zip(*best, strict=True), color=_GREY, linewidth=5, alpha=0.3, label="Pareto")
-    for number, name in enumerate(_unique(row["cache"] for row in rows)):
+    for number, name in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = [n for n, row in enumerate(ordered) if row["cache"] == name]
         places, kls = zip(*(points[n] for n in own), strict=True)
         ends = [[ordered[n][end] for n in own] for end in ("kl_low", "kl_high")]

@@ -147,10 +147,6 @@ class SharedLayer(CacheLayer):
                 part.shared = None
         return outputs[0]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
 
 class SharedPrefill(H2OCache):
     """Empty caches of one model that read one prompt together, in one forward.

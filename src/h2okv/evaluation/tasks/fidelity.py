@@ -125,13 +125,10 @@ class Fidelity(Task):
             found = self._prompts(model, source) if source.prompts else self._cut(model, source)
             for number, sample in enumerate(found):
                 self._samples[number * len(self.sources) + place] = sample
-        lengths = [
-            (
-                len(own.prompt) + (len(own.following) or self.new_tokens + 1),
-                f"a text of {own.source!r}",
-            )
-            for own in self._samples.values()
-        ]
+        lengths = []
+        for own in self._samples.values():
+            following = len(own.following) or self.new_tokens + 1
+            lengths.append((len(own.prompt) + following, f"a text of {own.source!r}"))
         self.within_window(model, configs, lengths)
         self.samples = sorted(self._samples)
 

@@ -14,7 +14,7 @@ from h2okv.config import CacheConfig
 from h2okv.console import check_least
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.stream_data import TextSource
-from h2okv.evaluation.streaming import Stream, StreamSettings
+from h2okv.evaluation.streaming import Stream, StreamSettings, run_stream
 from h2okv.evaluation.task import Configs, Found, Result, Score, Task
 from h2okv.provenance import digest
 
@@ -75,8 +75,7 @@ class Perplexity(Task):
             reading = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.config, seed)
             stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), reading)
-            for _ in stream.blocks():
-                pass
+            run_stream(stream)
             rows = stream.all_rows()
             positions, nlls = [row.position for row in rows], [row.nll for row in rows]
             yield number, {sample: {"positions": positions, "nlls": nlls}}
