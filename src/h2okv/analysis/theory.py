@@ -18,6 +18,7 @@ from h2okv.analysis.attention_stats import (
     no_tick,
     of_layers,
 )
+from h2okv.analysis.eviction_trace import split_budget
 from h2okv.analysis.study import DEFAULT_BUDGET, Study, Tables, tabulate
 from h2okv.cache import H2OCache
 from h2okv.config import TokenBudget
@@ -188,10 +189,7 @@ SIZE, KEPT, EXCERPTS = 14, 4, 4
 # What greedy reaches at least of the best for a submodular function of a set that grows.
 FACTOR = 1 - 1 / math.e
 
-_BUDGETS = {
-    "heavy": TokenBudget(sink=0, heavy=KEPT, recent=0),
-    "h2o": TokenBudget(sink=0, heavy=KEPT - KEPT // 2, recent=KEPT // 2),
-}
+_BUDGETS = {"heavy": TokenBudget(sink=0, heavy=KEPT, recent=0), "h2o": split_budget(KEPT)}
 _TOLERANCE = 1e-9
 
 

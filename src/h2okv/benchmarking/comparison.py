@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -298,7 +298,9 @@ class Bench(ABC):
             for _ in range(self.settings.steps):
                 runner.step(token)
 
-        with runner.decoding():
+        # Every new size is compiled for itself, as the first one in a process is.
+        own_size = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        with own_size, runner.decoding():
             for _ in range(self.settings.uncounted_steps):
                 runner.step(token)
             return Clock(token.device).seconds(turn) / self.settings.steps
@@ -333,8 +335,7 @@ class Comparison(Bench):
             if settings.compiled:
                 torch.compiler.reset()  # what was compiled for other shapes
             samples = {spec: _Samples(RUNNERS[spec.name].obstacle() or "") for spec in specs}
-            with static_shapes():
-                self._time(samples, context, batch)
+            self._time(samples, context, batch)
             gc.collect()
             for spec, own in samples.items():
                 row = dict.fromkeys(COLUMNS) | self.described(spec, context)
@@ -508,8 +509,7 @@ class MaxBatch(Bench):
                 ids = prompt_ids(self.model, own.run_batch, context)
                 runner = own.spec.runner(self.model, settings.prefill_chunk, settings.compiled)
                 own.prefill.append(self.time_prompt(runner, ids))
-                with static_shapes():
-                    own.decode.append(self.time_steps(runner, ids[:, :1]))
+                own.decode.append(self.time_steps(runner, ids[:, :1]))
                 runner.release()  # the caches of two of them do not fit at once
                 self.report(f"{context}: batch {own.run_batch}, {own.spec.label}")
             for candidate in candidates:
@@ -576,8 +576,3 @@ class MaxBatch(Bench):
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
-
-
-def static_shapes() -> AbstractContextManager[Any]:
-    """Compiles every new size for itself, as the first one in a process is."""
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)

@@ -23,22 +23,18 @@ _LONGEST_CHARACTER = 4
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
-class _Look(NamedTuple):
-    meaning: str
-    style: str
-    before: str = ""  # the marks where there are no colours
-    after: str = ""
+class Level(Enum):
+    """How much of a token is kept, with its colours, or marks where there are none."""
 
+    ALL = "kept by all", "bold green"
+    MOST = "by most (two thirds or more)", "green", "{most:", "}"
+    SOME = "by some", "yellow", "{some:", "}"
+    FEW = "by few (less than a third)", "dim yellow", "{few:", "}"
+    NONE = "evicted", "dim strike", "[-", "-]"
+    WAITING = "not read yet", "italic cyan", "{next:", "}"
 
-class Level(_Look, Enum):
-    """How much of a token is kept, with its colours and marks."""
-
-    ALL = _Look("kept by all", "bold green")
-    MOST = _Look("by most (two thirds or more)", "green", "{most:", "}")
-    SOME = _Look("by some", "yellow", "{some:", "}")
-    FEW = _Look("by few (less than a third)", "dim yellow", "{few:", "}")
-    NONE = _Look("evicted", "dim strike", "[-", "-]")
-    WAITING = _Look("not read yet", "italic cyan", "{next:", "}")
+    def __init__(self, meaning: str, style: str, before: str = "", after: str = "") -> None:
+        self.meaning, self.style, self.before, self.after = meaning, style, before, after
 
     @classmethod
     def of(cls, share: float | None) -> Level:
