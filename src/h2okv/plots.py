@@ -24,9 +24,9 @@ def check_plot(path: Path) -> None:
     new_figure(1, 1)
 
 
-def new_figure(width: float, height: float, extra: str = "plot") -> Any:
+def new_figure(width: float, height: float) -> Any:
     """Makes an empty picture."""
-    figure = optional("matplotlib.figure", "a picture", extra)
+    figure = optional("matplotlib.figure", "a picture", "plot")
     return figure.Figure(figsize=(width, height), layout="constrained")
 
 

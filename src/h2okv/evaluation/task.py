@@ -146,7 +146,6 @@ class GenerationTask(Task):
             batch_size=self.batch_size, limit=self.limit, max_new_tokens=self.max_new_tokens
         )
         self._params = SamplingParams(**{name: getattr(self, name) for name in SAMPLING})
-        self._encoded: list[Prompt] = []
 
     @abstractmethod
     def result(self, sample: int, answer: Answer) -> Result:
@@ -162,7 +161,7 @@ class GenerationTask(Task):
         return asked
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        self._encoded = []
+        self._encoded: list[Prompt] = []
         lengths: list[tuple[int, str]] = []
         for prompt in self.prompts[: self.limit]:
             most = self.max_new_tokens or prompt.max_new_tokens

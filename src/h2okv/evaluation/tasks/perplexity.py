@@ -40,7 +40,6 @@ class Perplexity(Task):
     def __post_init__(self) -> None:
         check_least(2, length=self.length)
         check_least(windows=self.windows, every=self.every)
-        self._ids: list[torch.Tensor] = []
 
     def identity(self) -> Mapping[str, Any]:
         return {"data": digest(self.text), "length": self.length, "every": self.every}
