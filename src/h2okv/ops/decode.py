@@ -347,11 +347,7 @@ def decode_step(
     if rules.filled is not None and real is None:
         return _fill_slot(query, key, value, slots, rules, rules.filled)
     full = rules.full and real is None
-    ranks = None
-    if rules.rotary is not None and slots.ranks is not None:
-        query, ranks = rank_new(
-            query, slots.positions, slots.free_slot, slots.ranks, rules.rotary, full, real
-        )
+    query, ranks = rank_new(query, slots, rules, full, real)
     write_slot(slots.keys, slots.free_slot, key)
     write_slot(slots.values, slots.free_slot, value)
     if real is None and _is_number(slots.num_real_tokens):
@@ -403,27 +399,24 @@ def _fill_slot(
 
 
 def rank_new(
-    query: Tensor,
-    positions: Tensor,
-    free: Tensor,
-    ranks: Tensor,
-    rotary: RotaryTables,
-    full: bool,
-    real: Tensor | None = None,
-) -> tuple[Tensor, Ranks]:
+    query: Tensor, slots: Slots, rules: StepRules, full: bool, real: Tensor | None
+) -> tuple[Tensor, Ranks | None]:
     """Ranks the new token behind all; padding takes no rank. Mutates the ranks.
 
-    Gives the query ``[B, HQ, 1, D]``, and what all keys are rotated by.
+    Gives the query ``[B, HQ, 1, D]``, and what all keys are rotated by, if positions roll.
     """
+    rotary, ranks = rules.rotary, slots.ranks
+    if rotary is None or ranks is None:
+        return query, None
     if full:
         # The free slot has the last rank already, and the keys are rotated as seen from there.
         return query, Ranks(rotary.relative, ranks)
-    rank = (positions >= 0).sum(dim=-1, keepdim=True)
+    rank = (slots.positions >= 0).sum(dim=-1, keepdim=True)
     # All heads of a row hold the same number of entries.
     query = rotate(query, rotary.to_rank[rank[:, :1]])
     if real is not None:
         rank = torch.where(real.unsqueeze(1), rank, ranks.shape[-1] - 1)
-    ranks.scatter_(-1, free, rank.to(torch.int32))
+    ranks.scatter_(-1, slots.free_slot, rank.to(torch.int32))
     return query, Ranks(rotary.to_rank, ranks)
 
 

@@ -253,12 +253,10 @@ def decode_step(
 ) -> Tensor:
     """Runs one token of each sequence through the slots, as `h2okv.ops.decode.decode_step`."""
     full = rules.full and real is None
-    factors, ranks, width = slots.scores, slots.positions, 0  # anything, where nothing is rotated
-    if rules.rotary is not None and slots.ranks is not None:
-        query, (factors, ranks) = rank_new(
-            query, slots.positions, slots.free_slot, slots.ranks, rules.rotary, full, real
-        )
-        width = 2 * factors.shape[-2]
+    query, rolled = rank_new(query, slots, rules, full, real)
+    # Anything, where nothing is rotated.
+    factors, ranks = (slots.scores, slots.positions) if rolled is None else rolled
+    width = 0 if rolled is None else 2 * factors.shape[-2]
     # Whole numbers also while a graph is recorded: they decide about the shape of the launch.
     batch, num_heads, size = int(query.shape[0]), int(query.shape[1]), int(query.shape[3])
     num_kv_heads, num_slots = int(slots.keys.shape[1]), int(slots.keys.shape[2])
