@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from h2okv.ops.decode import choose_free_slot, compact, keep_indices, protected_entries
+from h2okv.ops.decode import Slots, StepRules, compact, evict_one, keep_indices, protected_entries
 
 
 @st.composite
@@ -74,9 +74,20 @@ def test_keep_indices_against_a_sort(data, layer):
             assert chosen == sorted(order[-totals[row] :])
 
 
+def freed(priority, positions, newest, sink, recent, slot_mask, full):
+    """The slots that a step frees, which are empty then; nothing else changes."""
+    unread, held = torch.empty(0), positions.clone()
+    free = torch.zeros(*positions.shape[:2], 1, dtype=torch.int64)
+    slots = Slots(unread, unread, priority.clone(), held, free, newest.flatten() + 1, slot_mask)
+    evict_one(slots, StepRules(1.0, recent, sink), full)
+    assert slots.free_slot is free and torch.equal(slots.scores, priority)
+    assert torch.equal(held, positions.scatter(-1, free, -1))
+    return free
+
+
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), layer=layers())
-def test_choose_free_slot_against_a_sort(data, layer):
+def test_the_freed_slot_against_a_sort(data, layer):
     priority, positions, newest = layer
     batch, heads, slots = positions.shape
     sink, recent = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
@@ -85,13 +96,11 @@ def test_choose_free_slot_against_a_sort(data, layer):
         # Slots out of the budget are always empty ones.
         slot_mask = (positions >= 0).any(dim=1, keepdim=True)
         slot_mask |= torch.rand(slot_mask.shape) < 0.5
-    protected = protected_entries(
-        positions, newest, column([sink] * batch) if sink else None, column([recent] * batch)
-    )
-    full = bool((positions >= 0).all())
-    chosen = choose_free_slot(priority, positions, protected, slot_mask, full=False)
-    if full:
-        same = choose_free_slot(priority, positions, protected, None, full=True)
+    windows = column([sink] * batch) if sink else None, column([recent] * batch)
+    protected = protected_entries(positions, newest, *windows)
+    chosen = freed(priority, positions, newest, *windows, slot_mask, full=False)
+    if bool((positions >= 0).all()):
+        same = freed(priority, positions, newest, *windows, None, full=True)
         assert torch.equal(chosen, same)
     for row in range(batch):
         for head in range(heads):
@@ -113,9 +122,8 @@ def test_choose_free_slot_against_a_sort(data, layer):
 
 def test_equal_priorities_lose_the_oldest_wherever_it_lies():
     positions = torch.tensor([[[7, 3, 9, 4]]], dtype=torch.int32)
-    protected = positions > 8
-    chosen = choose_free_slot(torch.zeros(1, 1, 4), positions, protected, None, full=True)
-    assert chosen.item() == 1
+    zeros, newest = torch.zeros(1, 1, 4), column([9])
+    assert freed(zeros, positions, newest, None, column([1]), None, full=True).item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
-from h2okv.ops.rope import rotate, rotate_rows
+from h2okv.ops.rope import rotate
 
 # Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds.
 _ROTATE_ELEMENTS = 5 << 17
@@ -171,14 +171,28 @@ def _output(weights: Tensor, values: Entries | Indexed, dtype: torch.dtype) -> T
 
 def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` at their ranks, piece by piece; eager."""
-    count, num_slots, size = keys.shape
-    step = count
+    (count, num_slots, size), factors = keys.shape, ranks.factors
+    width, step = 2 * factors.shape[-2], count
     if keys.device.type == "cpu":
         step = max(1, min(count, _ROTATE_ELEMENTS // (num_slots * size)))
     logits = query.new_empty(count, query.shape[1], num_slots)
     index = ranks.ranks.reshape(count, num_slots)
-    for at, rotated in rotate_rows(keys, ranks.factors, index, step):
-        torch.bmm(query[at], rotated.transpose(1, 2), out=logits[at])
+    gathered = factors.new_empty(step * num_slots, *factors.shape[1:])
+    converted = None if keys.dtype == factors.dtype else torch.empty_like(gathered)
+    for start in range(0, count, step):
+        at = slice(start, start + step)
+        own, places = keys[at], index[at].flatten()
+        torch.index_select(factors, 0, places, out=gathered[: len(places)])
+        pairs = own[..., :width].unflatten(-1, (-1, 2))
+        rotated = gathered[: len(places)].view(pairs.shape)
+        if converted is not None:
+            pairs = converted[: len(places)].view(pairs.shape).copy_(pairs)
+        # A product in place takes two thirds of the time of one into new memory.
+        torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
+        whole, rest = rotated.flatten(-2), own[..., width:]
+        if rest.shape[-1] > 0:
+            whole = torch.cat([whole, rest.float()], dim=-1)
+        torch.bmm(query[at], whole.transpose(1, 2), out=logits[at])
     return logits
 
 
@@ -240,44 +254,6 @@ def keep_indices(
     return indices.clamp(max=num_entries - 1), indices < num_entries
 
 
-def choose_free_slot(
-    priority: Tensor,
-    positions: Tensor,
-    protected: Tensor,
-    slot_mask: Tensor | None,
-    full: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Finds the slot that the next token takes: an empty one, else the first to be evicted.
-
-    Static shapes and no host sync, for the decode step.
-
-    Args:
-        priority: fp32 ``[B, H, S]``.
-        positions: int32 ``[B, H, S]``; -1 marks an empty slot.
-        protected: bool ``[B, H, S]``.
-        slot_mask: bool ``[B, 1, S]``, slots within the sequence's budget + 1; ``None`` if all are.
-        full: True if no slot is empty or out of a budget, which saves looking for those.
-        out: tensor to write the result to.
-
-    Returns:
-        int64 ``[B, H, 1]``, the slot's index.
-    """
-    rank = priority.masked_fill(protected, torch.inf)
-    if not full:
-        rank = rank.masked_fill(positions < 0, -torch.inf)
-        if slot_mask is not None:
-            rank = rank.masked_fill(~slot_mask, torch.inf)
-    lowest = rank.amin(dim=-1, keepdim=True)
-    # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
-    age = torch.add(positions, rank > lowest, alpha=_BEHIND_ALL)
-    return torch.argmin(age, dim=-1, keepdim=True, out=out)
-
-
-Priority = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(scores, positions, newest)`` to fp32 ``[B, H, S]``; see `h2okv.policy.Policy.priority`."""
-
-
 @dataclass
 class Slots:
     """What a decode step reads and writes; it mutates every tensor but `slot_mask`.
@@ -314,7 +290,9 @@ class StepRules(NamedTuple):
     sink: Tensor | None = None  # protected first positions, likewise; None if there are none
     softcap: float | None = None  # as in `reference.attention_with_scores`
     rotary: RotaryTables | None = None  # for rolling positions; None if keys come rotated
-    priority: Priority | None = None  # the lowest goes first; None: the scores decide
+    # Of scores, positions and the position of the newest token, fp32 [B, H, S], of which the lowest
+    # goes first; None: the scores decide.
+    priority: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     full: bool = False  # no slot but the free one is empty, which saves looking for those
     # Entries that every sequence and head has in its first slots, where no other is taken and the
     # budget leaves room for one more; None if that is not so, or not known.
@@ -421,16 +399,25 @@ def rank_new(
 
 
 def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
-    """Finds the slot that the next token takes, and evicts what it holds."""
+    """Frees the slot that the next token takes: an empty one, else that of the first to go.
+
+    ``full``: no slot is empty or out of a budget, which saves looking for those.
+    """
     newest = slots.num_real_tokens.view(-1, 1, 1) - 1
-    priority = slots.scores
+    rank = slots.scores
     if rules.priority is not None:
-        priority = rules.priority(slots.scores, slots.positions, newest)
+        rank = rules.priority(slots.scores, slots.positions, newest)
     protected = protected_entries(slots.positions, newest, rules.sink, rules.recent)
+    rank = rank.masked_fill(protected, torch.inf)
+    if not full:
+        rank = rank.masked_fill(slots.positions < 0, -torch.inf)
+        if slots.slot_mask is not None:
+            rank = rank.masked_fill(~slots.slot_mask, torch.inf)
+    lowest = rank.amin(dim=-1, keepdim=True)
+    # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
+    age = torch.add(slots.positions, rank > lowest, alpha=_BEHIND_ALL)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
-    choose_free_slot(
-        priority, slots.positions, protected, slots.slot_mask, full, out=slots.free_slot
-    )
+    torch.argmin(age, dim=-1, keepdim=True, out=slots.free_slot)
     slots.positions.scatter_(-1, slots.free_slot, -1)
     if slots.ranks is not None:
         # The entries behind the freed slot move one rank down. Slots that stay closed (`slot_mask`)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -36,38 +35,6 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
     rotated = multiply(pairs, factors).flatten(-2)
     rest = states[..., width:]
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
-
-
-def rotate_rows(
-    states: Tensor, factors: Tensor, ranks: Tensor, step: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Rotates each entry by its own rank, some rows at a time; for eager code.
-
-    Args:
-        states: ``[rows, S, D]``, pairs next to each other.
-        factors: fp32 ``[n, R / 2, 2]``, the rotation to each rank.
-        ranks: int ``[rows, S]``.
-        step: rows at a time.
-
-    Yields:
-        Which rows, and fp32 ``[step, S, D]``, in the memory of those before if all of a head is
-        rotated.
-    """
-    num_slots, width = ranks.shape[1], 2 * factors.shape[-2]
-    gathered = factors.new_empty(step * num_slots, *factors.shape[1:])
-    converted = None if states.dtype == factors.dtype else torch.empty_like(gathered)
-    for start in range(0, len(states), step):
-        at = slice(start, start + step)
-        own, index = states[at], ranks[at].flatten()
-        torch.index_select(factors, 0, index, out=gathered[: len(index)])
-        pairs = own[..., :width].unflatten(-1, (-1, 2))
-        rotated = gathered[: len(index)].view(pairs.shape)
-        if converted is not None:
-            pairs = converted[: len(index)].view(pairs.shape).copy_(pairs)
-        # A product in place takes two thirds of the time of one into new memory.
-        torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
-        whole, rest = rotated.flatten(-2), own[..., width:]
-        yield at, whole if rest.shape[-1] == 0 else torch.cat([whole, rest.float()], dim=-1)
 
 
 def inverse(factors: Tensor) -> Tensor:
