@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 
 import h2okv
-from h2okv.policy.scoring import get_scoring
+from h2okv.policy.scoring import power
 
 SPANS = ((3, 6), (9, 11))
 PINNED = {3, 4, 5, 9, 10}
@@ -162,5 +162,5 @@ def test_what_makes_no_sense_is_refused(make_llama, spans, options, message):
 
 def test_a_pin_outlives_any_decay():
     scores = torch.tensor([[[torch.inf, 1.0, 0.0]]])
-    later = get_scoring("decay", 0.5).apply_decay(scores, torch.tensor([10_000]))
+    later = scores * power(0.5, torch.tensor([10_000])).view(-1, 1, 1)
     assert later[0, 0, 0] == torch.inf and not later.isnan().any()

@@ -19,7 +19,7 @@ from h2okv.config import Budget, TokenBudget
 from h2okv.ops.attention import expected_attention
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import Policy
-from h2okv.policy.scoring import Scoring
+from h2okv.policy.scoring import Scoring, power
 from h2okv.provenance import fingerprint
 
 
@@ -481,13 +481,11 @@ class CacheLayer(CacheLayerMixin):
 
     def _decayed(self, scores: Tensor, real: Tensor | None, length: int) -> Tensor:
         """What scores from before a block are worth after it, ``[B, H, N]``."""
-        if self.scoring.decay is None:
+        decay = self.scoring.decay
+        if decay is None:
             return scores
-        if real is None:
-            count = torch.full((self.batch_size,), length, device=self.device)
-        else:
-            count = real.sum(dim=1)
-        return self.scoring.apply_decay(scores, count)
+        count = scores.new_full((self.batch_size,), length) if real is None else real.sum(dim=1)
+        return scores * power(decay, count).view(-1, 1, 1)
 
     def _ranking(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None = None

@@ -117,8 +117,7 @@ class SlotLayer(CacheLayer):
         """What a scoring other than the sum does before a step; mutates the layer."""
         held = self.state
         if self.scoring.decay is not None:
-            one = held.num_real_tokens.new_ones(self.batch_size) if real is None else real[:, 0]
-            held.scores.copy_(self.scoring.apply_decay(held.scores, one))
+            held.scores.copy_(self._decayed(held.scores, real, 1))
         if held.norms is not None:
             held.norms.scatter_(-1, held.free_slot, self._norms_of(self.storage.round(value)))
 

@@ -61,13 +61,7 @@ class Scoring:
 
     def query_weights(self, later: Tensor) -> Tensor | None:
         """What each query counts for after so many ``later`` real ones, ``[B, T]``; else one."""
-        return None if self.decay is None else _power(self.decay, later)
-
-    def apply_decay(self, scores: Tensor, num_queries: Tensor) -> Tensor:
-        """What scores ``[B, H, N]`` are worth after further real queries, int ``[B]``."""
-        if self.decay is None:
-            return scores
-        return scores * _power(self.decay, num_queries).view(-1, 1, 1)
+        return None if self.decay is None else power(self.decay, later)
 
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None
@@ -105,7 +99,7 @@ def get_scoring(name: str, decay: float | None = None) -> Scoring:
     return Scoring(name, float(decay))
 
 
-def _power(decay: float, exponent: Tensor) -> Tensor:
+def power(decay: float, exponent: Tensor) -> Tensor:
     """``decay ** exponent`` in fp32; never 0, which would make infinite scores (pins) no number."""
     power = torch.exp(exponent.to(torch.float32) * math.log(decay))
     return power.clamp_(min=torch.finfo(torch.float32).tiny)
