@@ -168,7 +168,7 @@ def test_the_configuration_of_an_engine_with_h2o(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", other)
     monkeypatch.setattr(vllm_plugin, "moved_names", list)
     made = engine(model_config__max_model_len=4096)
-    vllm_plugin.prepare(made)
+    vllm_plugin.prepare(made, parse(made.additional_config))
     classes = ["H2OLlamaForCausalLM", "LlamaForCausalLM"]
     assert made.model_config.hf_config.architectures == classes
     assert made.model_config.architecture == "LlamaForCausalLM"

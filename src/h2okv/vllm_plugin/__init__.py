@@ -12,6 +12,7 @@ import logging
 import pkgutil
 from typing import Any
 
+from h2okv.config import CacheConfig
 from h2okv.vllm_plugin.settings import FAMILIES, KEY, check_engine, parse, with_chunk
 
 __all__ = ["register"]
@@ -62,17 +63,16 @@ def _with_h2o(own: Any) -> Any:
 
     def verify_and_update_config(cls: type, vllm_config: Any) -> None:
         own.verify_and_update_config(vllm_config)
-        if parse(vllm_config.additional_config) is not None:
-            prepare(vllm_config)
+        cache = parse(vllm_config.additional_config)
+        if cache is not None:
+            prepare(vllm_config, cache)
 
     hook: Any = classmethod(verify_and_update_config)
     return type(own.__name__, (own,), {"verify_and_update_config": hook, "h2okv": True})
 
 
-def prepare(vllm_config: Any) -> None:
+def prepare(vllm_config: Any, cache: CacheConfig) -> None:
     """Turns the configuration of an engine into that of one with H2O; mutates it."""
-    cache = parse(vllm_config.additional_config)
-    assert cache is not None
     version = importlib.import_module("vllm").__version__
     missing = moved_names()
     if missing:
