@@ -100,7 +100,6 @@ class H2OCache(Cache):
             policy, scoring, sink = found.policy, found.scoring, found.sink
         self.policy = get_policy(policy, seed)
         self.scoring = get_scoring(scoring, decay)
-        validation.check_kv_bits(kv_bits)
         self.cache_config = CacheConfig(
             policy=self.policy.name,
             heavy=heavy,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.ops.decode import Slots, compact
-from h2okv.ops.quant import Entries, Packed, pack, packed_bytes, rounded, unpack
+from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, rounded, unpack
 
 # Fields ``[B, H, S, ...]``.
 PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms")
@@ -51,6 +51,13 @@ class KVStorage:
     """
 
     bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS):
+            raise ValueError(
+                f"kv_bits={self.bits!r} is no format of keys and values; give 8 or 4, or leave it "
+                "out to keep them in the model's dtype."
+            )
 
     def store(self, states: Tensor) -> Entries:
         return states if self.bits is None else pack(states, self.bits)

@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from h2okv.cache.rope import BY_LENGTH, ranks_of
 from h2okv.ops.decode import protected_entries
-from h2okv.ops.quant import BITS
 
 if TYPE_CHECKING:
     from h2okv.cache.layer import CacheLayer
@@ -150,15 +149,6 @@ def check_positions(config: PreTrainedConfig, positions: str, policy: Policy) ->
         raise ValueError(
             f"positions='clamped': model type {kind!r} has no learned positions to stop at; use "
             "positions='rolling' for rotary positions, or 'original'."
-        )
-
-
-def check_kv_bits(kv_bits: int | None) -> None:
-    """Refuses numbers of bits that there is no format for."""
-    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in BITS):
-        raise ValueError(
-            f"kv_bits={kv_bits!r} is no format of keys and values; give 8 or 4, or leave it out to "
-            "keep them in the model's dtype."
         )
 
 
