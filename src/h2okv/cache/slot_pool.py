@@ -60,6 +60,7 @@ class SlotBookkeeping:
         self._room: list[int] = []
 
     def admit(self, budget: TokenBudget, num_held: int) -> None:
+        assert budget.total <= self.capacity, "the engine refuses larger ones"
         self.budgets.append(budget)
         self._room.append(budget.total - num_held)
 
@@ -101,7 +102,6 @@ class SlotPool:
     """
 
     def __init__(self, like: H2OCache, max_num_seqs: int, capacities: Sequence[int]) -> None:
-        check_poolable(like)
         # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
@@ -167,29 +167,20 @@ class SlotPool:
 
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
         """Copies a sequence of a cache into free slots; returns its place."""
-        layers = _as_slots(source, sequence)
-        budgets = {}
+        layers, place = _as_slots(source, sequence), len(self._num_seen)
+        assert place < self.max_num_seqs, "the scheduler counts them"
         for kind, books in self._books.items():
             layer, index = layers[kind]
-            budgets[kind] = budget = layer.state.budgets[index]
-            if budget.total > books.capacity:
-                raise ValueError(
-                    f"a budget of {budget.total} entries does not fit a pool of {books.capacity}"
-                    " for each sequence; lower it, or make the pool larger."
-                )
-        place = len(self._num_seen)
-        if place == self.max_num_seqs:
-            raise ValueError(f"all {self.max_num_seqs} sequences are in use; release one first.")
+            held = layer.state.positions[index, 0] >= 0
+            books.admit(layer.state.budgets[index], int(held.sum()))
+            seen = int(layer.state.num_real_tokens[index])
         for own, (layer, index), state in zip(self._layers, layers, self._states, strict=True):
             state.copy_sequence(place, layer.state, index)
             own.owner = layer.owner
             own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
         for (_, _, kind), mask in self._masks.items():
-            mask[place] = torch.arange(mask.shape[2], device=mask.device) <= budgets[kind].total
-        for kind, books in self._books.items():
-            layer, index = layers[kind]
-            books.admit(budgets[kind], int((layer.state.positions[index, 0] >= 0).sum()))
-            seen = int(layer.state.num_real_tokens[index])
+            total = self._books[kind].budgets[place].total
+            mask[place] = torch.arange(mask.shape[2], device=mask.device) <= total
         self._num_seen.append(seen)
         self._show()
         return place
