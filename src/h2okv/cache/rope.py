@@ -67,7 +67,8 @@ class Rotation:
                 self._tables.clear()
             with torch.inference_mode(False):
                 ranks = torch.arange(length, device=self._device).unsqueeze(0)
-                fresh = _like_new(self._rotary, self._device)
+                # Not the running one: its frequencies may depend on what it has met.
+                fresh: Any = type(self._rotary)(self._rotary.config).to(self._device)
                 options = {"layer_type": self._layer_type} if self._layer_type else {}
                 kind: Any = fresh.rope_type
                 if (kind[self._layer_type] if options else kind) in BY_LENGTH:
@@ -89,10 +90,6 @@ class Rotation:
         # The same operation as in transformers, so that the same angle comes out, rounding and all.
         angles = positions[..., None].float() * frequencies.to(positions.device, torch.float32)
         return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
-
-
-def _like_new(rotary: Any, device: torch.device) -> Any:
-    return type(rotary)(rotary.config).to(device)  # with nothing met yet
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
@@ -169,8 +166,8 @@ def find_rotation(
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
     hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
-    # Not the running one: its frequencies may depend on what it has met.
-    fresh = _like_new(rotary, device)
+    # Not the running one, as in `Rotation.of_ranks`.
+    fresh = type(rotary)(rotary.config).to(device)
 
     def keys_at(positions: tuple[int, int]) -> tuple[Tensor, Any]:
         ids = torch.tensor([positions], device=device)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from h2okv.ops import attention as flash
-from h2okv.ops import decode as step
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
-from h2okv.ops.decode import Slots, StepRules
+from h2okv.ops.decode import Slots, StepRules, decode_step
 from h2okv.ops.reference import attention_with_scores, causal
 
 VARIABLE = "H2OKV_OPS"  # of the environment: the implementation for a whole process
@@ -88,13 +87,13 @@ def operations(
     if name == "triton" and why is not None:
         raise ValueError(f"ops='triton': {why}; {remedy}.")
     if why is not None:
-        return Operations("plain", why, blockwise_attention_with_scores, step.decode_step)
+        return Operations("plain", why, blockwise_attention_with_scores, decode_step)
     kernels = _load_kernels(device)
     if _flash_agrees(case):
         attend = functools.partial(kernels.attend, uses_flash=True)
         why = "the kernels, and flash, agreed with PyTorch"
         kernels = kernels._replace(attend=attend, why=why)
-    return kernels._replace(step=step.decode_step) if is_packed else kernels
+    return kernels._replace(step=decode_step) if is_packed else kernels
 
 
 def _trouble(case: Case) -> str | None:
@@ -182,7 +181,7 @@ def _disagreement(case: Case) -> str | None:
     visible = causal(query, key) & entries.unsqueeze(2)
     expected = (
         *attention_with_scores(query, key, value, visible, scale),
-        step.decode_step(*token, Slots(*twins), rules),
+        decode_step(*token, Slots(*twins), rules),
         *twins,
     )
     if _same(made, expected):

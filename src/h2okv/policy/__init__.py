@@ -63,16 +63,7 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
-    """Makes a policy from its name.
-
-    Args:
-        policy: a name of ``policy_names()``, or a policy object, which is returned as it is.
-        seed: for policies that draw at random.
-
-    Raises:
-        ValueError: if the name is unknown, the seed is no int that a hash takes, or nothing would
-            be drawn with it.
-    """
+    """Makes a policy from its name, or takes an object as it is; refuses a seed of no use."""
     if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= _SEED_LIMIT:
         raise ValueError(f"seed={seed!r} is no seed; give an int below {_SEED_LIMIT} (2**32).")
     if isinstance(policy, Policy):
