@@ -18,26 +18,21 @@ from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, rotate
 BY_LENGTH = ("dynamic", "longrope")
 
 
+@dataclass
 class Rotation:
-    """How a model rotates the keys of a layer; shared by all layers that are rotated alike."""
+    """How a model rotates the keys of a layer; layers that are rotated alike share an equal one."""
 
-    def __init__(
-        self,
-        rotary: torch.nn.Module,
-        layer_type: str | None,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.layout = layout
-        # Equal for layers of one model that are rotated alike.
-        self.key = (rotary, layer_type, layout, dtype, device)
-        self._rotary, self._layer_type = rotary, layer_type
-        self._dtype, self._device = dtype, device
+    rotary: torch.nn.Module
+    layer_type: str | None
+    layout: Layout
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._tables: dict[int, Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
         # R, how many numbers of a head are rotated.
-        self.width = 2 * self._frequencies(rotary)[0].shape[0]
+        self.width = 2 * self._frequencies(self.rotary)[0].shape[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
         return self
@@ -47,13 +42,13 @@ class Rotation:
         # All layers of a forward get the same object.
         last = self._last
         if last is None or last[0] is not position_ids:
-            factors = self._factors(self._rotary, position_ids.to(self._device))
-            last = self._last = position_ids, inverse(factors.to(self._dtype)).unsqueeze(1)
+            factors = self._factors(self.rotary, position_ids.to(self.device))
+            last = self._last = position_ids, inverse(factors.to(self.dtype)).unsqueeze(1)
         return last[1]
 
     def moved(self, position_ids: Tensor, end: Tensor) -> Tensor:
         """Likewise factors from those rotations to that at the position ``[B or 1, 1]``."""
-        there = self._factors(self._rotary, end.to(self._device)).unsqueeze(1)
+        there = self._factors(self.rotary, end.to(self.device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
 
     def begin_forward(self) -> None:
@@ -66,19 +61,19 @@ class Rotation:
             if len(self._tables) >= 8:
                 self._tables.clear()
             with torch.inference_mode(False):
-                ranks = torch.arange(length, device=self._device).unsqueeze(0)
+                ranks = torch.arange(length, device=self.device).unsqueeze(0)
                 # Not the running one: its frequencies may depend on what it has met.
-                fresh: Any = type(self._rotary)(self._rotary.config).to(self._device)
-                options = {"layer_type": self._layer_type} if self._layer_type else {}
+                fresh: Any = type(self.rotary)(self.rotary.config).to(self.device)
+                options = {"layer_type": self.layer_type} if self.layer_type else {}
                 kind: Any = fresh.rope_type
-                if (kind[self._layer_type] if options else kind) in BY_LENGTH:
-                    fresh(torch.empty(0, device=self._device), ranks, **options)
+                if (kind[self.layer_type] if options else kind) in BY_LENGTH:
+                    fresh(torch.empty(0, device=self.device), ranks, **options)
                 self._tables[length] = self._factors(fresh, ranks)[0]
         return self._tables[length]
 
     def _frequencies(self, rotary: Any) -> tuple[Tensor, float]:
         """Frequencies ``[R / 2]``, and the scale of the cosines (YaRN)."""
-        prefix = f"{self._layer_type}_" if self._layer_type else ""
+        prefix = f"{self.layer_type}_" if self.layer_type else ""
         own = f"{prefix}attention_scaling"
         scaling = getattr(rotary, own if hasattr(rotary, own) else "attention_scaling")
         return getattr(rotary, f"{prefix}inv_freq"), scaling
@@ -86,7 +81,7 @@ class Rotation:
     def _factors(self, rotary: Any, positions: Tensor) -> Tensor:
         frequencies, scaling = self._frequencies(rotary)
         # A model that was cast as a whole has rounded frequencies.
-        frequencies = frequencies.to(self._frequencies(self._rotary)[0].dtype)
+        frequencies = frequencies.to(self._frequencies(self.rotary)[0].dtype)
         # The same operation as in transformers, so that the same angle comes out, rounding and all.
         angles = positions[..., None].float() * frequencies.to(positions.device, torch.float32)
         return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
@@ -190,9 +185,9 @@ def find_rotation(
         )
         if (back - start).norm() <= _CLOSE * start.norm():
             rotation = Rotation(rotary, layer_type, layout, held, device)
-            alike = [other for other in known if other.key == rotation.key]
-            known += [] if alike else [rotation]
-            return (alike or [rotation])[0]
+            if rotation not in known:
+                known.append(rotation)
+            return known[known.index(rotation)]
     raise _unknown(module)
 
 
