@@ -13,12 +13,16 @@ from h2okv.ops.quant import (
     group_size,
     pack,
     packed_bytes,
-    rounded,
     scales_and_lows,
     unpack,
 )
 
 SIZES = [1, 7, 16, 40, 45, 64, 80, 96, 128, 256]
+
+
+def rounded(entries, bits):
+    """What is left of entries that were packed and unpacked."""
+    return unpack(pack(entries, bits)).to(entries.dtype)
 
 
 def within_half_a_step(entries, packed):

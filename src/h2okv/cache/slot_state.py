@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2okv.config import TokenBudget
 from h2okv.ops.decode import Slots, compact
-from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, rounded, unpack
+from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
 PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms")
@@ -67,7 +67,7 @@ class KVStorage:
         return unpack(entries).to(dtype) if isinstance(entries, Packed) else entries
 
     def round(self, states: Tensor) -> Tensor:
-        return states if self.bits is None else rounded(states, self.bits)
+        return self.read(self.store(states), states.dtype)
 
     def compact(self, states: Tensor, held: Entries, indices: Tensor, num_slots: int) -> Entries:
         """Fills S new slots with the K entries that stay; what was held keeps its codes.

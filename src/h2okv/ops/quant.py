@@ -100,11 +100,6 @@ def halves(packed: Packed) -> tuple[Tensor, ...]:
     return (codes,) if packed.bits == 8 else (codes & 15, codes >> 4)
 
 
-def rounded(entries: Tensor, bits: int) -> Tensor:
-    """What is left of entries ``[..., N, D]`` that were packed and unpacked."""
-    return unpack(pack(entries, bits)).to(entries.dtype)
-
-
 # With integers, not by a cast: a compiler may leave out a cast to bf16 and back.
 
 
