@@ -53,12 +53,11 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     Raises:
         ValueError: if the name belongs to another class already.
     """
-    known = _POLICIES.get(policy.name)
-    if known is not None and known is not policy:
+    known = _POLICIES.setdefault(policy.name, policy)
+    if known is not policy:
         raise ValueError(
             f"policy name {policy.name!r} is taken by {known.__name__}; choose another name."
         )
-    _POLICIES[policy.name] = policy
     return policy
 
 
