@@ -69,7 +69,8 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     # What the cache would refuse is refused before a model's weights are loaded.
     get_policy(config.policy, config.seed)
     get_scoring(config.scoring, config.decay)
-    PositionRule(config.positions, config.prefill_chunk)
+    rule: Any = PositionRule
+    rule(config.positions, config.prefill_chunk)
     if protocol is None:  # blocks of one token are the paper's
         protocol = "whole" if config.prefill_chunk == 1 else "prompt"
     if protocol not in ("prompt", "whole"):
