@@ -18,10 +18,5 @@ def sample_article() -> str:
 
 
 def sample_prompt() -> str:
-    """Returns the opening of a novel that the bundled model has not been trained on.
-
-    It is some 2,600 words of "A Scandal in Bohemia" from "The Adventures of Sherlock Holmes" by
-    Arthur Conan Doyle (1892, in the public domain), the wrapped lines of a paragraph joined. The
-    caller cuts it to what a model's context holds.
-    """
+    """The opening of "A Scandal in Bohemia" (Conan Doyle, 1892), unknown to the bundled model."""
     return (_FOLDER / "sample_prompt.txt").read_text(encoding="utf-8")

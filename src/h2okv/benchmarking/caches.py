@@ -82,10 +82,7 @@ class CacheSpec:
 
 @dataclass(eq=False)
 class CacheRunner:
-    """One cache on a model: reads a prompt, then takes decode steps.
-
-    This one is transformers' `DynamicCache`: everything, appended token by token.
-    """
+    """One cache on a model: reads a prompt, then takes decode steps. This one is `DynamicCache`."""
 
     model: PreTrainedModel
     spec: CacheSpec

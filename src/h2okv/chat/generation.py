@@ -107,11 +107,7 @@ class Generating(StoppingCriteria):
         show_progress: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Reads and generates; `result` tells how far it came, also after an error.
-
-        The tokens are read in blocks of `cache.prefill_chunk`, the last of which is the first
-        forward of `generate`; so they are read exactly as `h2okv.prefill` would.
-        """
+        """Reads in blocks of `prefill_chunk`, and generates; `result` tells how far it came."""
         length = self._ids.shape[1]
         generate: Any = model.generate  # its type gets lost on the way through torch's Module
         with ExitStack() as stack:

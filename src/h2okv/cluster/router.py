@@ -34,11 +34,7 @@ class ReplicaLostError(Exception):
 
 
 class Router:
-    """An ASGI application that has replicas answer.
-
-    A replica that dies takes with it only streams that had begun: those end with an error event.
-    Whatever was not begun is asked of another one, and the client sees nothing of it.
-    """
+    """An ASGI application that has replicas answer; with one die only streams that had begun."""
 
     def __init__(self, ask: Ask, timeout: float, max_body: int = 8 << 20) -> None:
         self._ask, self._timeout, self._max_body = ask, timeout, max_body

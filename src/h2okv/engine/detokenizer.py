@@ -13,11 +13,7 @@ _UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """Hands on each piece of text as soon as it can no longer change.
-
-    A character outside ASCII may be spread over several tokens of a byte-level tokenizer; nothing
-    is handed on before its last byte is there.
-    """
+    """Hands on text as soon as it can no longer change: a character may need several tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self.token_ids: list[int] = []

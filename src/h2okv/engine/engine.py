@@ -42,10 +42,7 @@ _MIB = 1 << 20
 
 
 class Engine:
-    """A model, its slots and the loop's body; not safe to use from two threads.
-
-    See `AsyncLLM` for its limits. ``group`` are the processes that hold the parts of a model.
-    """
+    """A model, its slots and the loop's body, for one thread; ``group`` holds the model's parts."""
 
     def __init__(
         self,

@@ -157,10 +157,7 @@ class Request:
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill between the decode steps of others.
-
-    Knows slots by the number of their sequence only: ``running[i]`` has the i-th ones.
-    """
+    """First come, first served, with chunked prefill; ``running[i]`` has the i-th slots."""
 
     def __init__(self, config: EngineConfig, max_num_seqs: int, chunk_tokens: int) -> None:
         self.max_num_seqs = max_num_seqs

@@ -36,11 +36,7 @@ class Run:
 
 
 class SampleFile(ResultFile):
-    """Results of samples, by run.
-
-    A line has ``run`` and ``identity`` (all that its results depend on), ``versions`` (the code
-    that wrote what follows), or ``run``, ``sample`` and ``result``.
-    """
+    """Results of samples by run, behind a line with all that they depend on and the versions."""
 
     def __init__(self, path: Path, versions: Mapping[str, str] | None = None) -> None:
         versions = provenance.versions() if versions is None else versions

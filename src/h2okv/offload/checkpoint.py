@@ -310,11 +310,7 @@ def open_converted(meta: MetaModel, files: CheckpointFiles, folder: Path) -> Che
 
 
 def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
-    """Writes each layer contiguously, changed as transformers changes it when it loads it.
-
-    At most one layer is in memory. The file appears when it is complete; a process that wants it
-    too waits, and what a killed one has left is written over.
-    """
+    """Writes each layer contiguously, as transformers changes it; one at a time is in memory."""
     import fcntl
 
     named = named_keys(meta, files)

@@ -37,10 +37,7 @@ class PromptLine(NamedTuple):
 
 
 class PromptFile:
-    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, scanned once, then read on demand.
-
-    Only ids, places and digests are kept in memory. A line that changes after the scan is noticed.
-    """
+    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``; one that changes later is noticed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -173,11 +173,7 @@ def _slots(module: nn.Module, prefix: str) -> Iterator[ParameterSlot]:
 
 @dataclass(frozen=True)
 class PackedSlot(ParameterSlot):
-    """A linear layer's weight, stored as the bytes of a tensor that torchao multiplies with.
-
-    In 8 bits these are int8 numbers and an fp32 scale for each output; in 4 bits two numbers in a
-    byte, and a scale and zero for each group of a row.
-    """
+    """A linear layer's weight, as the bytes of the 8- or 4-bit tensor that torchao takes."""
 
     original_shape: torch.Size  # of the weight, [outputs, inputs]
     original_dtype: torch.dtype  # that products with it have

@@ -9,10 +9,7 @@ from torch import Tensor
 
 
 class Indexed(NamedTuple):
-    """Entries ``[B, H, S, D]`` of some sequences, each of which has a block of a pool.
-
-    A gather would copy all of them for every token.
-    """
+    """Entries ``[B, H, S, D]`` in blocks of a pool; a gather would copy all for every token."""
 
     blocks: Tensor  # [N, H, S, D]; a block is contiguous, the blocks may lie apart
     places: Tensor  # int64 [B], each sequence's block

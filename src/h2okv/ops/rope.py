@@ -38,10 +38,7 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
 
 
 def inverse(factors: Tensor) -> Tensor:
-    """Factors ``[..., 2]`` that undo a rotation, its scale (YaRN) and its rounding included.
-
-    They come in the dtype in which the model used them.
-    """
+    """Factors ``[..., 2]``, in the model's dtype, that undo a rotation, scale and rounding too."""
     real, imaginary = factors.float().unbind(-1)
     size = real.square() + imaginary.square()
     return torch.stack([real / size, -imaginary / size], dim=-1)

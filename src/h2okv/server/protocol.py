@@ -89,10 +89,7 @@ class CacheChoice(Strict):
 
 
 class SampledRequest(Strict):
-    """What chats and completions have in common.
-
-    `null` is the same as leaving a field out, as clients of OpenAI's API expect.
-    """
+    """What chats and completions have in common; `null` is the same as leaving a field out."""
 
     path: ClassVar[str]
     builder: ClassVar[type[responses.ResponseBuilder]]

@@ -26,11 +26,7 @@ logger = init_logger("vllm.h2okv")  # a child of vLLM's own, whose level and for
 
 
 class H2OAttention(nn.Module, MambaBase):
-    """Takes the place of one of vLLM's attention layers.
-
-    vLLM gives each request one block of such a layer, of any shapes, for the request's whole life,
-    as it does for Mamba's states. What is in it, `StateLayer` knows.
-    """
+    """Takes an attention layer's place; its state is in a request's one block, like Mamba's."""
 
     def __init__(self, attention: Attention, cache: CacheConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -158,10 +158,7 @@ def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class HarnessTask(Task):
-    """A task of lm-evaluation-harness, as one sample: a prompt's examples depend on those before.
-
-    A stopped task finds the answers that there are in the harness's own store.
-    """
+    """A task of lm-evaluation-harness, as one sample: examples depend on those before."""
 
     data: Path | None  # the folder with the data files of this package's tasks
     work: Path  # the folder of the harness's store

@@ -26,10 +26,7 @@ _LARGEST = 600.0
 
 @dataclass(eq=False)
 class Perplexity(Task):
-    """A text is read window after window; each token is predicted from what the cache holds.
-
-    A budget in fractions is of the whole window, as in the paper's own protocol.
-    """
+    """A text is read window after window; budgets in fractions are of a window, as in the paper."""
 
     text: str
     length: int = 1024  # tokens of a window, of which all but the first are scored

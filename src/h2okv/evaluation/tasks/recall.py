@@ -118,10 +118,7 @@ class Recall(QuestionTask):
 
 @dataclass(eq=False)
 class NeedleTask(QuestionTask):
-    """A needle in a haystack: a sentence at some depth of a text, asked for at its end.
-
-    In statement and question, ``{name}`` and ``{answer}`` differ from try to try.
-    """
+    """A needle in a haystack: a sentence at some depth of a text, asked for at its end."""
 
     text: str  # the haystack
     lengths: tuple[int, ...] = (512, 1024, 1536)  # tokens of the whole prompt
