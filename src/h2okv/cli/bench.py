@@ -56,8 +56,8 @@ def bench(
         "kv_heads=..,head_dim=..,intermediate=..,vocab=.. (small).",
     ),
     layers: int | None = option(None, "Use only the first layers of a shape."),
-    contexts: Typed = option("2048", "Prompt lengths in tokens, comma-separated.", read=numbers),
-    batches: Typed = option("4", "Batch sizes, comma-separated.", read=numbers),
+    contexts: Typed = option("1024", "Prompt lengths in tokens, comma-separated.", read=numbers),
+    batches: Typed = option("1", "Batch sizes, comma-separated.", read=numbers),
     runners: Typed = option(
         "dynamic,static,quantized,h2o",
         f"Caches: {', '.join(RUNNERS)}.",
