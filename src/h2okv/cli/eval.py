@@ -257,7 +257,8 @@ def layers(
     with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
         found = h2okv.measure_layer_budgets(model.load(described), torch.tensor([ids]))
         file.write(json.dumps(found) + "\n")
-    write_text(f"{out}: {min(found):g} to {max(found):g} of the even share in {len(found)} layers\n")
+    shares = f"{min(found):g} to {max(found):g} of the even share"
+    write_text(f"{out}: {shares} in {len(found)} layers\n")
 
 
 @args.subcommand(eval_app, "recall")
