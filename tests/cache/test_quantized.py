@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.cache.checkpoint import read_head
-from h2okv.ops.quant import BITS, rounded, unpack
+from h2okv.ops.quant import BITS, pack, unpack
 
 # One layer: its keys do not depend on attention, whose last bits would move a number to another
 # code now and then.
@@ -107,7 +107,7 @@ def test_a_prompt_is_read_in_full_precision_and_kept_rounded(make_llama, kept_se
     for layer, other in zip(packed.layers, whole.layers, strict=True):
         stored = (layer.state.keys, layer.state.values)
         for held, full in zip(stored, (other.keys, other.values), strict=True):
-            assert torch.equal(unpack(held), rounded(full, bits))
+            assert torch.equal(unpack(held), unpack(pack(full, bits)).to(full.dtype))
 
 
 def codes_by_position(cache):
