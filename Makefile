@@ -21,7 +21,7 @@ PINS := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
-	@echo "make test         the quick tests: unit and model tier (6 to 7 minutes on two cores)"
+	@echo "make test         the quick tests: unit and model tier (4 to 7 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make test-rest    what 'make test' leaves out of them"
 	@echo "make test-upstream  transformers' own model tests against the cache (10 minutes; from its sdist)"
