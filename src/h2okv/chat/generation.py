@@ -318,9 +318,10 @@ def generate_and_compare(
                 own = cache.label if label == FULL else label
                 _note_agreement(job, found, own, make[own]())
             if run.interrupted:
-                raise KeyboardInterrupt
+                break
     except KeyboardInterrupt:
         found.interrupted = True
+    found.interrupted |= any(run.interrupted for run in found.runs.values())
     return found
 
 

@@ -24,7 +24,7 @@ _SAMPLE_BYTES = 64 << 20
 _MIN_SAMPLE_BYTES = 1 << 20
 _GEMM_ROWS = (1, 8, 32, 256)
 _SEQUENCES = 16  # of a step, beside one of a single sequence
-_MAX_PROMPT = 512  # tokens that are timed; of longer prompts each takes about as long
+_MAX_PROMPT = 512  # tokens that are timed, so that it is quick; of longer ones each takes longer
 _MIN_SECONDS = 0.05
 _MIN_RUNS = 5  # on a busy machine a single run may have waited for others most of the time
 
