@@ -188,7 +188,8 @@ def told_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]
 def main() -> None:
     """Runs the parts and adds their rows to the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="equal,best")
+    known = {"equal": equal, "best": best}
+    parser.add_argument("--parts", nargs="+", choices=known, default=list(known))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--limit", type=int, default=900_000_000, help="bytes of data")
@@ -207,7 +208,6 @@ def main() -> None:
     parser.add_argument("--scratch", help="where the model is written (1.6 GB)")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     args = parser.parse_args()
-    known = {"equal": equal, "best": best}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         args.label, args.tied = f"llama {args.layers} x {args.hidden}", False
         if args.model:
@@ -222,7 +222,7 @@ def main() -> None:
         else:
             print(f"{make_checkpoint(args, folder) / 1e9:.3f} B parameters", flush=True)
         run = Runs(args, folder)
-        for part in args.parts.split(","):
+        for part in args.parts:
             rows = known[part](args, run)
             progress("")
             report(args.csv, rows)

@@ -1,0 +1,295 @@
+r"""kvpress's methods on the prompts of ``h2okv eval fidelity --protocol block``, at equal bytes.
+
+kvpress 0.5.5 needs transformers below 5.3, so that it has an environment of its own, and the work
+three steps. Nothing of h2okv is imported in the second:
+
+    python benchmarks/kvpress_quality.py tokens --model smollm2 --data moby_dick.txt \
+        --prompt-tokens 1024 --new-tokens 96 --texts 20 --out prompts.jsonl
+    kvpress-env/bin/python benchmarks/kvpress_quality.py presses prompts.jsonl --model FOLDER \
+        --kept 0.2 --out rows.jsonl
+    python benchmarks/kvpress_quality.py table prompts.jsonl rows.jsonl fidelity.samples.jsonl \
+        --against "h2o, 20%" --csv table.csv
+
+A prompt is read once for all presses: each compresses what every layer has cached after it, as its
+own hook would, and the text that follows is read in one block on what is left. The share kept
+is of entries; a press holds neither scores nor positions beside them. ``table`` sets the means
+beside the rows that ``fidelity`` kept of the same prompts, with paired differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Every press that needs one pass. Those after None hide entries by fake keys in place of freeing
+# them: heads hold different numbers of entries, and the share is what attention sees.
+PRESSES = (
+    "ObservedAttention", "SnapKV", "TOVA", "StreamingLLM", "Knorm", "KeyDiff", "LagKV", "Cap",
+    "ExpectedAttention", "Compactor", "ChunkKV SnapKV", "CriticalKV SnapKV",
+    "CriticalKV ExpectedAttention", None,
+    "AdaKV SnapKV", "AdaKV ExpectedAttention", "CriticalAdaKV ExpectedAttention",
+)  # fmt: skip
+EAGER = "ObservedAttention"  # looks at the attention matrix
+OPTIONS: dict[str, dict[str, Any]] = {
+    "StreamingLLM": {"n_sink": 4},
+    # As kvpress's own evaluation sets them.
+    "CriticalKV ExpectedAttention": {"use_vnorm": False},
+    "CriticalAdaKV ExpectedAttention": {"use_vnorm": False},
+    "AdaKV ExpectedAttention": {"epsilon": 1e-2},
+}
+MEASURES = ("kl", "agreement", "nll", "full_nll")
+
+
+def write_tokens(args: argparse.Namespace) -> None:
+    """Writes the samples of ``fidelity`` as token ids, in its order."""
+    from h2okv.evaluation.model import ModelUnderTest
+    from h2okv.evaluation.tasks.fidelity import Fidelity, Source
+    from h2okv.integration.loading import describe
+
+    described = describe(args.model)
+    parts = described.config, described.tokenizer, described.name, described.context
+    task = Fidelity(
+        sources=[Source.read(path) for path in args.data], texts=args.texts, raw=args.raw,
+        prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens, protocol="block",
+    )  # fmt: skip
+    task.prepare(ModelUnderTest(lambda: None, *parts), [])  # the weights are not asked for
+    with args.out.open("w", encoding="utf-8") as file:
+        for number in task.samples:
+            file.write(json.dumps({"sample": number, **task._samples[number]._asdict()}) + "\n")
+
+
+def make_press(name: str, kept: float) -> Any:
+    """A press by its classes' names, the inner one last."""
+    import kvpress
+
+    *outer, inner = name.split()
+    options = {"compression_ratio": 1 - kept, **OPTIONS.get(name, {})}
+    press = getattr(kvpress, f"{inner}Press")(**options)
+    for wrapper in reversed(outer):
+        more = {"chunk_length": 20} if wrapper == "ChunkKV" else {}
+        press = getattr(kvpress, f"{wrapper}Press")(press, **more)
+    return press
+
+
+class Compressed:
+    """What a press left of a prompt: a cache, and of each layer the entries it hides."""
+
+    def __init__(self, press: Any) -> None:
+        from transformers import DynamicCache
+
+        self.press, self.cache = press, DynamicCache()
+        self.hidden: list[Any] = []
+
+    def take(self, attention: Any, inputs: dict[str, Any], weights: Any) -> None:
+        layer = inputs["past_key_values"].layers[attention.layer_idx]
+        keys, values = layer.keys, layer.values
+        attention.masked_key_indices = None
+        if self.press is not None:
+            given = attention, inputs["hidden_states"], keys, values, weights, inputs
+            keys, values = self.press.compress(*given)
+        self.hidden.append(attention.masked_key_indices)
+        attention.masked_key_indices = None
+        self.cache.update(keys.clone(), values.clone(), attention.layer_idx)
+
+    def share(self, prompt: int) -> float:
+        """Entries that attention sees, of those of the prompt."""
+        seen = 0
+        for layer, hidden in zip(self.cache.layers, self.hidden, strict=True):
+            seen += math.prod(layer.keys.shape[:3]) - (0 if hidden is None else len(hidden[0]))
+        heads = self.cache.layers[0].keys.shape[1]
+        return seen / (prompt * heads * len(self.cache.layers))
+
+
+@torch.no_grad()
+def read_prompt(model: Any, prompt: list[int], found: list[Compressed]) -> None:
+    """Reads a prompt once; each of those compresses every layer."""
+    from transformers import DynamicCache
+
+    def look(attention: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
+        for own in found:
+            own.take(attention, inputs, output[1])
+
+    with ExitStack() as hooks:
+        for own in found:
+            if own.press is not None:
+                own.press.post_init_from_model(model)
+        for layer in model.model.layers:
+            layer.self_attn.rotary_emb = model.model.rotary_emb
+            layer.self_attn.masked_key_indices = None
+            handle = layer.self_attn.register_forward_hook(look, with_kwargs=True)
+            hooks.callback(handle.remove)
+        model.model(input_ids=torch.tensor([prompt]), past_key_values=DynamicCache())
+
+
+@torch.no_grad()
+def log_probs(model: Any, own: Compressed, prompt: int, block: list[int]) -> torch.Tensor:
+    """What is said of the token after each of a block, fp32 ``[N, V]``."""
+    for layer, hidden in zip(model.model.layers, own.hidden, strict=True):
+        layer.self_attn.masked_key_indices = hidden
+    positions = torch.arange(prompt, prompt + len(block)).unsqueeze(0)
+    logits = model(torch.tensor([block]), past_key_values=own.cache, position_ids=positions).logits
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    return logits[0].float().log_softmax(-1)
+
+
+def compare(full: torch.Tensor, own: torch.Tensor, targets: torch.Tensor) -> list[float]:
+    """Means of `MEASURES` over the tokens, as ``fidelity`` has them."""
+    kl = (full.exp() * (full - own)).sum(-1).mean()
+    agreement = (full.argmax(-1) == own.argmax(-1)).float().mean()
+    losses = [-part.gather(1, targets.unsqueeze(1)).mean() for part in (own, full)]
+    return [float(value) for value in (kl, agreement, *losses)]
+
+
+def run_presses(args: argparse.Namespace) -> None:
+    """Adds a row for each prompt and press that has none yet."""
+    import kvpress  # noqa: F401  changes attention, so that hidden entries are hidden
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM
+
+    names = args.presses or [name for name in PRESSES if name]
+    models = {
+        eager: AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=getattr(torch, args.dtype), attn_implementation=kind
+        ).eval()
+        for eager, kind in ((False, "sdpa"), (True, "eager"))
+        if any((EAGER in name) == eager for name in names)
+    }
+    done = set()
+    if args.out.exists():
+        done = {json.loads(line)["sample"] for line in args.out.open(encoding="utf-8")}
+    samples = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
+    with args.out.open("a", encoding="utf-8") as file:
+        for sample in tqdm([own for own in samples if own["sample"] not in done]):
+            prompt, following = sample["prompt"], sample["following"]
+            targets = torch.tensor(following[1:])[-sample["compared"] :]
+            full, lines = None, ""
+            for eager, model in models.items():
+                group = [name for name in names if (EAGER in name) == eager]
+                presses = {name: Compressed(make_press(name, args.kept)) for name in group}
+                whole = Compressed(None)
+                read_prompt(model, prompt, [whole, *presses.values()])
+                said = log_probs(model, whole, len(prompt), following[:-1])
+                full = said[-sample["compared"] :] if full is None else full
+                for name, own in presses.items():
+                    share = own.share(len(prompt))
+                    said = log_probs(model, own, len(prompt), following[:-1])
+                    found = compare(full, said[-sample["compared"] :], targets)
+                    row = {"sample": sample["sample"], "press": name, "kept": share}
+                    row |= zip(MEASURES, found, strict=True)
+                    lines += json.dumps(row) + "\n"
+            file.write(lines)  # of a prompt all or none
+            file.flush()
+
+
+def read_fidelity(path: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """The rows that ``fidelity`` kept, by cache and sample."""
+    found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+    for line in path.open(encoding="utf-8"):
+        record = json.loads(line)
+        if "result" in record:
+            name = record["run"].removeprefix("fidelity: ")
+            found[name][record["sample"]] = record["result"]
+    return found
+
+
+def make_table(args: argparse.Namespace) -> None:
+    """Means over prompts, with intervals, and differences to one cache on the same ones."""
+    from h2okv.evaluation.tasks.fidelity import bootstrap
+    from h2okv.records import markdown_table
+
+    sources = {}
+    for line in args.prompts.open(encoding="utf-8"):
+        sample = json.loads(line)
+        sources[sample["sample"]] = sample["source"]
+    found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+    for line in args.rows.open(encoding="utf-8"):
+        row = json.loads(line)
+        found[f"kvpress, {row['press']}"][row["sample"]] = row
+    for path in args.fidelity:
+        found |= read_fidelity(path)
+    base = found[args.against]
+    rows = []
+    for name, own in found.items():
+        shared = sorted(own.keys() & base.keys() & sources.keys())
+        row: dict[str, Any] = {"cache": name, "prompts": len(shared)}
+        kept = [own[n]["kept"] for n in shared if "kept" in own[n]]
+        row["kept"] = sum(kept) / len(kept) if kept else None
+        parts = {
+            "kl": [own[n]["kl"] for n in shared],
+            "agreement": [own[n]["agreement"] for n in shared],
+            "loss": [own[n]["nll"] - own[n]["full_nll"] for n in shared],
+            "kl_against": [own[n]["kl"] - base[n]["kl"] for n in shared],
+        }
+        for part, values in parts.items():
+            row |= zip((part, f"{part}_low", f"{part}_high"), bootstrap(values), strict=True)
+        for source in dict.fromkeys(sources[n] for n in shared):
+            mine = [own[n]["kl"] for n in shared if sources[n] == source]
+            row[f"kl {source}"] = sum(mine) / len(mine)
+        rows.append(row)
+    rows.sort(key=lambda row: row["kl"])
+    if args.csv:
+        with args.csv.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def cell(row: dict[str, Any], part: str, form: str = ".3f") -> str:
+        mean, low, high = (row[f"{part}{end}"] for end in ("", "_low", "_high"))
+        return f"{mean:{form}} ({low:{form}} to {high:{form}})"
+
+    lines = [
+        [
+            row["cache"], row["prompts"], cell(row, "kl"), cell(row, "kl_against", "+.3f"),
+            f"{row['agreement']:.3f}", f"{math.exp(row['loss']):.3f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["cache", "prompts", "KL to the full cache", f"less {args.against}'s", "agreement"]
+    print(markdown_table([*header, "perplexity ratio"], lines))
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    steps = parser.add_subparsers(required=True)
+    tokens = steps.add_parser("tokens", help="write the prompts, in h2okv's environment")
+    tokens.add_argument("--model", default="smollm2")
+    tokens.add_argument("--data", type=Path, action="append", required=True)
+    tokens.add_argument("--prompt-tokens", type=int, default=1024)
+    tokens.add_argument("--new-tokens", type=int, default=96)
+    tokens.add_argument("--texts", type=int, help="of each file")
+    tokens.add_argument("--raw", action="store_true", help="prompts without a chat template")
+    tokens.add_argument("--out", type=Path, required=True)
+    tokens.set_defaults(run=write_tokens)
+    presses = steps.add_parser("presses", help="run kvpress on them, in its environment")
+    presses.add_argument("prompts", type=Path)
+    presses.add_argument("--model", required=True, help="a folder")
+    presses.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    presses.add_argument("--kept", type=float, default=0.2, help="share of a prompt's entries")
+    presses.add_argument("--presses", nargs="+", choices=[name for name in PRESSES if name])
+    presses.add_argument("--out", type=Path, required=True, help="rows; goes on where it ended")
+    presses.set_defaults(run=run_presses)
+    table = steps.add_parser("table", help="set both side by side, in h2okv's environment")
+    table.add_argument("prompts", type=Path)
+    table.add_argument("rows", type=Path)
+    table.add_argument("fidelity", type=Path, nargs="+", help="NAME.samples.jsonl of `fidelity`")
+    table.add_argument("--against", required=True, help="the cache that others are compared with")
+    table.add_argument("--csv", type=Path)
+    table.set_defaults(run=make_table)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
