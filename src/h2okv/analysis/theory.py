@@ -104,7 +104,9 @@ def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarr
     """What the library's own cache holds on given logits ``[G, n, n]`` by step: bool ``[n, n]``."""
     group, size, _ = logits.shape
     queries = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float32))
-    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=group, num_key_value_heads=1)
+    config = LlamaConfig(
+        hidden_size=group, num_hidden_layers=1, num_attention_heads=group, num_key_value_heads=1
+    )
     cache = H2OCache(config, budget.heavy, budget.recent, budget.sink, policy=policy)
     module = torch.nn.Module()
     held = np.zeros((size, size), dtype=bool)
@@ -112,7 +114,8 @@ def cache_sets(logits: np.ndarray, policy: str, budget: TokenBudget) -> np.ndarr
         key = torch.zeros(1, 1, 1, size)
         key[..., step] = 1.0  # a unit vector, so that attention computes exactly these logits
         marked_key, value = cache.update(key, torch.zeros(1, 1, 1, 1), 0)
-        h2o_attention(module, queries[None, :, step : step + 1], marked_key, value, None, 1.0)
+        row = queries[None, :, step : step + 1]
+        h2o_attention(module, row, marked_key, value, None, scaling=1.0)
         positions = cache.kept_positions(0)[0, 0].numpy()
         held[step, positions[positions >= 0]] = True
     return held
