@@ -26,6 +26,8 @@ from h2okv.records import read_csv
 FOLDER = Path(__file__).parent
 PAGES = (FOLDER.parents[1] / "observations.md", FOLDER.parents[1] / "theory.md")
 DETAILED = "sherlock_holmes"
+LAYERS = ((0, 0), (1, 4), (5, 9), (10, 14), (15, 19), (20, 24), (25, 29))
+"""The first and the last layer of each column or line; means are taken over them."""
 POLICIES = ("h2o", "global", "recent", "sink_recent", "random")
 COLUMNS = {
     "sparsity": "layer head share share_square",
@@ -39,9 +41,9 @@ COLUMNS = {
 """Tables that are kept row by row; of the others only what `SUMMARIES` makes of them."""
 
 
-def books() -> list[str]:
-    """Returns the names of the books that were analysed."""
-    return sorted({row["book"] for row in read_csv(FOLDER / "sparsity.csv", text=("book",))})
+def books(name: str = "sparsity") -> list[str]:
+    """Returns the names of the books that a table has rows of."""
+    return sorted({row["book"] for row in read_csv(FOLDER / f"{name}.csv", text=("book",))})
 
 
 def table(book: str, name: str) -> Rows:
@@ -115,6 +117,8 @@ def collect(reports: Path) -> None:
         for name, all_rows in found.items():
             if name.startswith("theory") and folder.name != DETAILED:
                 continue
+            if not (folder / f"{name}.csv").is_file():  # a --quick report has fewer
+                continue
             rows = read_csv(folder / f"{name}.csv", text=TEXT_COLUMNS)
             if name == "cooccurrence":
                 rows = where(rows, layer="all")
@@ -126,6 +130,8 @@ def collect(reports: Path) -> None:
                 rows = SUMMARIES[name](rows)
             all_rows += [{"book": folder.name} | row for row in rows]
     for name, rows in found.items():
+        if not rows:
+            continue
         # With all digits: the tables round what is here.
         with (FOLDER / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -151,6 +157,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def layers_name(first: int, last: int) -> str:
+    """Names some layers."""
+    return f"layer {first}" if first == last else f"{first} to {last}"
+
+
+def of_layers(rows: Rows, first: int, last: int) -> Rows:
+    """Takes the rows of some layers."""
+    return [row for row in rows if first <= row["layer"] <= last]
+
+
 def span(values: np.ndarray, form: str = ".2f") -> str:
     """Writes the lowest and the highest of some values."""
     return f"{values.min():{form}} to {values.max():{form}}"
@@ -161,11 +177,12 @@ def sparsity() -> str:
     lines = []
     for book in books():
         rows = table(book, "sparsity")
-        layers = [percent(column(where(rows, layer=i), "share").mean()) for i in range(6)]
+        layers = [percent(column(of_layers(rows, *own), "share").mean()) for own in LAYERS]
         share, square = column(rows, "share"), column(rows, "share_square")
         above = f"{(share > 0.95).sum()} of {len(rows)}"
         lines.append([title(book), *layers, above, f"{(square > 0.95).sum()} of {len(rows)}"])
-    header = ["book", *(f"layer {i}" for i in range(6)), "heads above 95 %", "counted as a square"]
+    header = ["book", *(layers_name(*own) for own in LAYERS)]
+    header += ["heads above 95 %", "counted as a square"]
     return markdown(header, lines)
 
 
@@ -207,7 +224,7 @@ def cooccurrence() -> str:
 
 
 def ablation() -> str:
-    """Perplexity with tokens hidden, times full attention's; random is the mean of the draws."""
+    """Perplexity with tokens hidden, times full attention's; random is the mean of its draws."""
     lines = []
     names = ("heavy hidden", "random hidden", "only heavy kept", "only random kept")
     for share in (0.05, 0.1, 0.2):
@@ -228,7 +245,7 @@ def policies() -> str:
     """Perplexity of the second half, times the full cache's."""
     lines = []
     for share in (0.05, 0.1, 0.2, 0.4):
-        for book in books():
+        for book in books("perplexity"):
             rows = where(table(book, "perplexity"), share=share)
             cells = []
             for policy in POLICIES:
@@ -246,10 +263,10 @@ def retention() -> str:
         for policy in POLICIES:
             means = [
                 column(where(table(b, "retention"), policy=policy, share=share), "mass").mean()
-                for b in books()
+                for b in books("retention")
             ]
             cells.append(percent(float(np.mean(means))))
-        parts = [where(table(b, "local_global"), share=share) for b in books()]
+        parts = [where(table(b, "local_global"), share=share) for b in books("local_global")]
         overlap = [column(part, "overlap").mean() for part in parts]
         chance = [column(part, "chance").mean() for part in parts]
         lines.append(
@@ -261,21 +278,22 @@ def retention() -> str:
 def layers() -> str:
     """Sinks, stays and agreement by layer, means over books."""
     lines = []
-    for layer in range(6):
-        first = [column(where(table(b, "sinks"), layer=layer), "first_1") for b in books()]
-        rows = [where(table(b, "stays"), layer=layer, policy="h2o")[0] for b in books()]
-        shared = [where(table(b, "agreement"), layer=layer)[0] for b in books()]
-        tops = [where(table(b, "neurons"), layer=layer)[0]["share_of_top_tenth"] for b in books()]
-        heads = np.mean(first, axis=0)
+    for own in LAYERS:
+        sinks = [of_layers(table(book, "sinks"), *own) for book in books()]
+        heads = np.mean([column(rows, "first_1") for rows in sinks], axis=0)
+        stays, agreement, neurons = (
+            [row for book in books(name) for row in of_layers(table(book, name), *own)]
+            for name in ("stays", "agreement", "neurons")
+        )
         lines.append(
             [
-                str(layer),
+                layers_name(*own),
                 f"{percent(heads.mean())} ({percent(heads.max())})",
-                percent(float(column(rows, "gone_at_once").mean())),
-                f"{column(rows, 'p90').mean():.0f}",
-                f"{column(shared, 'same').mean():.2f}",
-                f"{column(shared, 'other').mean():.2f}",
-                percent(float(np.mean(tops))),
+                percent(float(column(stays, "gone_at_once").mean())),
+                f"{column(stays, 'p90').mean():.0f}",
+                f"{column(agreement, 'same').mean():.2f}",
+                f"{column(agreement, 'other').mean():.2f}",
+                percent(float(column(neurons, "share_of_top_tenth").mean())),
             ]
         )
     header = ["layer", "first token (highest head)", "gone at once", "a tenth stay longer than"]
