@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-# Every press that needs one pass. Those after None hide entries by fake keys in place of freeing
-# them: heads hold different numbers of entries, and the share is what attention sees.
+# Presses that need one pass and no training. Those after None hide entries by fake keys in place of
+# freeing them: heads hold different numbers of entries, and the share is what attention sees.
 PRESSES = (
     "ObservedAttention", "SnapKV", "TOVA", "StreamingLLM", "Knorm", "KeyDiff", "LagKV", "Cap",
     "ExpectedAttention", "Compactor", "ChunkKV SnapKV", "CriticalKV SnapKV",
@@ -165,15 +165,19 @@ def run_presses(args: argparse.Namespace) -> None:
     }
     done = set()
     if args.out.exists():
-        done = {json.loads(line)["sample"] for line in args.out.open(encoding="utf-8")}
+        known = map(json.loads, args.out.open(encoding="utf-8"))
+        done = {(row["sample"], row["press"]) for row in known}
     samples = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
     with args.out.open("a", encoding="utf-8") as file:
-        for sample in tqdm([own for own in samples if own["sample"] not in done]):
+        for sample in tqdm(samples):
+            missing = [name for name in names if (sample["sample"], name) not in done]
             prompt, following = sample["prompt"], sample["following"]
             targets = torch.tensor(following[1:])[-sample["compared"] :]
             full, lines = None, ""
             for eager, model in models.items():
-                group = [name for name in names if (EAGER in name) == eager]
+                group = [name for name in missing if (EAGER in name) == eager]
+                if not group:
+                    continue
                 presses = {name: Compressed(make_press(name, args.kept)) for name in group}
                 whole = Compressed(None)
                 read_prompt(model, prompt, [whole, *presses.values()])
@@ -216,6 +220,8 @@ def make_table(args: argparse.Namespace) -> None:
         found[f"kvpress, {row['press']}"][row["sample"]] = row
     for path in args.fidelity:
         found |= read_fidelity(path)
+    if args.against not in found:
+        raise ValueError(f"--against {args.against!r} is unknown; there are {'; '.join(found)}")
     base = found[args.against]
     rows = []
     for name, own in found.items():
@@ -244,7 +250,7 @@ def make_table(args: argparse.Namespace) -> None:
 
     def cell(row: dict[str, Any], part: str, form: str = ".3f") -> str:
         mean, low, high = (row[f"{part}{end}"] for end in ("", "_low", "_high"))
-        return f"{mean:{form}} ({low:{form}} to {high:{form}})"
+        return f"{mean:{form}}" + ("" if low is None else f" ({low:{form}} to {high:{form}})")
 
     lines = [
         [
@@ -288,7 +294,10 @@ def main() -> None:
     table.add_argument("--csv", type=Path)
     table.set_defaults(run=make_table)
     args = parser.parse_args()
-    args.run(args)
+    try:
+        args.run(args)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":
