@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from h2okv.ops import triton_decode, triton_prefill
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
+from h2okv.ops.indexed import Indexed
 from h2okv.ops.rope import relative
 
 POINTERS = {
@@ -47,7 +48,7 @@ class Compiler:
         print(json.dumps({"kernel": name, "shared": made.metadata.shared, "sizes": constants}))
 
 
-def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2):
+def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False):
     def column(*shape):
         return torch.zeros(*shape, dtype=torch.int64)
 
@@ -62,6 +63,9 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2):
         torch.zeros(batch, heads, num_slots), ranks.clone(), column(batch, heads, 1),
         column(batch), None, ranks if width else None,
     )  # fmt: skip
+    if indexed:
+        places = column(batch)
+        slots.keys, slots.values = Indexed(slots.keys, places), Indexed(slots.values, places)
     token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
     token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
     rules = StepRules(0.1, column(batch, 1, 1), rotary=rotations, full=True)
@@ -85,6 +89,7 @@ def main():
     for dtype in some:
         for size, width in ((128, 0), (128, 128), (80, 32), (256, 0)):
             step(dtype, size, 4, width)
+        step(dtype, 64, 3, 0, indexed=True)
         for size in (64, 128, 256):
             block(dtype, size)
     block(torch.float16, 96, 1, queries=torch.ones(1, 64, dtype=torch.bool))

@@ -9,6 +9,7 @@ from h2okv.cache.rope import ranks_of
 from h2okv.ops import decode as step
 from h2okv.ops import triton_decode
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
+from h2okv.ops.indexed import Indexed
 from h2okv.ops.rope import relative
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
@@ -44,8 +45,21 @@ def copy(slots):
     return Slots(*(None if part is None else part.clone() for part in parts))
 
 
+def in_blocks(entries):
+    """The same entries in blocks of a pool, which lie apart, among others' that are no numbers."""
+    num_blocks, size = 5, entries[0].numel()
+    pages = torch.full(
+        (num_blocks, size + 3), torch.nan, dtype=entries.dtype, device=entries.device
+    )
+    blocks = pages[:, 2 : size + 2].view(num_blocks, *entries.shape[1:])
+    places = torch.tensor([[3, 1], [0, 1]], device=entries.device)[:, 0]  # of a larger tensor
+    blocks[places] = entries
+    return Indexed(blocks, places)
+
+
 def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32, value_size=None,
-        width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None, **rules):  # fmt: skip
+        width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None, indexed=False,
+        **rules):  # fmt: skip
     held = num_slots - 1 if held is None else held
     value_size = value_size or size
     slots = state(device, num_slots, held, size, value_size, dtype, width > 0)
@@ -60,6 +74,8 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
         full=held == num_slots - 1 and slot_mask is None, **rules,
     )  # fmt: skip
     twin = copy(slots)
+    if indexed:
+        slots = replace(slots, keys=in_blocks(slots.keys), values=in_blocks(slots.values))
     for _ in range(4):
         token = (
             torch.randn(BATCH, HEADS * groups, 1, size).mul(2).to(device, dtype),
@@ -76,7 +92,12 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
             assert one is None or torch.equal(one, other), name
         taken = slots.positions >= 0
         for name in ("keys", "values"):
-            assert torch.equal(getattr(slots, name)[taken], getattr(twin, name)[taken]), name
+            entries = getattr(slots, name)
+            if indexed:
+                others = [place for place in range(5) if place not in entries.places]
+                assert entries.blocks[others].isnan().all()
+                entries = entries.blocks[entries.places]
+            assert torch.equal(entries[taken], getattr(twin, name)[taken]), name
         torch.testing.assert_close(slots.scores[taken], twin.scores[taken], atol=1e-4, rtol=1e-4)
         # Only entries count: a difference in the last bits must not become another choice later.
         slots.scores.copy_(twin.scores)
@@ -107,6 +128,12 @@ def test_slots_that_fill_up(device, num_slots, sink):
 @pytest.mark.parametrize("held", [40, 62])
 def test_rolling_positions(device, dtype, width, held):
     run(device, dtype, held=held, width=width, cores=3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("held", [40, 62])
+def test_entries_in_the_blocks_of_a_pool(device, dtype, held):
+    run(device, dtype, groups=3, held=held, size=40, value_size=16, cores=9, indexed=True)
 
 
 def test_sequences_with_budgets_of_their_own(device):

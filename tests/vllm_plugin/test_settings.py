@@ -29,6 +29,7 @@ def engine(**changes) -> SimpleNamespace:
             multimodal_config=None,
             model_impl="auto",
             enforce_eager=False,
+            using_transformers_backend=lambda: False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",
@@ -134,6 +135,15 @@ def test_a_chunk_that_no_step_has_room_for_is_refused():
     config = CacheConfig(**GIVEN, prefill_chunk=4096)
     with pytest.raises(ValueError, match="prefill_chunk=4096 is above max_num_batched_tokens=2048"):
         check_engine(engine(), config)
+
+
+def test_queries_are_asked_again_only_where_vllm_says_how_keys_are_rotated():
+    best = CacheConfig(**GIVEN, policy="best")
+    check_engine(engine(), best)
+    backend = engine(model_config__using_transformers_backend=lambda: True)
+    check_engine(backend, CacheConfig(**GIVEN))
+    with pytest.raises(ValueError, match="scoring='expected'.* does not say; use another"):
+        check_engine(backend, best)
 
 
 def test_prompts_that_may_not_fit_into_a_step_get_a_chunk():

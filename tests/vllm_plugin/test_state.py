@@ -2,20 +2,22 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2okv
+from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
 from h2okv.ops.decode import decode_with_scores, write_slot
 from h2okv.ops.indexed import Indexed
 from h2okv.vllm_plugin.settings import tokens_to_run
-from h2okv.vllm_plugin.state import StateLayer, block_bytes, state_spec
+from h2okv.vllm_plugin.state import StateLayer, block_bytes, model_rotation, state_spec
 
 HEADS, GROUPS, SIZE, LAYER = 2, 3, 8, 1
 NUM_BLOCKS = 6
 POLICIES = ("h2o", "heavy", "recent", "sink_recent", "random", "strided", "fixed_heavy")
 CASES = [{"policy": policy} for policy in POLICIES]
 CASES += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm")]
+CASES += [{"scoring": "expected"}, {"policy": "best"}]
 CASES += [{"sink": 3}, {"policy": "random", "seed": 5}]
 
 
@@ -41,7 +43,18 @@ def dirty_pool(config: CacheConfig, dtype: torch.dtype) -> dict[str, torch.Tenso
 def make_layer(config: CacheConfig, dtype=torch.float32, scale=SIZE**-0.5, softcap=None):
     layer = StateLayer(config, LAYER, scale, softcap)
     layer.blocks = pool = dirty_pool(config, dtype)
+    layer.rotates = rotation(config, dtype)
     return pool, layer
+
+
+MODEL = LlamaConfig(num_hidden_layers=LAYER + 1, hidden_size=48, num_attention_heads=6)
+
+
+def rotation(config: CacheConfig, dtype: torch.dtype) -> Rotation | None:
+    """How the model would rotate, where a scoring asks queries again further on."""
+    if config.scoring != "expected":
+        return None
+    return model_rotation(MODEL, dtype, in_halves=True)
 
 
 class Request:
@@ -56,8 +69,8 @@ class Request:
 
         self.query, self.key = states(HEADS * GROUPS, 3.0), states(HEADS, 1.0)
         self.value = states(HEADS, 1.0)
-        model = LlamaConfig(num_hidden_layers=LAYER + 1, hidden_size=48, num_attention_heads=6)
-        self.cache = h2okv.H2OCache.from_config(model, config)
+        self.cache = h2okv.H2OCache.from_config(MODEL, config)
+        self.cache.layers[LAYER].learn_rotation(rotation(config, dtype))
         self.seen, self.block = 0, -1
 
     def next(self, count: int) -> tuple[torch.Tensor, ...]:
@@ -131,15 +144,28 @@ def test_every_request_gets_what_its_own_cache_gives(options):
     run_requests(config_of(**options), torch.float32)
 
 
+def test_the_rotation_is_what_a_cache_finds_out_from_the_model():
+    model = LlamaForCausalLM(MODEL).eval()
+    cache = h2okv.H2OCache(MODEL, 5, 4, scoring="expected")
+    with h2okv.enable(model), torch.inference_mode():
+        model(torch.randint(9, (1, 20)), past_key_values=cache)
+    found = cache.layers[LAYER].text_rotation
+    made = model_rotation(MODEL, torch.float32, in_halves=True)
+    assert (made.width, made.layout) == (found.width, found.layout)
+    places, end = torch.arange(20).unsqueeze(0), torch.tensor([[35]])
+    assert made.moved(places, end).equal(found.moved(places, end))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scoring", ["sum", "value_norm"])
+@pytest.mark.parametrize("scoring", ["sum", "value_norm", "expected"])
 def test_in_few_bits(dtype, scoring):
     run_requests(config_of(scoring=scoring), dtype)
 
 
-def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk():
-    config, chunk = config_of(scoring="decay"), 7
-    in_chunks = config_of(scoring="decay", prefill_chunk=chunk)
+@pytest.mark.parametrize("scoring", ["decay", "expected"])
+def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk(scoring):
+    config, chunk = config_of(scoring=scoring), 7
+    in_chunks = config_of(scoring=scoring, prefill_chunk=chunk)
     pool, layer = make_layer(config)
     whole, again = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
     expected = whole.expected(*whole.next(36))
@@ -152,7 +178,7 @@ def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk():
     assert sum(map(len, outputs)) == 36 and [len(part) for part in outputs] == [7] * 5 + [1]
 
 
-def test_triton_takes_the_gathered_state():
+def test_triton_reads_and_writes_where_the_blocks_lie():
     config = config_of()
     with h2okv.use_ops("triton"):
         run_requests(config, torch.float32, steps=4)

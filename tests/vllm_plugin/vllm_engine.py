@@ -50,7 +50,7 @@ def _environment():
 def engine(setting, model=MODEL, **options):
     """An engine, with H2O where there is a setting, that is gone afterwards."""
     if setting is not None:
-        options["additional_config"] = {"h2okv": setting}
+        options.setdefault("additional_config", {"h2okv": setting})
     given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_batched_tokens": 2 * LENGTH}
     given |= {"max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": True}
     made = LLM(model=str(model), **(given | options))
@@ -211,7 +211,8 @@ def test_prompts_longer_than_a_step_get_a_chunk_by_themselves():
 
 
 OTHERS = [{"policy": policy} for policy in ("heavy", "recent", "sink_recent", "random", "strided")]
-OTHERS += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm")] + [{"sink": 4}]
+OTHERS += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm", "expected")]
+OTHERS += [{"policy": "best"}, {"sink": 4}]
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=lambda case: "-".join(map(str, case.values())))
@@ -276,11 +277,15 @@ def tiny(family, folder, **options):
     return folder
 
 
+@pytest.mark.parametrize("scoring", ["sum", "expected"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, tmp_path):
+def test_families(family, scoring, tmp_path):
+    if family == "olmo2" and scoring == "expected":
+        pytest.skip("vLLM has it by its Transformers backend, where the scoring is refused")
     path, prompts = tiny(family, tmp_path), prompts_of(LENGTHS, 200)
-    with engine(SMALL, path, skip_tokenizer_init=True) as llm:
-        assert generate(llm, prompts) == expected(prompts, path, **SMALL)
+    setting = SMALL | {"scoring": scoring}
+    with engine(setting, path, skip_tokenizer_init=True) as llm:
+        assert generate(llm, prompts) == expected(prompts, path, **setting)
 
 
 def test_two_ranks_each_with_its_own_heads():
@@ -296,6 +301,8 @@ REFUSED = [
     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
     ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
+    ({"model_impl": "transformers", "additional_config": {"h2okv": SMALL | {"policy": "best"}}},
+     "does not say"),
     ({"max_model_len": 31}, "32 entries are above max_model_len=31"),
 ]  # fmt: skip
 

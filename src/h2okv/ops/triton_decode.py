@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2okv.ops.decode import Slots, StepRules, evict_one, rank_new
+from h2okv.ops.indexed import Indexed
 
 # What a program of the first kernel reads at a time, in the dtype that it computes with.
 _BLOCK_BYTES = 32 << 10
@@ -22,17 +24,19 @@ _NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def _attend(
-    query, new_key, new_value, keys, values, positions, free, seen, real, factors, ranks,
+    query, new_key, new_value, keys, values, blocks, positions, free, seen, real, factors, ranks,
     logits, tops, totals, mixed,
-    query_b, query_h, key_b, key_h, value_b, value_h, num_slots, part_size, scale, softcap,
+    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b,
+    num_slots, part_size, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
-    HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
-    batch, head = (row // HEADS).to(tl.int64), row % HEADS
     row = row.to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
     slot = tl.load(free + row)
     position = tl.load(seen + batch).to(tl.int32)
     if HAS_REAL:
@@ -49,14 +53,18 @@ def _attend(
     value_row = new_value + batch * value_b + head * value_h
     added_value = tl.load(value_row + output, mask=output < DV, other=0.0)
     owns = (slot >= first) & (slot < last)
-    entry = row * num_slots + slot
-    tl.store(values + entry * DV + output, added_value, mask=(output < DV) & owns)
+    block = batch
+    if HAS_BLOCKS:
+        block = tl.load(blocks + batch)
+    keys += block * keys_b + head * num_slots * D
+    values += block * values_b + head * num_slots * DV
+    tl.store(values + slot * DV + output, added_value, mask=(output < DV) & owns)
     if R < D:
         plain_query = tl.load(
             query_row + plain[None, :], mask=some_queries & (plain < D)[None, :], other=0.0
         )
         plain_added = tl.load(key_row + plain, mask=plain < D, other=0.0)
-        tl.store(keys + entry * D + plain, plain_added, mask=(plain < D) & owns)
+        tl.store(keys + slot * D + plain, plain_added, mask=(plain < D) & owns)
     if R > 0:
         pair = tl.arange(0, BLOCK_R)
         is_pair = pair < R // 2
@@ -65,8 +73,8 @@ def _attend(
         odd_query = tl.load(query_row + 2 * pair[None, :] + 1, mask=pairs, other=0.0).to(tl.float32)
         even_added = tl.load(key_row + 2 * pair, mask=is_pair, other=0.0)
         odd_added = tl.load(key_row + 2 * pair + 1, mask=is_pair, other=0.0)
-        tl.store(keys + entry * D + 2 * pair, even_added, mask=is_pair & owns)
-        tl.store(keys + entry * D + 2 * pair + 1, odd_added, mask=is_pair & owns)
+        tl.store(keys + slot * D + 2 * pair, even_added, mask=is_pair & owns)
+        tl.store(keys + slot * D + 2 * pair + 1, odd_added, mask=is_pair & owns)
     top = tl.full([BLOCK_G], _NOTHING, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
@@ -79,7 +87,7 @@ def _attend(
         is_entry = inside & (place >= 0)
         # The new entry comes from its argument: its slot may not have been written yet.
         held = (is_entry & (slots != slot))[:, None]
-        entries = (row * num_slots + slots)[:, None]
+        entries = slots[:, None]
         scores = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
         if R < D:
             key = tl.load(
@@ -274,14 +282,20 @@ def decode_step(
     output = value.new_empty((batch, num_heads, 1, value_size))
     none = slots.free_slot  # stands for pointers that are not read
     mask = none if real is None else real.to(torch.uint8)
+    held: Any = slots
+    keys, values, blocks = held.keys, held.values, none
+    if isinstance(keys, Indexed):
+        blocks, keys, values = keys.places.contiguous(), keys.blocks, values.blocks
     _attend[(rows, parts)](
-        query, key, value, slots.keys, slots.values, slots.positions, slots.free_slot,
+        query, key, value, keys, values, blocks, slots.positions, slots.free_slot,
         slots.num_real_tokens, mask, factors, ranks, logits, tops[0], tops[1], mixed,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), num_slots, _part_size(num_slots, parts, block),
+        value.stride(0), value.stride(1), keys.stride(0), values.stride(0),
+        num_slots, _part_size(num_slots, parts, block),
         rules.scale, 1.0 if rules.softcap is None else rules.softcap,
         HEADS=num_kv_heads, GROUPS=groups, D=size, DV=value_size, R=width,
-        HAS_REAL=real is not None, HAS_SOFTCAP=rules.softcap is not None,
+        HAS_BLOCKS=blocks is not none, HAS_REAL=real is not None,
+        HAS_SOFTCAP=rules.softcap is not None,
         PRECISION="tf32x3" if exact else "tf32",
         BLOCK_G=side(groups), BLOCK_D=side(size - width), BLOCK_R=side(width // 2),
         BLOCK_DV=side(value_size), BLOCK_S=block, num_stages=stages,

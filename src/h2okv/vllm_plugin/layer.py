@@ -16,9 +16,10 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
 from h2okv.vllm_plugin.settings import UNQUANTISED, parse, summary
-from h2okv.vllm_plugin.state import StateLayer, block_bytes, state_spec
+from h2okv.vllm_plugin.state import StateLayer, block_bytes, model_rotation, state_spec
 
 PREFIX = "H2O"
 """Before an architecture's name, the same with H2O."""
@@ -92,11 +93,20 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     layers = vllm_config.compilation_config.static_forward_context
     found = {name: part for name, part in model.named_modules() if isinstance(part, Attention)}
     made: dict[str, H2OAttention] = {}
+    rotation: Rotation | None = None
+    model_config = vllm_config.model_config
+    config = model_config.hf_text_config
     for name, attention in found.items():
         _check_layer(attention)
-        made[name] = H2OAttention(attention, cache, vllm_config.model_config.dtype)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, made[name])
+        made[name] = H2OAttention(attention, cache, model_config.dtype)
+        path, _, child = name.rpartition(".")
+        parent = model.get_submodule(path)
+        setattr(parent, child, made[name])
+        state = made[name].state
+        if state.scoring.looks_ahead:
+            rotary: Any = parent.rotary_emb
+            rotation = rotation or model_rotation(config, model_config.dtype, rotary.is_neox_style)
+            state.rotates = rotation
         layers[attention.layer_name] = made[name]
     for name, other in layers.items():
         if isinstance(other, AttentionLayerBase) and not isinstance(other, H2OAttention):

@@ -71,11 +71,6 @@ def _check_cache(config: CacheConfig) -> None:
         )
     if config.layer_budgets is not None:
         raise ValueError("h2okv: layer_budgets: vLLM's blocks are of one size; leave it out.")
-    if scoring.looks_ahead:
-        raise ValueError(
-            f"h2okv: scoring={config.scoring!r} needs queries that vLLM has not rotated yet; use "
-            "another scoring."
-        )
     if config.kv_bits is not None:
         raise ValueError(
             f"h2okv: kv_bits={config.kv_bits} is not to be had inside vLLM; leave it out."
@@ -99,6 +94,11 @@ def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
         )
     for trouble in _troubles(vllm_config):
         raise ValueError(f"h2okv: {trouble}.")
+    if cache.scoring == "expected" and model.using_transformers_backend():
+        raise ValueError(
+            "h2okv: scoring='expected' (policy='best' has it too) needs to know how keys are "
+            "rotated, and vLLM's Transformers backend does not say; use another scoring."
+        )
     chunk, most = cache.prefill_chunk, vllm_config.scheduler_config.max_num_batched_tokens
     if chunk is not None and chunk > most:
         raise ValueError(

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModel, PreTrainedConfig
 
 from h2okv.cache.layer import Block
-from h2okv.cache.rope import PositionRule
+from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import SlotState, empty_value
 from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.ops.indexed import Indexed
+from h2okv.ops.rope import Layout
 from h2okv.policy import get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -26,7 +28,7 @@ def state_spec(config: CacheConfig, num_kv_heads: int, size: int, dtype: torch.d
     slots = (num_kv_heads, config.budget.resolve(0).total + 1)
     # Numbers of four bytes come first, so that each tensor begins at a multiple of its own size.
     spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
-    if config.scoring == "value_norm":
+    if get_scoring(config.scoring, config.decay).uses_values:
         spec["norms"] = (slots, torch.float32)
     return spec | {"keys": ((*slots, size), dtype), "values": ((*slots, size), dtype)}
 
@@ -34,6 +36,16 @@ def state_spec(config: CacheConfig, num_kv_heads: int, size: int, dtype: torch.d
 def block_bytes(spec: Spec) -> int:
     """Bytes of a request's block in one layer."""
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in spec.values())
+
+
+def model_rotation(config: PreTrainedConfig, dtype: torch.dtype, in_halves: bool) -> Rotation:
+    """How a model rotates its keys, by transformers' numbers for its configuration."""
+    with torch.device("meta"):
+        parts = list(AutoModel.from_config(config).modules())
+    kind = next(type(part) for part in parts if type(part).__name__.endswith("RotaryEmbedding"))
+    rotary: Any = kind(config)
+    layout: Layout = "half" if in_halves else "interleaved"
+    return Rotation(rotary, None, layout, dtype, rotary.inv_freq.device)
 
 
 class StateLayer(SlotLayer):
@@ -54,6 +66,7 @@ class StateLayer(SlotLayer):
         super().__init__(layer_idx, config.budget, policy, PositionRule(), scoring)
         self.tokens = policy.allocate_budget(config.budget.resolve(0))
         self.scale, self.softcap = scale, softcap  # of the logits
+        self.rotates: Rotation | None = None  # how the model does; for scorings that look ahead
         self.blocks: Mapping[str, Tensor] = {}  # the tensors of `state_spec`, each [N, ...]
 
     def run(
@@ -92,6 +105,8 @@ class StateLayer(SlotLayer):
         query, key, value = tokens
         self.reset()
         self.lazy_initialization(key, value)
+        self.learn_rotation(self.rotates)
+        self.cumulative_length += seen
         if seen:
             own = {name: tensor[block : block + 1] for name, tensor in self.blocks.items()}
             counts = torch.tensor([seen], device=key.device)
@@ -110,18 +125,13 @@ class StateLayer(SlotLayer):
             self.lazy_initialization(key, value)
         self._choose_operations(query)
         small = {name: tensor[index] for name, tensor in blocks.items() if tensor.dim() == 3}
-        large: dict[str, Any]
-        if self.operations.name == "plain":
-            large = {name: Indexed(blocks[name], index) for name in ("keys", "values")}
-        else:  # the kernels take contiguous slots
-            large = {name: blocks[name][index] for name in ("keys", "values")}
-        self.state = self._state(large["keys"], large["values"], small, seen)
+        keys, values = (Indexed(blocks[name], index) for name in ("keys", "values"))
+        self.state = self._state(keys, values, small, seen)
         self.is_full = bool((seen >= self.tokens.total).all())
         self.has_sinks = self.tokens.sink > 0
         self.steps_left, self.filled = -1, None
         output = self._decode(Block(query, key, value, None, None, None, self.scale, self.softcap))
-        changed = small if self.operations.name == "plain" else small | large
-        for name in changed:
+        for name in small:
             blocks[name][index] = getattr(self.state, name)
         return output
 
