@@ -11,8 +11,7 @@ from torch import Tensor
 from h2okv.records import unknown_name
 
 SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
-# Half of what a query gave is forgotten after 138 further ones; the best of those measured on the
-# bundled model (docs/algorithm.md).
+# Half of what a query gave is forgotten after 138 further ones.
 DEFAULT_DECAY = 0.995
 
 
