@@ -180,7 +180,8 @@ class HarnessTask(Task):
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        return {"shots": self.shots}
+        # What was published is of whole texts, token by token.
+        return {"shots": self.shots} | ({} if self.prefill_chunk else {"protocol": "prompt"})
 
     def identity(self) -> Mapping[str, Any]:
         return {
