@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # HELM's synthetic reasoning and a custom multiple-choice file, with the full cache and with H2O at
-# 20 %: bash run.sh OUT [INSTANCES]. Needs the environment of docs/helm.md, and no network.
+# 20 %: bash run.sh OUT [INSTANCES] [MODEL]. Needs the environment of docs/helm.md, and no network.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 instances=${2:-20}
 export HF_HUB_OFFLINE=1
 export MODEL OUT="$out"
-MODEL=$(python -c 'import h2okv.assets; print(h2okv.assets.bundled_model_path())')
+MODEL=$(python -c 'import sys; from h2okv.integration.models import resolve_model
+print(resolve_model(sys.argv[1]))' "${3:-bundled}")
 
 # HELM reads models and tokenizers from prod_env beside where it runs.
 mkdir -p "$out/prod_env"

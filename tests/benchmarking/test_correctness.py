@@ -14,6 +14,11 @@ def test_a_right_cache_passes(build, dtype, positions):
     assert (check["drop_error"] is None) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_few_bits_are_held_to_their_own_rounding(build, kv_bits):
+    assert check_h2o(build(torch.bfloat16), kv_bits=kv_bits)["full_error"] < 0.05
+
+
 def test_a_wrong_output_fails(build, monkeypatch):
     right = step.decode_with_scores
 

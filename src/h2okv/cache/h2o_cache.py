@@ -150,7 +150,7 @@ class H2OCache(Cache):
             )
         self._last_updated: CacheLayer | None = None
         self._expects_turn = False
-        self._share_rotations()
+        self._connect_layers()
         super().__init__(layers=layers)
 
     @classmethod
@@ -332,13 +332,15 @@ class H2OCache(Cache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._share_rotations()
+        self._connect_layers()
 
-    def _share_rotations(self) -> None:
-        """Lets layers that are rotated alike share what is learned of a model."""
+    def _connect_layers(self) -> None:
+        """Lets layers share what is learned of a model, and end their steps together."""
         rotations: list[Rotation] = []
+        deferred: list[Any] = []
         for layer in self._scored:
-            layer.known_rotations = rotations
+            layer.known_rotations, layer.deferred = rotations, deferred
+        self._scored[-1].ends_forward = True
 
     def entries_for(self, length: int) -> int:
         """Entries of each layer and KV head that a prompt of so many tokens is evicted down to."""

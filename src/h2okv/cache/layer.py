@@ -84,7 +84,6 @@ class CacheLayer(CacheLayerMixin):
     rotation: Rotation | None
     text_rotation: Rotation | None
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
-    state: SlotState  # no slots before the first block
 
     def __init__(
         self,
@@ -104,6 +103,9 @@ class CacheLayer(CacheLayerMixin):
         self.has_static_mask = policy.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
         # One list for all layers of a cache, so that they share what is the same.
         self.known_rotations: list[Rotation] = []
+        # Likewise: layers whose step is not ended yet, which the last layer of the cache does.
+        self.deferred: list[Any] | None = None
+        self.ends_forward = False
         # Tensors, not ints: a Python int that changes with every step would recompile every step.
         self.cumulative_length = torch.zeros((), dtype=torch.int64)
         self.awaits_attention = False
@@ -111,8 +113,8 @@ class CacheLayer(CacheLayerMixin):
         self._forget()
 
     def _forget(self) -> None:
-        vars(self).pop("state", None)
-        self.is_initialized = False
+        vars(self).pop("_held", None)
+        self.is_initialized = self.is_deferred = False
         self.is_cast = False
         self.num_forwards = 0
         self.expected_length: int | None = None
@@ -121,6 +123,20 @@ class CacheLayer(CacheLayerMixin):
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.expected_weights: str | None = None
         self._forget_rotation()
+
+    @property
+    def state(self) -> SlotState:
+        """What is held; no slots before the first block."""
+        if self.is_deferred:
+            self.end_steps()
+        return self._held
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self._held, self.is_deferred = state, False
+
+    def end_steps(self) -> None:
+        """Ends the steps of all layers that have left that to the last one; mutates them."""
 
     def _forget_rotation(self) -> None:
         """Has the model asked anew, at its next forward, how it rotates this layer's keys."""
@@ -135,7 +151,8 @@ class CacheLayer(CacheLayerMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: not what was learned of the model, whose weights are compared later."""
-        learned = dict.fromkeys(_NOT_PICKLED) | {"known_rotations": []}
+        self.end_steps()
+        learned = dict.fromkeys(_NOT_PICKLED) | {"known_rotations": [], "deferred": None}
         return {**vars(self), **learned, "expected_weights": self.weights()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,6 +165,7 @@ class CacheLayer(CacheLayerMixin):
                 self.state = self.state.map(Tensor.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
+        self.end_steps()
         twin = memo[id(self)] = type(self).__new__(type(self))
         vars(twin).update({name: copy.deepcopy(held, memo) for name, held in vars(self).items()})
         return twin

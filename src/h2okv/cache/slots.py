@@ -13,11 +13,21 @@ from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import Visibility
-from h2okv.ops.decode import RotaryTables, StepRules, decode_step, keep_indices, protected_entries
+from h2okv.ops.decode import (
+    RotaryTables,
+    StepRules,
+    decode_step,
+    evict_together,
+    keep_indices,
+    protected_entries,
+)
 from h2okv.ops.dispatch import Operations, operations
 from h2okv.ops.rope import relative
 
 pad = torch.nn.functional.pad
+# Slots of a layer, of all sequences and heads, above which many small operations are no more what
+# takes the time, and copies of all layers would be large.
+_MOST_DEFERRED = 1 << 15
 
 
 class SlotLayer(CacheLayer):
@@ -51,6 +61,7 @@ class SlotLayer(CacheLayer):
         # Entries of every sequence and head, as long as all take their slots in order.
         self.filled: int | None = None
         self.has_sinks = True
+        self.rules: StepRules | None = None  # of a deferred step
         # Whether the next forward brings a part of a block that a later one ends (slot_pool.py),
         # and whether the last one did.
         self.is_partial_block = False
@@ -102,9 +113,36 @@ class SlotLayer(CacheLayer):
             if self.operations is None:
                 self._choose_operations(query)
             run = self.operations.step
+        if run is decode_step and real is None and self._may_defer(rules):
+            rules = rules._replace(deferred=True)
         output = run(query, key, value, self.state, rules, real)
+        if self.deferred is not None and rules.deferred:
+            self.is_deferred, self.rules = True, rules
+            self.deferred.append(self)
+        if self.deferred and self.ends_forward:
+            self.end_steps()
         self.cumulative_length += 1
         return output
+
+    def _may_defer(self, rules: StepRules) -> bool:
+        """Whether a step may be ended by the cache's last layer, together with all others.
+
+        On a CPU, where the number of a step's operations takes the time; a GPU has a kernel.
+        """
+        if self.deferred is None or torch.compiler.is_compiling() or self.device.type != "cpu":
+            return False
+        is_plain = rules.full and rules.priority is None and rules.rotary is None
+        return is_plain and self._held.positions.numel() <= _MOST_DEFERRED
+
+    def end_steps(self) -> None:
+        alike: dict[Any, list[SlotLayer]] = {}
+        for layer in self.deferred or ():
+            if layer.is_deferred:
+                layer.is_deferred = False
+                alike.setdefault((layer._held.positions.shape, layer.has_sinks), []).append(layer)
+        del (self.deferred or [])[:]
+        for layers in alike.values():
+            evict_together([layer._held for layer in layers], layers[0].rules)
 
     def _choose_operations(self, query: Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,6 +64,19 @@ def _first_slots_of(rows: int, num_slots: int) -> Tensor:
         return torch.arange(0, rows * num_slots, num_slots)
 
 
+def _ones_like(tensor: Tensor, *shape: int) -> Tensor:
+    """Ones in fp32 where a tensor is."""
+    if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _kept_ones(shape)
+    return tensor.new_ones(shape, dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_ones(shape: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(shape)
+
+
 def decode_with_scores(
     query: Tensor,
     keys: Entries | Indexed,
@@ -111,7 +124,8 @@ def decode_with_scores(
     output = output.view(batch, num_heads, 1, -1)
     if scores is not None and groups > 1 and not torch.compiler.is_compiling():
         # One product in place of a sum and an addition.
-        scores.view(rows, 1, num_slots).baddbmm_(weights.new_ones(rows, 1, groups), weights)
+        ones = _ones_like(weights, rows, 1, groups)
+        scores.view(rows, 1, num_slots).baddbmm_(ones, weights)
         return output, scores
     # A sum over one query head would be a copy.
     sums = weights if groups == 1 else weights.sum(dim=1)
@@ -135,11 +149,13 @@ def _fuses(groups: int, device: torch.device) -> bool:
 
 def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks | None) -> Tensor:
     """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32."""
-    is_fp32 = query.dtype == torch.float32 and not _fuses(query.shape[1], query.device)
-    if is_fp32 and ranks is None and isinstance(keys, Tensor) and keys.dtype == torch.float32:
+    is_fused = _fuses(query.shape[1], query.device)
+    if ranks is None and isinstance(keys, Tensor) and not is_fused:
         # One operation for the product and the factor; what is added to does not count.
-        nothing = query.new_empty(1, 1, 1)
-        return torch.baddbmm(nothing, query, keys.transpose(1, 2), beta=0, alpha=scale)
+        nothing = _ones_like(query, 1, 1, 1)
+        return torch.baddbmm(
+            nothing, query.float(), keys.float().transpose(1, 2), beta=0, alpha=scale
+        )
     scaled = query.float() * scale
     if isinstance(keys, Indexed):
         assert ranks is None, "indexed keys come rotated"
@@ -152,7 +168,7 @@ def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks |
     rotated = keys.float()
     if ranks is not None:
         rotated = rotate(keys, ranks.factors[ranks.ranks.reshape(keys.shape[:2])])
-    if _fuses(scaled.shape[1], scaled.device):
+    if is_fused:
         return (scaled.unsqueeze(2) * rotated.unsqueeze(1)).sum(dim=-1)
     return torch.bmm(scaled, rotated.transpose(1, 2))
 
@@ -297,6 +313,8 @@ class StepRules(NamedTuple):
     # Entries that every sequence and head has in its first slots, where no other is taken and the
     # budget leaves room for one more; None if that is not so, or not known.
     filled: int | None = None
+    # `evict_together` ends the step: for full slots without ranks or priority, and no padding.
+    deferred: bool = False
 
 
 def decode_step(
@@ -328,19 +346,16 @@ def decode_step(
     query, ranks = rank_new(query, slots, rules, full, real)
     write_slot(slots.keys, slots.free_slot, key)
     write_slot(slots.values, slots.free_slot, value)
-    if real is None and _is_number(slots.num_real_tokens):
-        slots.positions.scatter_(-1, slots.free_slot, int(slots.num_real_tokens))
-    else:
-        position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
-        if real is not None:
-            position = torch.where(real.unsqueeze(1), position, -1)
-        slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
+    if not rules.deferred:
+        _write_position(slots, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
         slots.scores if real is None else None,
     )  # fmt: skip
+    if rules.deferred:
+        return output
     if real is None:
         slots.num_real_tokens.add_(1)
     else:
@@ -348,6 +363,46 @@ def decode_step(
         slots.num_real_tokens.add_(real[:, 0])
     evict_one(slots, rules, full)
     return output
+
+
+def _write_position(slots: Slots, real: Tensor | None) -> None:
+    """Notes the new tokens' positions in the free slots; mutates them."""
+    if real is None and _is_number(slots.num_real_tokens):
+        slots.positions.scatter_(-1, slots.free_slot, int(slots.num_real_tokens))
+        return
+    position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
+    if real is not None:
+        position = torch.where(real.unsqueeze(1), position, -1)
+    slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
+
+
+def evict_together(layers: Sequence[Slots], rules: StepRules) -> None:
+    """Ends the deferred steps of many layers with the operations of one.
+
+    A step of one sequence takes as long as its operations are many, not as they are large.
+
+    Args:
+        layers: what each holds, all of one shape; positions, free slots and the numbers of tokens
+            are mutated.
+        rules: those of any of them: they protect the same entries.
+    """
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(own, name) for own in layers])
+
+    parts = [joined(name) for name in ("scores", *_MOVED)]
+    whole = Slots(layers[0].keys, layers[0].values, *parts)
+    _write_position(whole, None)
+    whole.num_real_tokens.add_(1)
+    copies = (len(layers), 1, 1)
+    sink = None if rules.sink is None else rules.sink.repeat(copies)
+    evict_one(whole, rules._replace(recent=rules.recent.repeat(copies), sink=sink), full=True)
+    for name in _MOVED:
+        own = [getattr(each, name) for each in layers]
+        torch._foreach_copy_(own, list(getattr(whole, name).split(len(own[0]))))
+
+
+_MOVED = ("positions", "free_slot", "num_real_tokens")
 
 
 def _is_number(tensor: Tensor) -> bool:

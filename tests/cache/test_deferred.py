@@ -1,0 +1,102 @@
+"""Steps that the last layer of a cache ends for all: as if every layer had ended its own."""
+
+import pickle
+
+import pytest
+import torch
+
+import h2okv
+import h2okv.cache.slots as slots
+
+LENGTH, STEPS = 24, 12
+
+
+def _state(cache):
+    return [
+        (cache.kept_positions(index), cache.scores(index), cache.layers[index].state.free_slot)
+        for index in range(len(cache.layers))
+    ]
+
+
+def _read(model, ids, **options):
+    cache = h2okv.H2OCache(model.config, 6, 5, **options)
+    with torch.no_grad():
+        parts = (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1))
+        logits = [model(part, past_key_values=cache, logits_to_keep=1).logits for part in parts]
+    return cache, torch.cat(logits, dim=1)
+
+
+def _same(cache, other):
+    return all(
+        torch.equal(own, wanted)
+        for parts in zip(_state(cache), _state(other), strict=True)
+        for own, wanted in zip(*parts, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sink": 2},
+        {"scoring": "decay"},
+        {"kv_bits": 8},
+        {"layer_budgets": [0.5, 1.5, 1.0]},
+        {"scoring": "value_norm"},  # not ranked by the scores as they stand: never deferred
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_it_changes_nothing(make_llama, monkeypatch, options, batch):
+    model = make_llama(layers=3)
+    ids = torch.randint(3, 97, (batch, LENGTH + STEPS), generator=torch.Generator().manual_seed(1))
+    together, logits = _read(model, ids, **options)
+    assert together.layers[0].rules is not None or options == {"scoring": "value_norm"}
+    monkeypatch.setattr(slots, "_MOST_DEFERRED", 0)
+    alone, expected = _read(model, ids, **options)
+    assert alone.layers[0].rules is None
+    assert torch.equal(logits, expected)
+    assert _same(together, alone)
+    together.check_integrity()
+
+
+def test_whoever_looks_in_the_midst_of_a_forward_sees_ended_steps(make_llama, monkeypatch):
+    model = make_llama(layers=3)
+    ids = torch.randint(3, 97, (1, LENGTH + STEPS), generator=torch.Generator().manual_seed(2))
+    cache, _ = _read(model, ids[:, :-1])
+    layer, seen = cache.layers[1], {}
+
+    def look(*_):
+        assert layer.is_deferred
+        seen["copy"] = pickle.loads(pickle.dumps(layer)).state.positions
+        seen["state"] = layer.state.positions.clone()
+        assert not layer.is_deferred
+
+    hook = model.model.layers[1].register_forward_hook(look)
+    with torch.no_grad():
+        model(ids[:, -1:], past_key_values=cache)
+    hook.remove()
+    monkeypatch.setattr(slots, "_MOST_DEFERRED", 0)
+    alone, _ = _read(model, ids)
+    assert _same(cache, alone)
+    assert torch.equal(seen["state"], seen["copy"])
+    assert int(seen["state"].max()) == LENGTH + STEPS - 1
+
+
+def test_an_interrupted_step_is_refused_and_then_forgotten(make_llama):
+    model = make_llama(layers=3)
+    ids = torch.randint(3, 97, (1, LENGTH + STEPS), generator=torch.Generator().manual_seed(3))
+    cache, logits = _read(model, ids)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="interrupted"), torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        first = model(ids[:, :LENGTH], past_key_values=cache, logits_to_keep=1).logits
+    assert torch.equal(first, logits[:, :1])
