@@ -102,8 +102,3 @@ def test_a_second_process_has_weights_of_its_own(bench):
     assert beside > 2 * own.footprint.weight_bytes > alone
     gpu = replace(own, device=torch.device("cuda"))
     assert gpu.needed_bytes(replace(own.settings, peak=True), 1, 8) == alone
-
-
-def test_eager_attention_makes_a_matrix(bench):
-    own = bench(caches=("dynamic", "kvpress"))
-    assert own.needed_bytes(own.settings, 1, 1000) > 4 * 1000 * 1000 * 4

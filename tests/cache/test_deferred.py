@@ -42,7 +42,10 @@ def _same(cache, other):
         {"scoring": "decay"},
         {"kv_bits": 8},
         {"layer_budgets": [0.5, 1.5, 1.0]},
-        {"scoring": "value_norm"},  # not ranked by the scores as they stand: never deferred
+        {"scoring": "value_norm"},
+        {"scoring": "mean"},
+        {"policy": "best"},
+        {"policy": "random"},  # which does not rank by scores, and is never deferred
     ],
 )
 @pytest.mark.parametrize("batch", [1, 2])
@@ -50,7 +53,7 @@ def test_it_changes_nothing(make_llama, monkeypatch, options, batch):
     model = make_llama(layers=3)
     ids = torch.randint(3, 97, (batch, LENGTH + STEPS), generator=torch.Generator().manual_seed(1))
     together, logits = _read(model, ids, **options)
-    assert together.layers[0].rules is not None or options == {"scoring": "value_norm"}
+    assert together.layers[0].rules is not None or options == {"policy": "random"}
     monkeypatch.setattr(slots, "_MOST_DEFERRED", 0)
     alone, expected = _read(model, ids, **options)
     assert alone.layers[0].rules is None

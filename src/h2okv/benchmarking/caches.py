@@ -1,4 +1,4 @@
-"""The caches that are compared, H2O and transformers' own and kvpress, and the memory of each.
+"""The caches that are compared, H2O and transformers' own, and the memory of each.
 
 Peak memory is measured in a process of its own: `python -P -m h2okv.benchmarking.caches`.
 """
@@ -6,7 +6,6 @@ Peak memory is measured in a process of its own: `python -P -m h2okv.benchmarkin
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import pickle
 import subprocess
@@ -21,7 +20,6 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from transformers.utils import logging as transformers_logging
 
@@ -131,12 +129,11 @@ class CacheRunner:
         """Reads one token of each sequence, int64 ``[B, 1]``; timed."""
         self.logits = self.forward(token)
 
-    def forward(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Runs the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
+        how = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
         with torch.no_grad():
-            return self.model(
-                ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **options
-            ).logits
+            return self.model(ids, **how).logits
 
     def release(self) -> None:
         self.cache = self.logits = None
@@ -207,56 +204,11 @@ class _Quantized(CacheRunner):
         return QuantizedCache(backend, self.model.config, nbits=4)
 
 
-class _Kvpress(CacheRunner):
-    """kvpress's `ObservedAttentionPress`: H2O's score on the prompt alone; what is kept grows."""
-
-    attention = "eager"  # of the prompt, which makes the T x T matrix
-    has_budget = True
-
-    @classmethod
-    def obstacle(cls) -> str | None:
-        try:
-            cls._package()
-        except Exception as error:  # whatever another package's import may raise
-            is_missing = isinstance(error, ModuleNotFoundError) and error.name == "kvpress"
-            return "not installed" if is_missing else f"installed, but fails: {one_line(error)}"
-        return None
-
-    @staticmethod
-    def _package() -> Any:
-        """Imports kvpress, and undoes its wrapping of every registered attention function."""
-        before = dict(ALL_ATTENTION_FUNCTIONS.items())
-        package = importlib.import_module("kvpress")
-        for name, function in before.items():
-            ALL_ATTENTION_FUNCTIONS[name] = function
-        return package
-
-    def prefill(self, ids: torch.Tensor) -> None:
-        # The prompt at once: blocks would be scored one by one.
-        self.seen = ids.shape[1]
-        ratio = 1 - self.spec.entries(self.seen) / self.seen
-        with self._package().ObservedAttentionPress(compression_ratio=ratio)(self.model):
-            # kvpress 0.5 asks the attention's arguments for it; transformers made it up to 5.2.
-            places = torch.arange(self.seen, device=ids.device)
-            self.logits = self.forward(ids, cache_position=places)
-
-    @contextmanager
-    def decoding(self) -> Iterator[None]:
-        self.model.set_attn_implementation("sdpa")
-        yield
-
-    def step(self, token: torch.Tensor) -> None:
-        # The cache does not know how many tokens there were before.
-        self.logits = self.forward(token, position_ids=torch.full_like(token, self.seen))
-        self.seen += 1
-
-
 RUNNERS: dict[str, type[CacheRunner]] = {
     "dynamic": CacheRunner,
     "static": _Static,
     "quantized": _Quantized,
     "h2o": _H2O,
-    "kvpress": _Kvpress,
 }
 """Every cache that can be measured, by name."""
 

@@ -227,9 +227,6 @@ class Bench(ABC):
         sizes = [footprint.cache_bytes(spec, batch, context) for spec in whole]
         weights = footprint.weight_bytes
         reading = footprint.prefill_bytes(batch, min(context, settings.prefill_chunk or context))
-        if "kvpress" in settings.caches:
-            # Eager attention makes the T x T matrix of a layer, in fp32 at that.
-            reading = max(reading, batch * footprint.memory().num_heads * context**2 * 4)
         # On a CPU peaks are measured in a process of its own, which has weights, too.
         is_apart = settings.peak and self.device.type == "cpu"
         apart = 2 * weights + max(sizes, default=0) if is_apart else 0

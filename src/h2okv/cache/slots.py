@@ -131,7 +131,8 @@ class SlotLayer(CacheLayer):
         """
         if self.deferred is None or torch.compiler.is_compiling() or self.device.type != "cpu":
             return False
-        is_plain = rules.full and rules.priority is None and rules.rotary is None
+        is_plain = self.ranks_by_scores or self._is_ranked_by_scores
+        is_plain &= rules.full and rules.rotary is None
         return is_plain and self._held.positions.numel() <= _MOST_DEFERRED
 
     def end_steps(self) -> None:
@@ -142,7 +143,11 @@ class SlotLayer(CacheLayer):
                 alike.setdefault((layer._held.positions.shape, layer.has_sinks), []).append(layer)
         del (self.deferred or [])[:]
         for layers in alike.values():
-            evict_together([layer._held for layer in layers], layers[0].rules)
+            rules, held = layers[0].rules, [layer._held for layer in layers]
+            if rules.priority is not None and self.scoring.uses_values:
+                norms = torch.cat([own.norms for own in held])
+                rules = rules._replace(priority=functools.partial(self._ranking, norms=norms))
+            evict_together(held, rules)
 
     def _choose_operations(self, query: Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""

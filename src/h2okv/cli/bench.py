@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FAILED = 1  # the exit code if a check failed, or no request was finished
 # Written down, for the modules that define them import torch.
-RUNNERS = ("dynamic", "static", "quantized", "h2o", "kvpress")
+RUNNERS = ("dynamic", "static", "quantized", "h2o")
 SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b", "small")
 
 bench_app = args.group("bench")
