@@ -1,5 +1,7 @@
 """The tiled attention against the plain one in float64, on fresh random inputs."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -73,6 +75,48 @@ def test_any_tile_size_gives_the_same(monkeypatch, rows, keys, past):
 def test_little_scratch_means_fewer_rows(monkeypatch):
     monkeypatch.setattr(blockwise, "_SCRATCH_ELEMENTS", 1)
     compare(*draw(1, 2, 2, 63, 0, 16), Visibility())
+
+
+@pytest.fixture(params=[2, 3, 4])
+def apart(request, monkeypatch):
+    """As many threads, each with tiles of its own, whatever the length."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(blockwise, "_MANY_LOGITS", 0)
+    monkeypatch.setattr(blockwise, "_TILE_ROWS", 16)
+    torch.set_num_threads(request.param)
+    with torch.no_grad():
+        yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("past, window", [(0, None), (29, None), (29, 20)])
+def test_threads_of_their_own_give_the_same(apart, past, window, softcap):
+    inputs = draw(2, 3, 2, 111, past, 16)
+    compare(*inputs, Visibility(past=past, window=window), softcap, window=window)
+    options = Visibility(past=past), 0.25
+    first, second = (blockwise_attention_with_scores(*inputs, *options) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_threads_of_their_own_know_padding_and_inference_mode(apart):
+    real = torch.ones(2, 63, dtype=torch.bool)
+    real[1, :20] = False
+    with torch.inference_mode():
+        query, key, value = draw(2, 3, 2, 63, 5, 16)
+        visibility = Visibility(past=5, queries=real)
+        output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
+        torch.set_num_threads(1)
+        alone = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
+    assert output.is_inference()
+    torch.testing.assert_close((output, sums), alone)
+
+
+def test_threads_of_their_own_leave_the_others_theirs(apart):
+    blockwise_attention_with_scores(*draw(1, 3, 2, 63, 0, 16), Visibility(), 0.25)
+    assert torch.get_num_threads() == apart
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == apart
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

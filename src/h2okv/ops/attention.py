@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from h2okv.ops.threads import run_apart
+
 # The CPU computes 2 ** x four times as fast as e ** x.
 _LOG2_E = math.log2(math.e)
 # A tile of fp32 logits takes about 1 MiB, half of the cache that a core has to itself.
 _TILE_ROWS, _TILE_KEYS = 288, 1024
 # All tiles of one block of queries take at most 32 MiB, if need be with fewer rows.
 _SCRATCH_ELEMENTS = 1 << 23
+# From so many logits on (4,096 tokens of 9 heads) tiles run in threads of their own.
+_MANY_LOGITS = 1 << 27
 # In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = -1e30
 _MOST_POWER = 100
@@ -72,11 +76,6 @@ def blockwise_attention_with_scores(
     bias = None
     if visibility.entries is not None:
         bias = torch.zeros_like(sums).masked_fill_(~visibility.entries, -torch.inf)
-    factor = scale / softcap if softcap else scale * _LOG2_E
-    # Some heads at a time: a copy of all in fp32 would be twice as large as a block of bf16.
-    count = num_kv_heads
-    if query.device.type == "cpu":
-        count = torch.get_num_threads()
     for row in range(batch):
         own: Any = slice(None)
         seen: Any = slice(None)
@@ -86,20 +85,65 @@ def blockwise_attention_with_scores(
             if len(own) == 0:
                 continue
             seen = torch.cat([torch.arange(past, device=own.device), past + own])
-        row_weights = None if weights is None else weights[row, own]
-        for start in range(0, num_kv_heads, count):
-            at = slice(start, start + count)
-            whole_output, whole_sums = grouped_output[row, at], sums[row, at]
-            own_output, own_sums = whole_output[:, :, own], whole_sums[:, seen]
-            _attend_heads(
-                own_output, own_sums, grouped_query[row, at][:, :, own].float() * factor,
-                key[row, at][:, seen].float(), value[row, at][:, seen].float(),
-                None if bias is None else bias[row, at][:, seen].unsqueeze(1),
-                row_weights, past, visibility.window, softcap,
-            )  # fmt: skip
-            if real is not None:  # those were copies
-                whole_output[:, :, own], whole_sums[:, seen] = own_output, own_sums
+        own_output, own_sums = grouped_output[row][:, :, own], sums[row][:, seen]
+        _attend_row(
+            own_output, own_sums,
+            grouped_query[row][:, :, own], key[row][:, seen], value[row][:, seen],
+            None if bias is None else bias[row][:, seen].unsqueeze(1),
+            None if weights is None else weights[row, own],
+            past, visibility.window, softcap, scale / softcap if softcap else scale * _LOG2_E,
+        )  # fmt: skip
+        if real is not None:  # those were copies
+            grouped_output[row][:, :, own], sums[row][:, seen] = own_output, own_sums
     return output, sums
+
+
+def _attend_row(
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    past: int,
+    window: int | None,
+    softcap: float | None,
+    factor: float,
+) -> None:
+    """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
+    num_heads, groups, length, _ = query.shape
+
+    def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
+        some = query[at].float() * factor, key[at].float(), value[at].float()
+        some_bias = None if bias is None else bias[at]
+        _attend_heads(
+            output[at], some_sums[at], *some, some_bias, weights, past, window, softcap,
+            share, scratch_elements,
+        )  # fmt: skip
+
+    threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
+    reach = min(key.shape[1], window or key.shape[1])
+    many = length * reach * num_heads * groups >= _MANY_LOGITS
+    # Other threads know no gradients and no tracing.
+    is_plain = type(query) is Tensor and not torch.compiler.is_compiling()
+    is_plain = is_plain and query.device.type == "cpu" and not torch.is_grad_enabled()
+    if many and is_plain and threads > 1:
+        # A head each or, where threads cannot share heads evenly, every so manyth of its blocks.
+        parts = threads // math.gcd(num_heads, threads)
+        part_sums = sums.new_zeros(parts, *sums.shape)
+        run_apart([
+            functools.partial(
+                attend, slice(head, head + 1), slice(part, None, parts), part_sums[part],
+                _SCRATCH_ELEMENTS // threads,
+            )
+            for head in range(num_heads) for part in range(parts)
+        ])  # fmt: skip
+        sums += part_sums.sum(dim=0)
+        return
+    # Some heads at a time: a copy of all in fp32 would be twice as large as a block of bf16.
+    for start in range(0, num_heads, threads):
+        attend(slice(start, start + threads), slice(None), sums, _SCRATCH_ELEMENTS)
 
 
 def _attend_heads(
@@ -113,11 +157,14 @@ def _attend_heads(
     past: int,
     window: int | None,
     softcap: float | None,
+    share: slice,
+    scratch_elements: int,
 ) -> None:
     """One sequence's tiles of h heads, in fp32; mutates the output and the sums, which are zero.
 
     Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, scaled, key and value
-    ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits, weights ``[T]``.
+    ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits, weights ``[T]``. Of the blocks of
+    queries it attends to those in ``share``, whose tiles take at most ``scratch_elements`` numbers.
     """
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
@@ -127,7 +174,7 @@ def _attend_heads(
         key = torch.cat([key, key.new_ones(heads, num_keys, 1)], dim=-1)
     else:
         own.tanh_().mul_(softcap * _LOG2_E)
-    rows = max(1, min(_TILE_ROWS, _SCRATCH_ELEMENTS // (heads * num_keys)) // groups)
+    rows = max(1, min(_TILE_ROWS, scratch_elements // (heads * num_keys)) // groups)
     scratch = query.new_empty(min(rows, length) * groups * heads * num_keys)
 
     def attend_rows(top: int) -> None:
@@ -184,7 +231,7 @@ def _attend_heads(
         for columns, tile in zip(slices, tiles, strict=True):
             sums[:, columns] += torch.bmm(factor.transpose(1, 2), tile).squeeze(1)
 
-    for top in range(0, length, rows):
+    for top in range(0, length, rows)[share]:
         attend_rows(top)
 
 
