@@ -24,6 +24,8 @@ _MANY_LOGITS = 1 << 27
 # In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = -1e30
 _MOST_POWER = 100
+# Whether the processor itself multiplies matrices of bf16, which is twice as fast.
+_MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,11 @@ def _attend_row(
 ) -> None:
     """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
     num_heads, groups, length, _ = query.shape
+    keeps_values = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
 
     def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
-        some = query[at].float() * factor, key[at].float(), value[at].float()
+        some_values = value[at] if keeps_values else value[at].float()
+        some = query[at].float() * factor, key[at].float(), some_values
         some_bias = None if bias is None else bias[at]
         _attend_heads(
             output[at], some_sums[at], *some, some_bias, weights, past, window, softcap,
@@ -165,6 +169,8 @@ def _attend_heads(
     Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, scaled, key and value
     ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits, weights ``[T]``. Of the blocks of
     queries it attends to those in ``share``, whose tiles take at most ``scratch_elements`` numbers.
+    Values of fewer bits are multiplied by probabilities of as many, as the model would without us;
+    the sums never know of that.
     """
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
@@ -211,7 +217,10 @@ def _attend_heads(
                     tile.sub_(shift)
                 tile.exp2_()
                 total += tile.sum(dim=-1, keepdim=True)
-                mixed.baddbmm_(tile, value[:, columns])
+                if value.dtype == tile.dtype:
+                    mixed.baddbmm_(tile, value[:, columns])
+                else:
+                    mixed += torch.bmm(tile.to(value.dtype), value[:, columns])
                 tiles.append(tile)
             return tiles, total, mixed
 

@@ -43,9 +43,7 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
         slots.write(free, entry)
         return
     if isinstance(slots, Packed):
-        packed = pack(entry, slots.bits)
-        write_slot(slots.codes, free, packed.codes)
-        write_slot(slots.grid, free, packed.grid)
+        _write_packed(slots, free, pack(entry, slots.bits))
         return
     batch, heads, num_slots, size = slots.shape
     # Where each row's slots begin, as all rows stand one behind the other.
@@ -55,6 +53,25 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
         first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
     # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
     slots.view(-1, size).index_copy_(0, first + free.flatten(), entry.reshape(-1, size))
+
+
+def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
+    write_slot(slots.codes, free, entry.codes)
+    write_slot(slots.grid, free, entry.grid)
+
+
+def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
+    """Writes the new entry of each sequence and head."""
+    keys, values = slots.keys, slots.values
+    if isinstance(keys, Packed) and isinstance(values, Packed) and key.shape == value.shape:
+        # Many small operations pack it: once for both.
+        both = pack(torch.stack([key, value]), keys.bits)
+        for half, own in enumerate((keys, values)):
+            entry = both._replace(codes=both.codes[half], grid=both.grid[half])
+            _write_packed(own, slots.free_slot, entry)
+        return
+    write_slot(keys, slots.free_slot, key)
+    write_slot(values, slots.free_slot, value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -344,8 +361,7 @@ def decode_step(
         return _fill_slot(query, key, value, slots, rules, rules.filled)
     full = rules.full and real is None
     query, ranks = rank_new(query, slots, rules, full, real)
-    write_slot(slots.keys, slots.free_slot, key)
-    write_slot(slots.values, slots.free_slot, value)
+    _write_both(slots, key, value)
     if not rules.deferred:
         _write_position(slots, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)

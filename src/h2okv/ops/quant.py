@@ -62,9 +62,10 @@ def pack(entries: Tensor, bits: int) -> Packed:
     size = entries.shape[-1]
     levels = 2**bits - 1
     numbers = entries.float().unflatten(-1, (-1, group_size(size)))
-    low = _rounded_down(numbers.amin(dim=-1, keepdim=True))
+    lowest, highest = numbers.aminmax(dim=-1, keepdim=True)
+    low = _rounded_down(lowest)
     # Not the difference first, which may be beyond fp32.
-    scale = _rounded_up(numbers.amax(dim=-1, keepdim=True) / levels - low / levels)
+    scale = _rounded_up(highest / levels - low / levels)
     steps = (numbers - low) / torch.where(scale > 0, scale, 1.0)
     codes = steps.round().clamp(0, levels).to(torch.uint8)
     if bits == 4:
@@ -80,7 +81,9 @@ def pack(entries: Tensor, bits: int) -> Packed:
 def unpack(packed: Packed) -> Tensor:
     """Makes numbers of packed entries, fp32 ``[..., N, D]``."""
     scale, low = scales_and_lows(packed)
-    numbers = torch.cat(halves(packed), dim=-1)[..., : packed.group].float()
+    parts = halves(packed)
+    codes = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)[..., : packed.group]
+    numbers = codes.float()
     return torch.addcmul(low.unsqueeze(-1), numbers, scale.unsqueeze(-1)).flatten(-2)
 
 
