@@ -81,7 +81,7 @@ def test_little_scratch_means_fewer_rows(monkeypatch):
 def apart(request, monkeypatch):
     """As many threads, each with tiles of its own, whatever the length."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(blockwise, "_MANY_LOGITS", 0)
+    monkeypatch.setattr(blockwise, "_MANY_LOGITS", dict.fromkeys(TOLERANCE, 0))
     monkeypatch.setattr(blockwise, "_TILE_ROWS", 16)
     torch.set_num_threads(request.param)
     with torch.no_grad():
@@ -91,8 +91,9 @@ def apart(request, monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("past, window", [(0, None), (29, None), (29, 20)])
-def test_threads_of_their_own_give_the_same(apart, past, window, softcap):
-    inputs = draw(2, 3, 2, 111, past, 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_of_their_own_give_the_same(apart, past, window, softcap, dtype):
+    inputs = draw(2, 3, 2, 111, past, 16, dtype)
     compare(*inputs, Visibility(past=past, window=window), softcap, window=window)
     options = Visibility(past=past), 0.25
     first, second = (blockwise_attention_with_scores(*inputs, *options) for _ in range(2))

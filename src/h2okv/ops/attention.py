@@ -19,8 +19,9 @@ _LOG2_E = math.log2(math.e)
 _TILE_ROWS, _TILE_KEYS = 288, 1024
 # All tiles of one block of queries take at most 32 MiB, if need be with fewer rows.
 _SCRATCH_ELEMENTS = 1 << 23
-# From so many logits on (4,096 tokens of 9 heads) tiles run in threads of their own.
-_MANY_LOGITS = 1 << 27
+# From so many logits on (8,192 and 4,096 tokens of 9 heads), by the dtype of the products with the
+# values, tiles run in threads of their own; where products are fast, waiting weighs more.
+_MANY_LOGITS = {torch.float32: 1 << 29, torch.bfloat16: 1 << 27}
 # In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = -1e30
 _MOST_POWER = 100
@@ -115,11 +116,11 @@ def _attend_row(
 ) -> None:
     """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
     num_heads, groups, length, _ = query.shape
-    keeps_values = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
+    is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
+    dtype = value.dtype if is_kept else torch.float32
 
     def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
-        some_values = value[at] if keeps_values else value[at].float()
-        some = query[at].float() * factor, key[at].float(), some_values
+        some = query[at].float() * factor, key[at].float(), value[at].to(dtype)
         some_bias = None if bias is None else bias[at]
         _attend_heads(
             output[at], some_sums[at], *some, some_bias, weights, past, window, softcap,
@@ -128,7 +129,7 @@ def _attend_row(
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
     reach = min(key.shape[1], window or key.shape[1])
-    many = length * reach * num_heads * groups >= _MANY_LOGITS
+    many = length * reach * num_heads * groups >= _MANY_LOGITS[dtype]
     # Other threads know no gradients and no tracing.
     is_plain = type(query) is Tensor and not torch.compiler.is_compiling()
     is_plain = is_plain and query.device.type == "cpu" and not torch.is_grad_enabled()
