@@ -58,7 +58,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
     store = tmp_path / "answers"
     args = ("--data", data, "--use_cache", store)
     assert run(*args).code == 0
-    from h2okv.evaluation.lm_eval.model import Scorer
+    from h2okv.evaluation.lm_eval.scorer import Scorer
 
     monkeypatch.delattr(Scorer, "after_prompts")  # nothing is left to be computed
     assert run(*args).code == 0
@@ -67,7 +67,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
 
 
 def test_ctrl_c_says_how_to_go_on(run, data, monkeypatch):
-    from h2okv.evaluation.lm_eval.model import Scorer
+    from h2okv.evaluation.lm_eval.scorer import Scorer
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -1,22 +1,17 @@
 """Scores under eviction: the batch against a row alone, the scan against token by token."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import h2okv
 from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval.launcher import check_arguments
+from h2okv.evaluation.lm_eval.scorer import EvictingModel, Scorer, batches, split_settings
 from h2okv.integration import read_blocks
-
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
-
-from h2okv.evaluation.lm_eval.launcher import check_arguments  # noqa: E402
-from h2okv.evaluation.lm_eval.model import (  # noqa: E402
-    EvictingModel,
-    Scorer,
-    batches,
-    split_settings,
-)
 
 VOCAB = 97
 TOLERANCE = 2e-5
@@ -272,3 +267,8 @@ def test_a_model_that_is_not_supported_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="encoder"):
         evicting(BertLMHeadModel(config))
+
+
+def test_helm_needs_no_harness():
+    code = "import sys; sys.modules['lm_eval'] = None; import h2okv.evaluation.lm_eval.scorer"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -27,7 +27,7 @@ from h2okv.provenance import digest
 from h2okv.records import unknown_name
 
 if TYPE_CHECKING:
-    from h2okv.evaluation.lm_eval.model import Scorer
+    from h2okv.evaluation.lm_eval.scorer import Scorer
 
 DATA_VARIABLE = "H2OKV_EVAL_DATA"  # names the data folder; ``h2okv lm-eval --data`` sets it
 TASKS = Path(__file__).parent / "task_files"  # for ``lm_eval --include_path``
@@ -198,7 +198,7 @@ class HarnessTask(Task):
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
         """Runs the task with each cache; contexts that are read at once are read once for all."""
-        from h2okv.evaluation.lm_eval.model import Scorer
+        from h2okv.evaluation.lm_eval.scorer import Scorer
 
         scorers = {
             number: Scorer(model.model, settled(config, model.config).seeded(seed))

@@ -1,0 +1,253 @@
+"""Texts scored on caches that evict; the harness's model and HELM's client stand on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+import h2okv.provenance
+from h2okv.cache import H2OCache
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.rope import PositionRule
+from h2okv.cache.validation import check_model
+from h2okv.config import CacheConfig
+from h2okv.evaluation.lm_eval.launcher import SETTINGS
+from h2okv.evaluation.model import left_padded, make_cache
+from h2okv.evaluation.shared_prefill import SharedPrefill
+from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.enable import enable
+from h2okv.policy import get_policy
+from h2okv.policy.scoring import get_scoring
+from h2okv.provenance import fingerprint
+
+Protocol = Literal["prompt", "whole"]
+# Continuations are scored on the prompt, evicted before them, or on the whole text, evicted block
+# by block.
+
+
+def provenance(
+    model: PreTrainedModel, name: str, config: CacheConfig, protocol: Protocol
+) -> dict[str, Any]:
+    """Describes model, cache and software of a run."""
+    versions = {"python": platform.python_version()} | h2okv.provenance.versions()
+    commit = versions.pop("commit")
+    for package in ("tokenizers", "lm_eval", "crfm-helm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "model": name,
+        "revision": getattr(model.config, "_commit_hash", None) or "",
+        "weights": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cache": {"protocol": protocol} | config.to_dict(),
+        "versions": versions,
+        "commit": commit,
+    }
+
+
+def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
+    """Takes cache and protocol, those of `SETTINGS`, out of a model's arguments."""
+    given = {name: options.pop(name) for name in SETTINGS if name in options}
+    protocol = given.pop("protocol", None)
+    config = CacheConfig.from_dict(given)
+    # What the cache would refuse is refused before a model's weights are loaded.
+    get_policy(config.policy, config.seed)
+    get_scoring(config.scoring, config.decay)
+    rule: Any = PositionRule
+    rule(config.positions, config.prefill_chunk)
+    if protocol is None:  # blocks of one token are the paper's
+        protocol = "whole" if config.prefill_chunk == 1 else "prompt"
+    if protocol not in ("prompt", "whole"):
+        raise ValueError(f"protocol={protocol!r} is unknown; choose one of prompt, whole.")
+    if protocol == "whole" and config.prefill_chunk is None and not config.is_full:
+        raise ValueError(
+            "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
+            "after it, so that no score would change; give prefill_chunk=1 (the paper's way) "
+            "or a larger block."
+        )
+    return config, protocol
+
+
+class TokenScores(NamedTuple):
+    """What the model says of given tokens."""
+
+    log_probs: list[float]  # of each token
+    greedy: list[bool]  # whether it is the likeliest one
+
+    @property
+    def total(self) -> float:
+        return sum(self.log_probs)
+
+
+Pair = tuple[Sequence[int], Sequence[int]]  # the tokens of a context and of its continuation
+Request = tuple[Any, list[int], list[int]]  # the same with their texts, if they are known
+Scored = Iterator[tuple[int, TokenScores]]  # numbers of pairs, with their continuations' scores
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Scorer:
+    """Scores tokens on a cache that evicts; every text of a batch as it would be alone."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: CacheConfig, dtype: torch.dtype | None = torch.float32
+    ) -> None:
+        self.model, self.config, self.dtype = model, config, dtype
+        # Scorers that read contexts together: what one of them is asked for is scored by all, and
+        # kept until they are asked too.
+        self.group = [self]
+        self._known: dict[_Key, TokenScores] = {}
+        # Recurrent and sliding layers are transformers' own, and not all of them see padding.
+        layers = self.new_cache().layers
+        self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
+
+    def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
+        """Scores continuations on what eviction left of their contexts, each of which is read once.
+
+        A context's last token is read again with the continuation, which is one block (of at most
+        ``prefill_chunk`` tokens), so that its first token too is predicted from the evicted cache.
+        """
+        numbers: dict[_Key, list[int]] = {}
+        users: dict[tuple[int, ...], dict[_Key, None]] = {}
+        for number, (context, continuation) in enumerate(pairs):
+            key = tuple(context), tuple(continuation)
+            numbers.setdefault(key, []).append(number)
+            if key in self._known:
+                yield number, self._known[key]
+            else:
+                users.setdefault(key[0], {})[key] = None
+        size = size if self.takes_padding else 1
+        # A context of one token leaves nothing to evict before its continuation.
+        for has_more in (True, False):
+            alike = [context for context in users if (len(context) > 1) == has_more]
+            for members in batches([len(context) for context in alike], size):
+                contexts = [alike[index] for index in members]
+                jobs = [(slot, key) for slot, own in enumerate(contexts) for key in users[own]]
+                self._read([context[:-1] for context in contexts], jobs, size)
+                for _, key in jobs:
+                    yield from ((number, self._known[key]) for number in numbers[key])
+                if len(self.group) == 1:
+                    self._known.clear()
+
+    def _read(
+        self, contexts: Sequence[Sequence[int]], jobs: Sequence[tuple[int, _Key]], size: int
+    ) -> None:
+        """Reads contexts onto empty caches of the group; each scores the continuations after it."""
+        caches = [scorer.new_cache() for scorer in self.group]
+        ids, mask = left_padded(contexts, self.model.device)
+        if ids.shape[1] and len(caches) == 1:
+            self._forward(ids, mask, caches[0], keep=1)
+        elif ids.shape[1]:
+            together = SharedPrefill(caches)
+            self._forward(ids, mask, together, keep=1)
+            together.split()
+        for scorer, cache in zip(self.group, caches, strict=True):
+            scorer._continue(cache, mask, jobs, size)
+
+    def _continue(
+        self, cache: H2OCache, seen: torch.Tensor, jobs: Sequence[tuple[int, _Key]], size: int
+    ) -> None:
+        """Scores continuations of the contexts that a cache has read, so many at a time."""
+        for start in range(0, len(jobs), size):
+            slots, keys = zip(*jobs[start : start + size], strict=True)
+            branch = cache if start + size >= len(jobs) else cache.fork(1)
+            if seen.shape[1] and slots != tuple(range(len(seen))):
+                branch.batch_select_indices(torch.tensor(slots, device=seen.device))
+            after = [(context[-1:], continuation) for context, continuation in keys]
+            scores = self._score(after, branch, seen[list(slots)])
+            self._known.update(zip(keys, scores, strict=True))
+
+    def whole(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
+        """Scores continuations in texts that the layers evict from every ``prefill_chunk`` tokens.
+
+        The budget is of the tokens read, all but the text's last one, which nothing follows.
+        """
+        lengths = [len(context) + len(continuation) for context, continuation in pairs]
+        for members in batches(lengths, size if self.takes_padding else 1):
+            scores = self._score([pairs[number] for number in members], self.new_cache())
+            yield from zip(members, scores, strict=True)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, T, V]`` of texts ``[B, T]`` without padding, read on an empty cache."""
+        ids = input_ids.to(self.model.device)
+        return self._forward(ids, torch.ones_like(ids), self.new_cache())
+
+    def new_cache(self) -> H2OCache:
+        return make_cache(self.config, self.model.config, self.config.seed)
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
+    ) -> torch.Tensor:
+        """Reads ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
+        how = {"attention_mask": mask, "past_key_values": cache, "logits_to_keep": keep}
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with enable(self.model), torch.no_grad():
+            logits: torch.Tensor = self.model(ids, position_ids=positions, **how).logits
+        return logits
+
+    def _score(
+        self, pairs: Sequence[Pair], cache: H2OCache, seen: torch.Tensor | None = None
+    ) -> list[TokenScores]:
+        """One forward over texts without their last tokens, and what it says of continuations."""
+        texts = [[*context, *continuation] for context, continuation in pairs]
+        counts = [len(continuation) for _, continuation in pairs]
+        input_ids, mask = left_padded([text[:-1] for text in texts], self.model.device)
+        if seen is not None:
+            mask = torch.cat([seen, mask], dim=1)
+        with warnings.catch_warnings():
+            # What follows a context is not of the prompt that fractions are taken of.
+            warnings.filterwarnings("ignore", ".*fractions were taken of the first forward")
+            logits = self._forward(input_ids, mask, cache, max(counts))
+        scores = []
+        for own, text, count in zip(logits, texts, counts, strict=True):
+            predicted = own[-count:].log_softmax(dim=-1, dtype=self.dtype)
+            given = torch.tensor(text[-count:], device=predicted.device)
+            log_probs = predicted.gather(1, given.unsqueeze(1)).squeeze(1)
+            # Numbers: tensors that stay for a whole task would break the memory up.
+            is_greedy = (predicted.argmax(-1) == given).tolist()
+            scores.append(TokenScores(log_probs.tolist(), is_greedy))
+        return scores
+
+
+class EvictingModel:
+    """What HELM calls in the place of a model: ``generate``, and a forward for scores."""
+
+    def __init__(self, model: PreTrainedModel, config: CacheConfig) -> None:
+        prepare_model(model)
+        self.model: Any = model
+        self.config = config
+        # A text in one block would not be evicted before its scores are made: it is read by
+        # one token at a time, unless the user has larger blocks.
+        self._whole = replace(config, prefill_chunk=config.prefill_chunk or 1)
+
+    def generate(self, **inputs: Any) -> Any:
+        cache = make_cache(self.config, self.model.config, self.config.seed)
+        with enable(self.model):
+            return self.model.generate(past_key_values=cache, **inputs)
+
+    def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        """Logits ``[B, T, V]`` of whole texts ``[B, T]`` without padding, evicting as it goes."""
+        return SimpleNamespace(logits=Scorer(self.model, self._whole).logits(input_ids))
+
+
+def prepare_model(model: PreTrainedModel) -> None:
+    """Gives a supported model H2O attention, and takes back a cache that its checkpoint wants."""
+    check_model(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.generation_config is not None:
+        model.generation_config.cache_implementation = None
+
+
+def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Puts texts of like lengths together, the longest first, so that memory ends early."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
