@@ -97,13 +97,12 @@ def test_bits_get_rows_of_their_own(h2okv_command, tmp_path):
 
 
 def test_a_broken_packed_cache_shows_no_speed(h2okv_command, monkeypatch):
-    right = step.write_slot
+    right = step._write_packed
 
-    def elsewhere(entries, free, new):
-        is_packed = not isinstance(entries, torch.Tensor)
-        right(entries, (free + 1) % entries.shape[2] if is_packed else free, new)
+    def elsewhere(slots, free, entry):
+        right(slots, (free + 1) % slots.shape[2], entry)
 
-    monkeypatch.setattr(step, "write_slot", elsewhere)
+    monkeypatch.setattr(step, "_write_packed", elsewhere)
     options = ("--caches", "h2o")
     assert h2okv_command(*TINY, *options).code == 0
     done = h2okv_command(*TINY, *options, "--kv-bits", "8")
