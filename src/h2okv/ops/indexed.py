@@ -7,9 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Bytes of a block up to which one product of copies is quicker than a product for each block.
+_SMALL_BLOCK = 1 << 17
+
 
 class Indexed(NamedTuple):
-    """Entries ``[B, H, S, D]`` in blocks of a pool; a gather would copy all for every token."""
+    """Entries ``[B, H, S, D]`` in blocks of a pool; to gather large ones would take longer."""
 
     blocks: Tensor  # [N, H, S, D]; a block is contiguous, the blocks may lie apart
     places: Tensor  # int64 [B], each sequence's block
@@ -25,6 +28,9 @@ class Indexed(NamedTuple):
 
     def logits(self, query: Tensor) -> Tensor:
         """Products ``[B * H, G, S]`` of fp32 queries ``[B * H, G, D]`` and all keys."""
+        if self._is_small:
+            keys = self.blocks.index_select(0, self.places).float().flatten(0, 1)
+            return torch.bmm(query, keys.transpose(1, 2))
         batch, heads, num_slots, _ = self.shape
         queries = query.unflatten(0, (batch, heads))
         logits = query.new_empty(batch, heads, query.shape[1], num_slots)
@@ -35,9 +41,16 @@ class Indexed(NamedTuple):
 
     def mix(self, weights: Tensor) -> Tensor:
         """Sums ``[B * H, G, D]`` of all values, by fp32 weights ``[B * H, G, S]``."""
+        weights = weights.to(self.blocks.dtype)
+        if self._is_small:
+            return torch.bmm(weights, self.blocks.index_select(0, self.places).flatten(0, 1))
         batch, heads, _, size = self.shape
-        grouped = weights.to(self.blocks.dtype).unflatten(0, (batch, heads))
+        grouped = weights.unflatten(0, (batch, heads))
         output = grouped.new_empty(batch, heads, weights.shape[1], size)
         for sequence, block in enumerate(self.places.tolist()):
             torch.bmm(grouped[sequence], self.blocks[block], out=output[sequence])
         return output.flatten(0, 1)
+
+    @property
+    def _is_small(self) -> bool:
+        return self.blocks[0].numel() * self.blocks.element_size() <= _SMALL_BLOCK

@@ -1,0 +1,20 @@
+"""Blocks that lie apart against the same entries in one tensor."""
+
+import pytest
+import torch
+
+from h2okv.ops import indexed
+from h2okv.ops.indexed import Indexed
+
+
+@pytest.mark.parametrize("largest", [0, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_read_where_they_lie(monkeypatch, largest, dtype):
+    monkeypatch.setattr(indexed, "_SMALL_BLOCK", largest)
+    blocks = torch.randn(7, 2, 3, 9, 16).to(dtype)[:, 1]  # of a pool that holds more
+    places = torch.tensor([5, 0, 3])
+    query, weights = torch.randn(9, 4, 16), torch.rand(9, 4, 9)
+    own = blocks[places].flatten(0, 1)
+    entries = Indexed(blocks, places)
+    torch.testing.assert_close(entries.logits(query), query @ own.float().transpose(1, 2))
+    torch.testing.assert_close(entries.mix(weights), torch.bmm(weights.to(dtype), own))
