@@ -197,7 +197,10 @@ def main() -> None:
     by_name = dict(zip(MEASURES, (attention, rolling, turns), strict=True))
     with torch.inference_mode():
         for dtype in args.dtype:
-            subject = Subject(args, dtype)
+            try:
+                subject = Subject(args, dtype)
+            except ValueError as error:
+                raise SystemExit(f"cpu_generate.py: {error}") from None
             subject.check()
             for name in args.measure:
                 by_name[name](subject)

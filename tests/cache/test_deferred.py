@@ -4,6 +4,8 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
 
 import h2okv
 import h2okv.cache.slots as slots
@@ -103,3 +105,39 @@ def test_an_interrupted_step_is_refused_and_then_forgotten(make_llama):
     with torch.no_grad():
         first = model(ids[:, :LENGTH], past_key_values=cache, logits_to_keep=1).logits
     assert torch.equal(first, logits[:, :1])
+
+
+_VIEWS = {
+    "view", "_unsafe_view", "transpose", "unsqueeze", "expand", "slice", "t", "detach", "alias",
+    "permute", "select", "split", "squeeze", "unbind",
+}  # fmt: skip
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation.overloadpacket.__name__ not in _VIEWS
+        return operation(*args, **(kwargs or {}))
+
+
+def _operations_of_a_step(model, cache):
+    ids = torch.randint(3, 97, (1, LENGTH + STEPS), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        for part in (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1)):
+            with _Operations() as operations:
+                model(part, past_key_values=cache)
+    return operations.count
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2), (torch.bfloat16, 5)])
+def test_a_step_has_few_more_operations_a_layer_than_a_static_cache(make_llama, dtype, most):
+    """A step of a small model takes as long as the number of its operations lets it."""
+    own, static = [], []
+    for layers in (2, 3):
+        model = make_llama(layers=layers).to(dtype)
+        own.append(_operations_of_a_step(model, h2okv.H2OCache(model.config, 6, 5)))
+        model.set_attn_implementation("sdpa")
+        cache = StaticCache(model.config, max_cache_len=LENGTH + STEPS)
+        static.append(_operations_of_a_step(model, cache))
+    assert (own[1] - own[0]) - (static[1] - static[0]) <= most, (own, static)

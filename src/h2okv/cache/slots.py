@@ -131,8 +131,9 @@ class SlotLayer(CacheLayer):
         """
         if self.deferred is None or torch.compiler.is_compiling() or self.device.type != "cpu":
             return False
-        is_plain = self.ranks_by_scores or self._is_ranked_by_scores
-        is_plain &= rules.full and rules.rotary is None
+        # A policy that ranks by more than scores may look at a layer's other tensors as they are.
+        by_scores = self.policy.prompt_only or self._is_ranked_by_scores
+        is_plain = by_scores and rules.full and rules.rotary is None
         return is_plain and self._held.positions.numel() <= _MOST_DEFERRED
 
     def end_steps(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ def blockwise_attention_with_scores(
     bias = None
     if visibility.entries is not None:
         bias = torch.zeros_like(sums).masked_fill_(~visibility.entries, -torch.inf)
+    factor = scale / softcap if softcap else scale * _LOG2_E
     for row in range(batch):
         own: Any = slice(None)
         seen: Any = slice(None)
@@ -89,30 +90,35 @@ def blockwise_attention_with_scores(
                 continue
             seen = torch.cat([torch.arange(past, device=own.device), past + own])
         own_output, own_sums = grouped_output[row][:, :, own], sums[row][:, seen]
+        own_weights = None if weights is None else weights[row, own]
         _attend_row(
-            own_output, own_sums,
+            _Row(past, visibility.window, softcap, own_weights), factor, own_output, own_sums,
             grouped_query[row][:, :, own], key[row][:, seen], value[row][:, seen],
             None if bias is None else bias[row][:, seen].unsqueeze(1),
-            None if weights is None else weights[row, own],
-            past, visibility.window, softcap, scale / softcap if softcap else scale * _LOG2_E,
         )  # fmt: skip
         if real is not None:  # those were copies
             grouped_output[row][:, :, own], sums[row][:, seen] = own_output, own_sums
     return output, sums
 
 
+class _Row(NamedTuple):
+    """What all heads of one sequence share; `weights` are those of its T real tokens."""
+
+    past: int
+    window: int | None
+    softcap: float | None
+    weights: Tensor | None
+
+
 def _attend_row(
+    row: _Row,
+    factor: float,
     output: Tensor,
     sums: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    weights: Tensor | None,
-    past: int,
-    window: int | None,
-    softcap: float | None,
-    factor: float,
 ) -> None:
     """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
     num_heads, groups, length, _ = query.shape
@@ -122,13 +128,11 @@ def _attend_row(
     def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
         some = query[at].float() * factor, key[at].float(), value[at].to(dtype)
         some_bias = None if bias is None else bias[at]
-        _attend_heads(
-            output[at], some_sums[at], *some, some_bias, weights, past, window, softcap,
-            share, scratch_elements,
-        )  # fmt: skip
+        outputs = output[at], some_sums[at]
+        _attend_heads(row, share, scratch_elements, *outputs, *some, some_bias)
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
-    reach = min(key.shape[1], window or key.shape[1])
+    reach = min(key.shape[1], row.window or key.shape[1])
     many = length * reach * num_heads * groups >= _MANY_LOGITS[dtype]
     # Other threads know no gradients and no tracing.
     is_plain = type(query) is Tensor and not torch.compiler.is_compiling()
@@ -152,27 +156,25 @@ def _attend_row(
 
 
 def _attend_heads(
+    row: _Row,
+    share: slice,
+    scratch_elements: int,
     output: Tensor,
     sums: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    weights: Tensor | None,
-    past: int,
-    window: int | None,
-    softcap: float | None,
-    share: slice,
-    scratch_elements: int,
 ) -> None:
     """One sequence's tiles of h heads, in fp32; mutates the output and the sums, which are zero.
 
     Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, scaled, key and value
-    ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits, weights ``[T]``. Of the blocks of
-    queries it attends to those in ``share``, whose tiles take at most ``scratch_elements`` numbers.
-    Values of fewer bits are multiplied by probabilities of as many, as the model would without us;
-    the sums never know of that.
+    ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits. Of the blocks of queries it attends to
+    those in ``share``, whose tiles take at most ``scratch_elements`` numbers. Values of fewer bits
+    are multiplied by probabilities of as many, as the model would without us; the sums never know
+    of that.
     """
+    past, window, softcap, weights = row
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
     own = (query * key[:, None, past:]).sum(dim=-1, keepdim=True)
