@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def limit(self) -> str:
-        """The longest part of a step, which takes as long as the step."""
+        """The longest part of a step, which takes at least as long."""
         return max(self.step, key=self.step.__getitem__)
 
 
@@ -287,7 +287,8 @@ class Planner:
         sizes = dict.fromkeys(PLACES, 0)
         for unit, place in zip(units, placement[:-1], strict=True):
             sizes[place] += unit.nbytes
-        # A disk, like a link, does one thing at a time: the caches come after the weights.
+        # A disk, like a link, does one thing at a time: the caches come after the weights. On a
+        # CPU its reading and the computing slow each other.
         on_cpu = self.device.type == "cpu"
         on_host = 0 if on_cpu else sizes["cpu"]
         roads = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
@@ -308,14 +309,16 @@ class Planner:
         # On a CPU the thread that computes copies the caches too, out of the file's pages.
         copying = caches.get("file", 0.0) * moved / machine.disk if on_cpu else 0.0
         step["compute"] += copying
-        seconds = max(step.values())
+        together = machine.slowdown.together
+        from_disk = (sizes["disk"] + caches.get("file", 0.0) * moved) / machine.disk
+        seconds = max(together(from_disk, step["compute"]), *step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
         micro_batches = -(-batch_size // max(1, micro_batch_tokens // prompt))
         # Of a prompt only the last token passes the head.
         operations = batch_size * (prompt * sum(layers) + head)
         compute = operations / machine.gemm_rate(min(batch_size * prompt, micro_batch_tokens))
         compute += len(layers) * batch_size * prompt * machine.token_seconds
-        prefill = max(passes * weights, compute + micro_batches * overhead)
+        prefill = together(passes * weights, compute + micro_batches * overhead)
         batches = max(1.0, self.workload.num_prompts / batch_size)
         return Estimate(
             step=step,

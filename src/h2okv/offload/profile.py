@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from threading import Event
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from h2okv.cache import H2OCache
 from h2okv.engine.memory import MemoryModel, available_bytes
 from h2okv.integration.enable import enable
 from h2okv.offload.checkpoint import CheckpointFiles
+from h2okv.offload.tiers import small_stack
 
 _DISK_BYTES = 256 << 20
 _MIN_READ_BYTES = 1 << 16
@@ -56,6 +59,18 @@ class Clock:
             torch.accelerator.synchronize(self.device)
 
 
+class Slowdown(NamedTuple):
+    """How many times as long reading and computing take while both go on."""
+
+    reading: float = 1.0
+    computing: float = 1.0
+
+    def together(self, reading: float, computing: float) -> float:
+        """Seconds until both are done, begun at once, from those that each takes alone."""
+        both = min(reading * self.reading, computing * self.computing)
+        return both + max(reading - both / self.reading, computing - both / self.computing)
+
+
 @dataclass(frozen=True)
 class HardwareProfile:
     """Measured bandwidths in bytes per second, GEMM throughput, and fixed costs."""
@@ -74,6 +89,8 @@ class HardwareProfile:
     # for each token of a prompt.
     entry_seconds: float = 0.0
     token_seconds: float = 0.0
+    # On a CPU the thread that reads weights takes time from those that compute.
+    slowdown: Slowdown = Slowdown()
 
     def gemm_rate(self, rows: int) -> float:
         at, rates = zip(*self.gemm, strict=True)
@@ -100,44 +117,73 @@ def measure_hardware(
         copies = Clock(device).samples(lambda: target.copy_(source, non_blocking=True))
         link = _SAMPLE_BYTES / min(copies)
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
-    disk = measure_disk(files, max(_MIN_READ_BYTES, sample // 4))
-    gemm = measure_gemm(memory.hidden, width, dtype, device)
+    gemm = Gemm.make(memory.hidden, width, dtype, device)
+    read_bytes = max(_MIN_READ_BYTES, sample // 4)
+    slowdown = Slowdown()
+    if device.type == "cpu":
+        slowdown = measure_slowdown(files, read_bytes, gemm)
+    disk = measure_disk(files, read_bytes)
     overhead = measure_overhead(memory, min(prompt, _MAX_PROMPT), dtype, device)
-    return HardwareProfile(disk, link, bandwidth, gemm, **overhead)
+    return HardwareProfile(disk, link, bandwidth, gemm.rates(), **overhead, slowdown=slowdown)
 
 
-def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
-    """Reads a part of a checkpoint past the page cache, so many bytes at a time."""
+def measure_disk(files: CheckpointFiles, read_bytes: int, until: Event | None = None) -> float:
+    """Reads a part of a checkpoint past the page cache, so many bytes at a time; bytes a second.
+
+    With an event it reads that part again and again until it is set.
+    """
     buffer = memoryview(bytearray(read_bytes))
     size, largest = max((size, number) for number, (_, size, _) in enumerate(files.identity))
-    size = min(size, _DISK_BYTES)
+    size, read = min(size, _DISK_BYTES), 0
     files.drop_pages(largest, 0, 0)
     start = time.perf_counter()
-    for done in range(0, size, len(buffer)):
-        files.read_into(largest, done, buffer[: size - done])
-    seconds = time.perf_counter() - start
-    files.drop_pages(largest, 0, 0)
-    return size / max(seconds, 1e-9)
+    while read < size if until is None else not until.is_set():
+        done = read % size
+        files.read_into(largest, done, part := buffer[: size - done])
+        files.drop_pages(largest, done, len(part))
+        read += len(part)
+    return read / max(time.perf_counter() - start, 1e-9)
 
 
-def measure_gemm(
-    hidden: int, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[int, float], ...]:
-    """Multiplies rows with matrices of the model's size, as a gated MLP does."""
-    # Several matrices, as a model has, so that none of them is in a processor's cache already.
-    shapes = ((width, hidden), (width, hidden), (hidden, width))
-    weights = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    found = []
-    for rows in _GEMM_ROWS:
-        states = torch.randn(rows, hidden, device=device).to(dtype)
+class Gemm(NamedTuple):
+    """Products of rows with matrices of the model's size, as a gated MLP has them."""
 
-        def run(states: torch.Tensor = states) -> None:
-            gate, up, down = weights
-            linear(silu(linear(states, gate)) * linear(states, up), down)
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
 
-        operations = len(weights) * 2 * rows * hidden * width
-        found.append((rows, operations / min(Clock(device).samples(run))))
-    return tuple(found)
+    @classmethod
+    def make(cls, hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> Gemm:
+        # Several matrices, as a model has, so that none of them is in a processor's cache already.
+        shapes = ((width, hidden), (width, hidden), (hidden, width))
+        return cls(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))
+
+    def samples(self, rows: int) -> list[float]:
+        """Seconds of the products with so many rows."""
+        gate, up, down = self
+        states = torch.randn(rows, gate.shape[1]).to(gate)
+        return Clock(gate.device).samples(
+            lambda: linear(silu(linear(states, gate)) * linear(states, up), down)
+        )
+
+    def rates(self) -> tuple[tuple[int, float], ...]:
+        """Operations per second for `_GEMM_ROWS` rows."""
+        operations = 2 * sum(weights.numel() for weights in self)
+        return tuple((rows, rows * operations / min(self.samples(rows))) for rows in _GEMM_ROWS)
+
+
+def measure_slowdown(files: CheckpointFiles, read_bytes: int, gemm: Gemm) -> Slowdown:
+    """Reads and computes, each alone and then both at once."""
+    products, disk = median(gemm.samples(_SEQUENCES)), measure_disk(files, read_bytes)
+    ends = Event()
+    with ThreadPoolExecutor(1) as thread:
+        with small_stack():
+            reading = thread.submit(measure_disk, files, read_bytes, ends)
+        try:
+            beside = median(gemm.samples(_SEQUENCES))
+        finally:
+            ends.set()
+    return Slowdown(max(1.0, disk / reading.result()), max(1.0, beside / products))
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:

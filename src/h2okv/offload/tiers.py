@@ -27,7 +27,17 @@ from h2okv.offload.meta_model import MetaModel, ParameterSlot, Part, Unit, block
 from h2okv.records import refusing
 
 _BUFFERS = 2
-_STACK_BYTES = 1 << 20  # of the reader thread; the usual 8 MiB count as data of the process
+_STACK_BYTES = 1 << 20  # of a reader thread; the usual 8 MiB count as data of the process
+
+
+@contextmanager
+def small_stack() -> Iterator[None]:
+    """For threads that are begun in it."""
+    usual = threading.stack_size(_STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)
 
 
 class WeightStream:
@@ -60,12 +70,9 @@ class WeightStream:
         self.wait_seconds = 0.0  # that computing waited for reading
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._reads: deque[Future[None]] = deque()
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
+        with small_stack():
             for number in range(_BUFFERS):
                 self._reads.append(self._thread.submit(self._read, number))
-        finally:
-            threading.stack_size(usual)
 
     def load(self, unit: Unit) -> None:
         """Installs the next unit's weights, and removes those of the one before."""
