@@ -102,6 +102,10 @@ def prompts(ids, lengths=(60, 23, 41), stops=(), most=12, temperature=0.0):
     ]
 
 
+def answers_of(subject, config, batch):
+    return answer_batch(subject, [config], batch)[0]
+
+
 def asked(ids, most=12, temperature=0.0, **options):
     return Prompt(ids, SamplingParams(max_tokens=most, temperature=temperature, **options))
 
@@ -122,7 +126,7 @@ def by_transformers(subject, ids, most, **options):
 def test_a_budget_of_everything_gives_the_model_s_own_text(subject, ids):
     wanted = [by_transformers(subject, p.ids, 12) for p in prompts(ids)]
     for config in (CacheConfig("full"), CacheConfig.from_budget(400)):
-        assert [a.text for a in answer_batch(subject, config, prompts(ids))] == wanted
+        assert [a.text for a in answers_of(subject, config, prompts(ids))] == wanted
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
@@ -130,9 +134,47 @@ def test_a_budget_of_everything_gives_the_model_s_own_text(subject, ids):
 def test_a_prompt_gets_in_a_batch_what_it_gets_alone(subject, ids, temperature, chunk):
     config = CacheConfig.from_budget(24, prefill_chunk=chunk)
     batch = prompts(ids, temperature=temperature)
-    together = answer_batch(subject, config, batch)
-    alone = [answer_batch(subject, config, [p])[0] for p in batch]
+    together = answers_of(subject, config, batch)
+    alone = [answers_of(subject, config, [p])[0] for p in batch]
     assert together == alone
+
+
+SEVERAL = [
+    TIGHT, CacheConfig("full"), CacheConfig.from_budget(24, prefill_chunk=16),
+    CacheConfig.from_budget(0.2, policy="snapkv"), CacheConfig.from_budget(24, policy="topk"),
+    CacheConfig.from_budget(24, kv_bits=8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("most", [1, 2, 12])
+def test_several_caches_give_together_what_each_gives_alone(subject, ids, temperature, most):
+    batch = prompts(ids, most=most, temperature=temperature)
+    together = answer_batch(subject, SEVERAL, batch)
+    assert together == [answers_of(subject, config, batch) for config in SEVERAL]
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_text_ends_alike_whether_prompts_are_shared_or_not(subject, ids, monkeypatch, place):
+    whole = answers_of(subject, TIGHT, prompts(ids))[0].text
+    for batch in (prompts(ids, stops=(whole[place],)), prompts(ids)):
+        together = answer_batch(subject, SEVERAL, batch)
+        assert together == [answers_of(subject, config, batch) for config in SEVERAL]
+        ending = subject.encode(whole, special=False)[place]
+        monkeypatch.setattr(subject.model.generation_config, "eos_token_id", ending)
+
+
+def test_a_prompt_is_read_once_for_the_caches_that_can_share_it(subject, ids):
+    batch, read = prompts(ids), []
+    width = max(len(one.ids) for one in batch)
+
+    def note(module, args, options):
+        read.append(options["input_ids"].shape[1])
+
+    hook = subject.model.register_forward_pre_hook(note, with_kwargs=True)
+    answer_batch(subject, [TIGHT, CacheConfig("full"), *SEVERAL[3:]], batch)
+    hook.remove()
+    assert read.count(width) == 1 and set(read) == {1, width}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -141,28 +183,28 @@ def test_a_repetition_penalty_takes_no_padding_for_text(subject, ids, temperatur
     batch = prompts(ids, temperature=temperature)
     options = {"repetition_penalty": 1.5}
     batch = [one._replace(params=replace(one.params, **options)) for one in batch]
-    together = answer_batch(subject, config, batch)
-    assert together == [answer_batch(subject, config, [p])[0] for p in batch]
+    together = answers_of(subject, config, batch)
+    assert together == [answers_of(subject, config, [p])[0] for p in batch]
     if temperature == 0:
         wanted = [by_transformers(subject, p.ids, 12, **options) for p in batch]
         assert [answer.text for answer in together] == wanted
-        assert together != answer_batch(subject, config, prompts(ids))
+        assert together != answers_of(subject, config, prompts(ids))
 
 
 def test_a_stop_string_and_all_after_it_go_and_nothing_else_does(subject, ids):
-    whole = answer_batch(subject, TIGHT, prompts(ids))
+    whole = answers_of(subject, TIGHT, prompts(ids))
     stop = whole[0].text[5:8]
-    stopped = answer_batch(subject, TIGHT, prompts(ids, stops=(stop,)))
+    stopped = answers_of(subject, TIGHT, prompts(ids, stops=(stop,)))
     assert [a.text for a in stopped] == [a.text.partition(stop)[0] for a in whole]
     assert stopped[0].text == whole[0].text[: whole[0].text.find(stop)]
     # None of these stands in a text: nothing is lost, not the last character either.
-    kept = answer_batch(subject, TIGHT, prompts(ids, stops=("\x00###",)))
+    kept = answers_of(subject, TIGHT, prompts(ids, stops=("\x00###",)))
     assert kept == whole
 
 
 def test_each_sequence_has_its_own_length(subject, ids):
     long, short = prompts(ids)[0], asked(ids[:30], 3)
-    answers = answer_batch(subject, TIGHT, [long, short])
+    answers = answers_of(subject, TIGHT, [long, short])
     assert [a.tokens for a in answers] == [12, 3]
 
 
@@ -195,8 +237,8 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
 @pytest.mark.parametrize("policy", [name for name in h2okv.policy_names() if name != "full"])
 def test_every_policy_answers_padded_batches_and_questions(subject, ids, policy):
     config = CacheConfig.from_budget(24, policy=policy)
-    together = answer_batch(subject, config, prompts(ids, most=4))
-    alone = [answer_batch(subject, config, [p])[0] for p in prompts(ids, most=4)]
+    together = answers_of(subject, config, prompts(ids, most=4))
+    alone = [answers_of(subject, config, [p])[0] for p in prompts(ids, most=4)]
     assert together == alone
     [answer] = answer_question(subject, [config], ids[:60], asked(ids[60:70], 4), query_aware=False)
     assert 0 < answer.tokens <= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    LogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StopStringCriteria,
+)
 
 import h2okv
 from h2okv.cache import H2OCache
@@ -17,7 +24,7 @@ from h2okv.cache.validation import context_window
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.evaluation.shared_prefill import read_together
+from h2okv.evaluation.shared_prefill import SharedPrefill, read_together, shares_prompt
 from h2okv.integration.chat_template import encode
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint
@@ -126,11 +133,30 @@ def left_padded(
 
 
 def answer_batch(
-    model: ModelUnderTest, config: CacheConfig, prompts: Sequence[Prompt], seed: int = 0
-) -> list[Answer]:
-    """Answers prompts in one left-padded batch; each gets what it would get alone."""
+    model: ModelUnderTest,
+    configs: Sequence[CacheConfig],
+    prompts: Sequence[Prompt],
+    seed: int = 0,
+) -> list[list[Answer]]:
+    """Answers prompts with several caches, in one left-padded batch each.
+
+    Each prompt gets what it would get alone with that cache; the prompts are read once for all
+    caches that can share them, where nothing is drawn.
+    """
+    caches = [make_cache(config, model.config, seed) for config in configs]
+    first: list[list[int]] = [[]] * len(prompts)
+    sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
+    if len(sharing) == 1 or not prompts[0].params.is_greedy:
+        sharing = []
     with h2okv.enable(model.model):
-        return _generate(model, make_cache(config, model.config, seed), prompts)
+        if sharing:  # what follows a prompt depends on no cache yet
+            shared = SharedPrefill(sharing)
+            first = _write(model, shared, prompts, 1)
+            shared.split()
+        return [
+            _generate(model, cache, prompts, first if cache in sharing else None)
+            for cache in caches
+        ]
 
 
 def answer_question(
@@ -160,8 +186,37 @@ def answer_question(
     return answers
 
 
-def _generate(subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt]) -> list[Answer]:
-    """Generates from prompts, of which the cache may hold the beginning."""
+def _generate(
+    subject: ModelUnderTest,
+    cache: H2OCache,
+    prompts: Sequence[Prompt],
+    begun: Sequence[list[int]] | None = None,
+) -> list[Answer]:
+    """Generates from prompts, of which the cache may hold the beginning.
+
+    If the first token of each answer is known, the cache holds all of the prompts.
+    """
+    most = max(prompt.params.max_tokens or 1 for prompt in prompts)
+    if begun is None:
+        written = _write(subject, cache, prompts, most)
+    else:
+        longer = [
+            prompt._replace(ids=[*prompt.ids, *own])
+            for prompt, own in zip(prompts, begun, strict=True)
+        ]
+        rest = _write(subject, cache, longer, most - 1) if most > 1 else [[]] * len(prompts)
+        written = [
+            own if _has_ended(subject, prompt) else [*own, *more]
+            for own, more, prompt in zip(begun, rest, longer, strict=True)
+        ]
+    pairs = zip(written, prompts, strict=True)
+    return [_answer(subject, tokens, prompt.params) for tokens, prompt in pairs]
+
+
+def _write(
+    subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt], most: int
+) -> list[list[int]]:
+    """Up to so many new tokens of each prompt; those that end sooner are padded."""
     model, params = subject.model, prompts[0].params
     ids, mask = left_padded([prompt.ids for prompt in prompts], model.device)
     chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
@@ -177,7 +232,7 @@ def _generate(subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt
         input_ids=ids,
         attention_mask=mask,
         past_key_values=cache,
-        max_new_tokens=max(prompt.params.max_tokens or 1 for prompt in prompts),
+        max_new_tokens=most,
         do_sample=False,
         num_beams=1,
         repetition_penalty=params.repetition_penalty,
@@ -187,8 +242,18 @@ def _generate(subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt
         tokenizer=subject.tokenizer,
         prefill_chunk_size=chunk,
     )
-    new = written[:, ids.shape[1] :].tolist()
-    return [_answer(subject, tokens, own.params) for tokens, own in zip(new, prompts, strict=True)]
+    new: list[list[int]] = written[:, ids.shape[1] :].tolist()
+    return new
+
+
+def _has_ended(subject: ModelUnderTest, text: Prompt) -> bool:
+    """Whether `generate` would write nothing behind a prompt and the start of its answer."""
+    if text.ids[-1] in eos_token_ids(subject.model):
+        return True
+    if not text.params.stop:
+        return False
+    stops = StopStringCriteria(subject.tokenizer, list(text.params.stop))
+    return bool(stops(torch.tensor([text.ids]), None))
 
 
 def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> Answer:
@@ -197,10 +262,13 @@ def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> 
     end = next((place for place, token in enumerate(ids) if token in ends), None)
     if end is not None:
         ids = ids[: end + 1]
-    else:
-        # After a stop string a sequence is padded until the last one has ended.
-        while ids and ids[-1] == subject.pad_token_id:
-            ids.pop()
     text = subject.decode(ids)
-    first = min((at for stop in params.stop if (at := text.find(stop)) >= 0), default=len(text))
-    return Answer(text[:first], len(ids))
+    places = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+    if not places:
+        return Answer(text, len(ids))
+
+    def has_stop(count: int) -> bool:
+        return any(stop in subject.decode(ids[:count]) for stop in params.stop)
+
+    # Behind a stop string there is padding until the last sequence has ended.
+    return Answer(text[: min(places)], bisect_left(range(len(ids)), True, key=has_stop))

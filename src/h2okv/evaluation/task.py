@@ -180,8 +180,9 @@ class GenerationTask(Task):
         alike = [list(own) for _, own in groupby(order, stops.__getitem__)]
         size = self.batch_size
         batches = [own[at : at + size] for own in alike for at in range(0, len(own), size)]
-        for (number, config), batch in product(enumerate(configs), batches):
+        for batch in batches:
             asked = [(self._encoded[n], sample_seed(seed, n)) for n in batch]
             prompts = [Prompt(own.ids, replace(own.params, seed=drawn)) for own, drawn in asked]
-            found = zip(batch, answer_batch(model, config, prompts, seed), strict=True)
-            yield number, {n: self.result(n, answer) for n, answer in found}
+            for number, answers in enumerate(answer_batch(model, configs, prompts, seed)):
+                found = zip(batch, answers, strict=True)
+                yield number, {n: self.result(n, answer) for n, answer in found}
