@@ -80,7 +80,7 @@ def test_ctrl_c_keeps_what_there_is(h2okv_command, model_folder, articles, tmp_p
     stopped = summarize(h2okv_command, model_folder, articles, out, "--batch-size", 4)
     assert stopped.code == 130
     assert "stopped; 12 of 18 samples" in stopped.err and "continues from there" in stopped.err
-    assert [row["budget"] for row in table(out)] == ["8"]
+    assert not out.exists()  # no cache has answered all
     monkeypatch.undo()
     assert summarize(h2okv_command, model_folder, articles, out).code == 0
     whole = summarize(h2okv_command, model_folder, articles, tmp_path / "whole.csv")
