@@ -10,6 +10,7 @@ from h2okv.cache.slot_pool import SlotPool
 from h2okv.engine.memory import (
     MemoryModel,
     available_bytes,
+    data_bytes,
     peak_resident_bytes,
     resident_bytes,
 )
@@ -103,6 +104,16 @@ def test_the_memory_decides_the_number_of_sequences(make_llama, make_llm):
     description = llm.describe()
     assert "64 sequences of" in description
     assert "times as much" in description
+
+
+def test_only_a_promise_makes_the_libraries_give_memory_back(make_llama, make_llm, monkeypatch):
+    calls = []
+    monkeypatch.setattr("h2okv.engine.engine.give_memory_back", lambda: calls.append(1))
+    make_llm(make_llama(), max_num_seqs=None)
+    assert not calls  # which takes as long again for a prompt
+    if data_bytes() is not None:
+        make_llm(make_llama(), max_num_seqs=None, memory=data_bytes() + (128 << 20))
+        assert calls == [1]
 
 
 def test_memory_of_this_process():

@@ -234,6 +234,22 @@ def test_flat_and_sharp_logits(sharpness):
     torch.testing.assert_close(sums.double(), expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kernels", ["16", "1024", "many"])
+def test_values_of_bf16_are_multiplied_as_such_where_kernels_are_kept(monkeypatch, kernels):
+    monkeypatch.setattr(blockwise, "_MULTIPLIES_BF16", True)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels)
+    products = []
+    bmm = torch.bmm
+
+    def noted(first, second, **options):
+        products.append(second.dtype)
+        return bmm(first, second, **options)
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    compare(*draw(2, 3, 2, 111, 29, 16, torch.bfloat16), Visibility(past=29), None)
+    assert (torch.bfloat16 in products) == (kernels != "16")
+
+
 def test_rows_of_the_matrix_sum_to_one():
     query, key, value = draw(1, 2, 3, 111, 0, 64, torch.bfloat16)
     _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), 0.125)

@@ -347,12 +347,12 @@ class Engine:
         if self.config.max_num_seqs is not None:
             return self.config.max_num_seqs
         device = self.model.device
-        if device.type == "cpu":
-            give_memory_back()
         taken, most = 0, _DEFAULT_SEQS
         promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
         if self.config.memory is not None:
             promised, most = self.config.memory, UNLIMITED
+            if device.type == "cpu":
+                give_memory_back()
             on_gpu = device.type == "cuda"
             taken = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
         seqs = min(self.memory.num_seqs(promised - taken), most)

@@ -64,7 +64,10 @@ def reset_peak() -> None:
 
 
 def give_memory_back() -> None:
-    """Makes the libraries return what they no longer need, so that a promise can be kept."""
+    """Makes the libraries return what they no longer need, so that a promise can be kept.
+
+    It takes time: a prompt's tensors are new memory each, and few kernels are kept.
+    """
     # oneDNN, with which PyTorch multiplies bf16 on a CPU, keeps machine code for each shape of a
     # product, 1 to 2 MiB each, and both it and PyTorch remember 1024 of them. This holds for
     # products after this call, if there were none in bf16 before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ _LOWEST = -1e30
 _MOST_POWER = 100
 # Whether the processor itself multiplies matrices of bf16, which is twice as fast.
 _MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
+# For each shape of a tile oneDNN makes a kernel. Where it keeps fewer (`engine/memory.py` asks for
+# that), making them takes longer than they save.
+_LEAST_KERNELS = 128
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,9 @@ def _attend_row(
     """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
     num_heads, groups, length, _ = query.shape
     is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
+    if is_kept:
+        kernels = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
+        is_kept = not kernels.isdecimal() or int(kernels) >= _LEAST_KERNELS
     dtype = value.dtype if is_kept else torch.float32
 
     def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
