@@ -234,6 +234,19 @@ def test_too_little_memory_says_how_much_is_enough(
     assert len(output.read_text(encoding="utf-8").splitlines()) == len(PROMPTS)
 
 
+def test_blocks_are_kept_where_the_promise_is_ample(job, model_folder, monkeypatch):
+    calls = []
+    monkeypatch.setattr("h2okv.engine.memory.give_memory_back", lambda: calls.append("give"))
+    monkeypatch.setattr("h2okv.engine.memory.keep_memory", lambda: calls.append("keep"))
+    error, _ = job(model_folder, "--memory", "1MiB", code=2)
+    least = int(error.split(" need ")[1].split("MiB")[0]) << 20
+    calls.clear()
+    job(model_folder, "--memory", least, output="tight.jsonl")
+    assert calls == ["give"]
+    job(model_folder, "--memory", least + (1 << 30), output="ample.jsonl")
+    assert calls == ["give", "give", "keep"]
+
+
 def damaged(model_folder, tmp_path, change):
     folder = tmp_path / "damaged"
     shutil.copytree(model_folder, folder)

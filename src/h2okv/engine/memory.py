@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_state import SlotBytes
 
-_MALLOPT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
+_STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
+_LOOSE = ((-3, 32 << 20), (-1, 64 << 20))
 _MOST_KERNELS = 16
 """Of a decode step and of one micro-batch of prompts, with some to spare."""
 _PROC = Path("/proc")
@@ -75,9 +76,18 @@ def give_memory_back() -> None:
         os.environ.setdefault(name, str(_MOST_KERNELS))
     # The C library would keep blocks of up to 32 MiB for later, in which others do not fit: after
     # some prompts of different length a process holds twice what it uses.
+    _set_allocator(_STRICT)
+
+
+def keep_memory() -> None:
+    """Lets the C library keep blocks again, where there is room for twice what is used."""
+    _set_allocator(_LOOSE)
+
+
+def _set_allocator(options: Sequence[tuple[int, int]]) -> None:
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if library is not None and hasattr(library, "mallopt"):
-        for option, value in _MALLOPT:
+        for option, value in options:
             library.mallopt(option, value)
 
 

@@ -294,6 +294,8 @@ def open_runner(
         files.close()
         files = converted
         planner, chosen, longest = _plan_for(request, meta, files, known)
+    if planner.room >= 2 * chosen.total_bytes:
+        process.keep_memory()
     files.keep_pages = request.keep_pages
     tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
     folder = request.cache_folder or request.output.resolve().parent
