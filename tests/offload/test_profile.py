@@ -40,7 +40,9 @@ def files(tmp_path):
 
 def test_a_slowdown_is_measured_and_the_reader_ends(files):
     before = threading.active_count()
-    found = measure_slowdown(files, 1 << 10, Gemm.make(32, 64, torch.float32, torch.device("cpu")))
+    found = measure_slowdown(
+        files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"))
+    )
     assert min(found) >= 1
     assert threading.active_count() == before
 
@@ -48,4 +50,6 @@ def test_a_slowdown_is_measured_and_the_reader_ends(files):
 def test_a_reader_that_fails_says_why(files, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="has changed while the model ran"):
-        measure_slowdown(files, 1 << 10, Gemm.make(32, 64, torch.float32, torch.device("cpu")))
+        measure_slowdown(
+            files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"))
+        )

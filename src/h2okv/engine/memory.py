@@ -80,7 +80,7 @@ def give_memory_back() -> None:
 
 
 def keep_memory() -> None:
-    """Lets the C library keep blocks again, where there is room for twice what is used."""
+    """Lets the C library keep blocks again, where there is room for them."""
     _set_allocator(_LOOSE)
 
 

@@ -31,7 +31,14 @@ from h2okv.offload.checkpoint import (
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records
 from h2okv.offload.meta_model import MetaModel, pack_layers
-from h2okv.offload.planner import Fractions, Plan, Planner, Workload, interleave
+from h2okv.offload.planner import (
+    MICRO_BATCH_TOKENS,
+    Fractions,
+    Plan,
+    Planner,
+    Workload,
+    interleave,
+)
 from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import CacheStore, materialise
 from h2okv.provenance import digest
@@ -39,7 +46,6 @@ from h2okv.provenance import digest
 PATIENCE = 60.0  # seconds until the first result, above which the user is told
 _UNSUPPORTED = ("stop", "n", "logprobs", "prompt_logprobs")
 BATCH_SIZE = 32
-_MICRO_BATCH_TOKENS = 8192
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
 _SPARE = 4 << 20  # by which what a process holds differs between runs; a told amount must do
 _USABLE = 0.9  # fraction of the free memory that is allocated where no ``--memory`` is given
@@ -278,7 +284,7 @@ def open_runner(
         size, free = request.batch_size or BATCH_SIZE, process.available_bytes(device)
         limits = Limits(
             batch_size=size,
-            micro_batch_tokens=_MICRO_BATCH_TOKENS,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
             decode_batch=size,
             cache_bytes=None if free is None else free // 4,
             memory=MemoryModel(whole.config, cache, whole.dtype),
@@ -294,8 +300,12 @@ def open_runner(
         files.close()
         files = converted
         planner, chosen, longest = _plan_for(request, meta, files, known)
-    if planner.room >= 2 * chosen.total_bytes:
+    if planner.is_ample(chosen):
         process.keep_memory()
+        # Measured again, for now not every large block is new memory, which takes time.
+        again = _plan_for(request, meta, files, known)
+        if again[0].is_ample(again[1]):
+            planner, chosen, longest = again
     files.keep_pages = request.keep_pages
     tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
     folder = request.cache_folder or request.output.resolve().parent
@@ -307,7 +317,7 @@ def open_runner(
         decode_batch=chosen.batch_size,
         longest_prompt=longest,
         pass_tokens=chosen.pass_tokens,
-        cache_bytes=chosen.cache_bytes,
+        cache_bytes=planner.cache_limit(chosen),
         memory=planner.memory,
         away=1 - chosen.cache_placement.get("device", 0.0),
     )

@@ -18,6 +18,7 @@ from h2okv.offload.tiers import arena_bytes
 
 PLACES = ("device", "cpu", "disk")
 CACHE_TIERS = ("device", "cpu", "file")
+MICRO_BATCH_TOKENS = 2048  # of a prefill; more do not compute faster
 Fractions = dict[str, float]  # fractions by place that add up to 1
 Places = tuple[str, ...]
 """Of the units in the order of a forward, and of the embedding: on the disk, only the rows in use
@@ -80,7 +81,6 @@ def place_by_fractions(fractions: Fractions, count: int) -> Places:
 _MAX_BATCH = 1024
 _MIN_GAIN = 1.02  # a larger batch must be so much faster, or the smaller one is chosen
 _MIN_FILE_GAIN = 1.1  # entries go to the file only where that is so much faster; it wears the disk
-_MICRO_BATCH_TOKENS = 4096  # of a prefill; more do not compute faster
 _MICRO_BATCH_FRACTION = 0.3  # of the free memory, for a micro-batch's prefill
 _WAITING_FRACTION = 0.1  # of the free memory, for the hidden states of prompts between two layers
 _IN_MEMORY = {"device": 1.0}
@@ -172,6 +172,23 @@ class Planner:
         is_sooner = found is not None and found.estimate.first_result_seconds <= first / 2
         return found if is_sooner else None
 
+    def cache_limit(self, plan: Plan) -> int:
+        """What the caches of a planned batch may take.
+
+        Sequences that are decoded together have as many slots each as the longest needs. A plan
+        counts with the mean; of the room that it leaves, half may make up for the rest.
+        """
+        longest, new = self.workload.longest_prompt, self.workload.max_new_tokens
+        away = 1 - plan.cache_placement.get("device", 0.0)
+        one = self.memory.sequence_bytes(self._slots(longest), longest + new, away)
+        spare = max(0, self.room - plan.total_bytes) // 2
+        return max(plan.cache_bytes, min(plan.batch_size * one, plan.cache_bytes + spare))
+
+    def is_ample(self, plan: Plan) -> bool:
+        """Whether the C library may keep what a plan gives back, at most as much again."""
+        caches = self.cache_limit(plan) - plan.cache_bytes
+        return self.room >= plan.total_bytes + caches + plan.temporary_bytes
+
     def longest_that_fits(self) -> int:
         """Finds the longest prompt that the memory allows, alone."""
 
@@ -251,7 +268,7 @@ class Planner:
         # Prompt tokens of a micro-batch, and of a weight pass.
         wanted, at_once = batch_size * work.mean_prompt, int(free * _MICRO_BATCH_FRACTION)
         at_once //= max(1, memory.prefill_bytes(1))
-        micro_batch = max(work.longest_prompt, min(_MICRO_BATCH_TOKENS, at_once, wanted))
+        micro_batch = max(work.longest_prompt, min(MICRO_BATCH_TOKENS, at_once, wanted))
         # A long prompt may leave less than its fraction to those that wait.
         left = max(0, min(int(free * _WAITING_FRACTION), free - memory.prefill_bytes(micro_batch)))
         tokens = max(micro_batch, min(left // max(1, memory.waiting_bytes(1)), wanted))

@@ -28,7 +28,9 @@ _MIN_SAMPLE_BYTES = 1 << 20
 _GEMM_ROWS = (1, 8, 32, 256)
 _SEQUENCES = 16  # of a step, beside one of a single sequence
 _MAX_PROMPT = 512  # tokens that are timed, so that it is quick; of longer ones each takes longer
+_STATES_WRITTEN = 17  # times that norms, rotations and sums of a layer write a token's states
 _MIN_SECONDS = 0.05
+_LONGER_SECONDS = 0.3  # for two things at once, which the system gives the cores by turns
 _MIN_RUNS = 5  # on a busy machine a single run may have waited for others most of the time
 
 
@@ -46,11 +48,11 @@ class Clock:
         self._synchronise()
         return time.perf_counter() - start
 
-    def samples(self, call: Callable[[], object]) -> list[float]:
-        """Seconds of some runs, after one that does not count."""
+    def samples(self, call: Callable[[], object], least: float = _MIN_SECONDS) -> list[float]:
+        """Seconds of some runs, at least so many in all, after one that does not count."""
         found: list[float] = []
         call()
-        while sum(found) < _MIN_SECONDS or len(found) < _MIN_RUNS:
+        while sum(found) < least or len(found) < _MIN_RUNS:
             found.append(self.seconds(call))
         return found
 
@@ -117,7 +119,7 @@ def measure_hardware(
         copies = Clock(device).samples(lambda: target.copy_(source, non_blocking=True))
         link = _SAMPLE_BYTES / min(copies)
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
-    gemm = Gemm.make(memory.hidden, width, dtype, device)
+    gemm = Gemm.make(memory.hidden, width, quarter, dtype, device)
     read_bytes = max(_MIN_READ_BYTES, sample // 4)
     slowdown = Slowdown()
     if device.type == "cpu":
@@ -146,25 +148,31 @@ def measure_disk(files: CheckpointFiles, read_bytes: int, until: Event | None = 
 
 
 class Gemm(NamedTuple):
-    """Products of rows with matrices of the model's size, as a gated MLP has them."""
+    """Products of rows with matrices of the model's size, as gated MLPs have them."""
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: torch.Tensor  # [N, width, hidden]
+    up: torch.Tensor  # [N, width, hidden]
+    down: torch.Tensor  # [N, hidden, width]
 
     @classmethod
-    def make(cls, hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> Gemm:
-        # Several matrices, as a model has, so that none of them is in a processor's cache already.
-        shapes = ((width, hidden), (width, hidden), (hidden, width))
-        return cls(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))
+    def make(
+        cls, hidden: int, width: int, room: int, dtype: torch.dtype, device: torch.device
+    ) -> Gemm:
+        # As many as a processor's cache does not hold, for a model's weights come from memory.
+        each = 3 * width * hidden * dtype.itemsize
+        count = max(1, min(-(-_SAMPLE_BYTES // each), room // each))
+        shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
+        return cls(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes))
 
-    def samples(self, rows: int) -> list[float]:
-        """Seconds of the products with so many rows."""
-        gate, up, down = self
-        states = torch.randn(rows, gate.shape[1]).to(gate)
-        return Clock(gate.device).samples(
-            lambda: linear(silu(linear(states, gate)) * linear(states, up), down)
-        )
+    def samples(self, rows: int, least: float = _MIN_SECONDS) -> list[float]:
+        """Seconds of the products with so many rows, at least so many in all."""
+        states = torch.randn(rows, self.gate.shape[2]).to(self.gate)
+
+        def multiply() -> None:
+            for gate, up, down in zip(*self, strict=True):
+                linear(silu(linear(states, gate)) * linear(states, up), down)
+
+        return Clock(self.gate.device).samples(multiply, least)
 
     def rates(self) -> tuple[tuple[int, float], ...]:
         """Operations per second for `_GEMM_ROWS` rows."""
@@ -174,13 +182,14 @@ class Gemm(NamedTuple):
 
 def measure_slowdown(files: CheckpointFiles, read_bytes: int, gemm: Gemm) -> Slowdown:
     """Reads and computes, each alone and then both at once."""
-    products, disk = median(gemm.samples(_SEQUENCES)), measure_disk(files, read_bytes)
+    products = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
+    disk = measure_disk(files, read_bytes)
     ends = Event()
     with ThreadPoolExecutor(1) as thread:
         with small_stack():
             reading = thread.submit(measure_disk, files, read_bytes, ends)
         try:
-            beside = median(gemm.samples(_SEQUENCES))
+            beside = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
         finally:
             ends.set()
     return Slowdown(max(1.0, disk / reading.result()), max(1.0, beside / products))
@@ -241,10 +250,13 @@ def measure_overhead(
                 seconds[name].append(median(Clock(device).samples(step)))
             seconds["prompt"].append(median(Clock(device).samples(read)))
     layer, many, read_once = (max(0.0, own[1] - own[0]) / 4 for own in seconds.values())
+    states = torch.ones((prompt, memory.hidden), dtype=dtype, device=device)
+    # Where the C library returns every large block, a result is new memory, page by page.
+    write = median(Clock(device).samples(lambda: states + states)) / prompt
     slots = memory.cache.slots_for(prompt, _MIN_RUNS)
     return {
         "layer_seconds": layer,
         "forward_seconds": max(0.0, seconds["step"][0] - layer),
         "entry_seconds": max(0.0, many - layer) / ((_SEQUENCES - 1) * slots),
-        "token_seconds": max(0.0, read_once - layer) / prompt,
+        "token_seconds": max(0.0, read_once - layer) / prompt + _STATES_WRITTEN * write,
     }
