@@ -208,6 +208,8 @@ def main() -> None:
     parser.add_argument("--scratch", help="where the model is written (1.6 GB)")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.scratch is not None:
+        Path(args.scratch).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         args.label, args.tied = f"llama {args.layers} x {args.hidden}", False
         if args.model:
