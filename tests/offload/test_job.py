@@ -33,6 +33,12 @@ def test_prompts_come_back(tmp_path):
     assert [prompt[:2] for prompt in read] == [("1", ["?"]), (1, "ä")]
 
 
+def test_a_line_without_an_id_has_its_number(tmp_path):
+    file = PromptFile(write(tmp_path, '\n{"prompt": "a"}\n{"id": "x", "prompt": "b"}\n'))
+    assert list(file.lines) == ["2", '"x"']
+    assert file.read("2")[:2] == (2, "a")
+
+
 def test_messages_come_back(tmp_path):
     line = json.dumps({"id": 1, "messages": MESSAGES})
     assert PromptFile(write(tmp_path, line)).read("1").content == MESSAGES
@@ -44,7 +50,8 @@ def test_messages_come_back(tmp_path):
         ('{"id": 1, "prompt": "a"}\n{"id": 2', "line 2 of .* is not JSON"),
         ('["id", "prompt"]\n', "line 1 of .* is not a JSON object; give {"),
         (b'{"id": 1, "prompt": "\xe9"}\n', "line 1 of .* is not UTF-8 text"),
-        ('{"prompt": "a"}\n', "line 1 of .*: id null is not a name"),
+        ('{"id": null, "prompt": "a"}\n', "line 1 of .*: id null is not a name"),
+        ('{"id": 2, "prompt": "a"}\n{"prompt": "b"}\n', "line 2 of .*: id 2 is that of line 1"),
         ('{"id": true, "prompt": "a"}\n', "id true is not a name"),
         ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is not a name"),
         ('{"id": 1, "messages": "a"}\n', "line 1 of .*: messages are not a list"),

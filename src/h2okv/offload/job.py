@@ -17,7 +17,7 @@ from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
 from h2okv.provenance import digest
 from h2okv.records import Record, ResultFile, check_text, decode_text, naming
 
-_LINE = '{"id": 1, "prompt": "..."}'
+_LINE = '{"prompt": "..."}'
 
 
 class Prompt(NamedTuple):
@@ -37,7 +37,10 @@ class PromptLine(NamedTuple):
 
 
 class PromptFile:
-    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``; one that changes later is noticed."""
+    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``; one that changes later is noticed.
+
+    Where a line has no id its number is, from 1.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +50,7 @@ class PromptFile:
             for number, data in enumerate(file, start=1):
                 if data.strip(b"\xef\xbb\xbf \t\r\n"):
                     place = f"line {number} of '{path}'"
-                    prompt = _parse(data, place)
+                    prompt = _parse(data, place, number)
                     name = json.dumps(prompt.id)
                     own = PromptLine(number, start, prompt.digest)
                     if (first := self.lines.setdefault(name, own)) is not own:
@@ -66,7 +69,7 @@ class PromptFile:
             file.seek(line.start)
             data = file.readline()
         with suppress(ValueError):
-            prompt = _parse(data, name)
+            prompt = _parse(data, name, line.number)
             if (json.dumps(prompt.id), prompt.digest) == (name, line.digest):
                 return prompt
         raise ValueError(
@@ -75,9 +78,9 @@ class PromptFile:
         )
 
 
-def _parse(data: bytes, place: str) -> Prompt:
+def _parse(data: bytes, place: str, number: int) -> Prompt:
     fields, problem = Record.parse(decode_text(data, place).strip(), place, _LINE).fields, ""
-    prompt_id: Any = fields.get("id")
+    prompt_id: Any = fields.get("id", number)
     content = fields.get("prompt", fields.get("messages"))
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
         problem = f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number"

@@ -20,9 +20,8 @@ _LOG2_E = math.log2(math.e)
 _TILE_ROWS, _TILE_KEYS = 288, 1024
 # All tiles of one block of queries take at most 32 MiB, if need be with fewer rows.
 _SCRATCH_ELEMENTS = 1 << 23
-# From so many logits on (8,192 and 4,096 tokens of 9 heads), by the dtype of the products with the
-# values, tiles run in threads of their own; where products are fast, waiting weighs more.
-_MANY_LOGITS = {torch.float32: 1 << 29, torch.bfloat16: 1 << 27}
+# From so many logits on (4,096 tokens of 9 heads) tiles run in threads of their own.
+_MANY_LOGITS = 1 << 27
 # In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = -1e30
 _MOST_POWER = 100
@@ -140,7 +139,7 @@ def _attend_row(
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
     reach = min(key.shape[1], row.window or key.shape[1])
-    many = length * reach * num_heads * groups >= _MANY_LOGITS[dtype]
+    many = length * reach * num_heads * groups >= _MANY_LOGITS
     # Other threads know no gradients and no tracing.
     is_plain = type(query) is Tensor and not torch.compiler.is_compiling()
     is_plain = is_plain and query.device.type == "cpu" and not torch.is_grad_enabled()
