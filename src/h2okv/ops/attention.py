@@ -132,10 +132,9 @@ def _attend_row(
     dtype = value.dtype if is_kept else torch.float32
 
     def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
-        some = query[at].float() * factor, key[at].float(), value[at].to(dtype)
         some_bias = None if bias is None else bias[at]
-        outputs = output[at], some_sums[at]
-        _attend_heads(row, share, scratch_elements, *outputs, *some, some_bias)
+        outputs, some = (output[at], some_sums[at]), (query[at], key[at], value[at].to(dtype))
+        _attend_heads(row, share, scratch_elements, factor, *outputs, *some, some_bias)
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
     reach = min(key.shape[1], row.window or key.shape[1])
@@ -165,6 +164,7 @@ def _attend_heads(
     row: _Row,
     share: slice,
     scratch_elements: int,
+    scale: float,
     output: Tensor,
     sums: Tensor,
     query: Tensor,
@@ -174,28 +174,32 @@ def _attend_heads(
 ) -> None:
     """One sequence's tiles of h heads, in fp32; mutates the output and the sums, which are zero.
 
-    Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, scaled, key and value
-    ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits. Of the blocks of queries it attends to
-    those in ``share``, whose tiles take at most ``scratch_elements`` numbers. Values of fewer bits
-    are multiplied by probabilities of as many, as the model would without us; the sums never know
-    of that.
+    Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, to be multiplied by
+    ``scale``, key and value ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits. Of the blocks
+    of queries it attends to those in ``share``, whose tiles take at most ``scratch_elements``
+    numbers. Values of fewer bits are multiplied by probabilities of as many, as the model would
+    without us; the sums never know of that.
     """
     past, window, softcap, weights = row
     heads, groups, length, _ = query.shape
     num_keys, size = key.shape[1], value.shape[2]
-    own = (query * key[:, None, past:]).sum(dim=-1, keepdim=True)
-    if softcap is None:  # one more product instead of one more pass over each tile
-        query = torch.cat([query, -own], dim=-1)
-        key = torch.cat([key, key.new_ones(heads, num_keys, 1)], dim=-1)
-    else:
-        own.tanh_().mul_(softcap * _LOG2_E)
+    # A one for the logit of the query's own key: one product instead of a pass over each tile.
+    shifted = softcap is None
+    keys = key.new_ones(heads, num_keys, key.shape[2] + shifted, dtype=torch.float32)
+    keys[..., : key.shape[2]] = key
     rows = max(1, min(_TILE_ROWS, scratch_elements // (heads * num_keys)) // groups)
-    scratch = query.new_empty(min(rows, length) * groups * heads * num_keys)
+    scratch = keys.new_empty(min(rows, length) * groups * heads * num_keys)
 
     def attend_rows(top: int) -> None:
         bottom = min(top + rows, length)
         height = groups * (bottom - top)
-        some_queries = query[:, :, top:bottom].reshape(heads, height, -1)
+        # All queries at once would be new memory for each layer, page by page.
+        scaled = query[:, :, top:bottom].float() * scale
+        own_keys = keys[:, None, past + top : past + bottom, : key.shape[2]]
+        own = (scaled * own_keys).sum(dim=-1, keepdim=True)
+        if shifted:
+            scaled = torch.cat([scaled, -own], dim=-1)
+        some_queries = scaled.reshape(heads, height, -1)
         first = 0 if window is None else max(0, past + top - window + 1)
         edges = range(first, past + bottom, _TILE_KEYS)
         slices = [slice(left, min(left + _TILE_KEYS, past + bottom)) for left in edges]
@@ -204,7 +208,7 @@ def _attend_heads(
             width = columns.stop - columns.start
             offset = heads * height * (columns.start - first)
             tile = scratch[offset : offset + heads * height * width].view(heads, height, width)
-            some_keys = key[:, columns].transpose(1, 2)
+            some_keys = keys[:, columns].transpose(1, 2)
             if bias is None or softcap is not None:
                 torch.bmm(some_queries, some_keys, out=tile)
             else:
@@ -217,8 +221,8 @@ def _attend_heads(
             return tile
 
         def attend(shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
-            total = query.new_zeros(heads, height, 1)
-            mixed = query.new_zeros(heads, height, size)
+            total = keys.new_zeros(heads, height, 1)
+            mixed = keys.new_zeros(heads, height, size)
             tiles = []
             for columns in slices:
                 tile = logits(columns)
@@ -236,7 +240,9 @@ def _attend_heads(
         # A running maximum would cost two more passes. Relative to the logit of the query's own
         # key the powers of two stay within fp32, but for rare logits; the sums tell, and those
         # rows are done again relative to their maximum.
-        shift = None if softcap is None else own[:, :, top:bottom].reshape(heads, height, 1)
+        shift = None
+        if softcap is not None:
+            shift = own.tanh_().mul_(softcap * _LOG2_E).reshape(heads, height, 1)
         tiles, total, mixed = attend(shift)
         if not _in_range(total):
             highest = [logits(columns).amax(dim=-1, keepdim=True) for columns in slices]
