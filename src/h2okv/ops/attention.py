@@ -22,6 +22,9 @@ _TILE_ROWS, _TILE_KEYS = 288, 1024
 _SCRATCH_ELEMENTS = 1 << 23
 # From so many logits on (4,096 tokens of 9 heads) tiles run in threads of their own.
 _MANY_LOGITS = 1 << 27
+# Up to so many keys of all heads, these are read at once: in fp32 as long as their tiles stay in a
+# core's cache, while products of bf16 gain more from fewer operations.
+_FEW_KEYS, _FEW_KEYS_BF16 = 1 << 12, 1 << 15
 # In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
 _LOWEST = -1e30
 _MOST_POWER = 100
@@ -155,9 +158,10 @@ def _attend_row(
         ])  # fmt: skip
         sums += part_sums.sum(dim=0)
         return
-    # Some heads at a time: a copy of all in fp32 would be twice as large as a block of bf16.
-    for start in range(0, num_heads, threads):
-        attend(slice(start, start + threads), slice(None), sums, _SCRATCH_ELEMENTS)
+    few = _FEW_KEYS if dtype == torch.float32 else _FEW_KEYS_BF16
+    step = num_heads if num_heads * key.shape[1] <= few else threads
+    for start in range(0, num_heads, step):
+        attend(slice(start, start + step), slice(None), sums, _SCRATCH_ELEMENTS)
 
 
 def _attend_heads(
@@ -182,10 +186,11 @@ def _attend_heads(
     """
     past, window, softcap, weights = row
     heads, groups, length, _ = query.shape
-    num_keys, size = key.shape[1], value.shape[2]
-    # A one for the logit of the query's own key: one product instead of a pass over each tile.
+    num_keys = key.shape[1]
+    # Minus the logit of the query's own key is added by one more column of the product, not by a
+    # pass over each tile.
     shifted = softcap is None
-    keys = key.new_ones(heads, num_keys, key.shape[2] + shifted, dtype=torch.float32)
+    keys = key.new_full((heads, num_keys, key.shape[2] + shifted), -1, dtype=torch.float32)
     keys[..., : key.shape[2]] = key
     rows = max(1, min(_TILE_ROWS, scratch_elements // (heads * num_keys)) // groups)
     scratch = keys.new_empty(min(rows, length) * groups * heads * num_keys)
@@ -198,7 +203,7 @@ def _attend_heads(
         own_keys = keys[:, None, past + top : past + bottom, : key.shape[2]]
         own = (scaled * own_keys).sum(dim=-1, keepdim=True)
         if shifted:
-            scaled = torch.cat([scaled, -own], dim=-1)
+            scaled = torch.cat([scaled, own], dim=-1)
         some_queries = scaled.reshape(heads, height, -1)
         first = 0 if window is None else max(0, past + top - window + 1)
         edges = range(first, past + bottom, _TILE_KEYS)
@@ -221,20 +226,18 @@ def _attend_heads(
             return tile
 
         def attend(shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
-            total = keys.new_zeros(heads, height, 1)
-            mixed = keys.new_zeros(heads, height, size)
-            tiles = []
+            tiles, total, mixed = [], None, None
             for columns in slices:
                 tile = logits(columns)
                 if shift is not None:
                     tile.sub_(shift)
                 tile.exp2_()
-                total += tile.sum(dim=-1, keepdim=True)
-                if value.dtype == tile.dtype:
-                    mixed.baddbmm_(tile, value[:, columns])
-                else:
-                    mixed += torch.bmm(tile.to(value.dtype), value[:, columns])
                 tiles.append(tile)
+                part, product = tile.sum(dim=-1, keepdim=True), value[:, columns]
+                product = torch.bmm(tile.to(value.dtype), product).float()
+                total = part if total is None else total.add_(part)
+                mixed = product if mixed is None else mixed.add_(product)
+            assert total is not None and mixed is not None
             return tiles, total, mixed
 
         # A running maximum would cost two more passes. Relative to the logit of the query's own
@@ -253,7 +256,7 @@ def _attend_heads(
         if weights is not None:
             factor = factor * weights[top:bottom].repeat(groups).unsqueeze(1)
         for columns, tile in zip(slices, tiles, strict=True):
-            sums[:, columns] += torch.bmm(factor.transpose(1, 2), tile).squeeze(1)
+            sums[:, columns].add_(torch.bmm(factor.transpose(1, 2), tile).squeeze(1))
 
     for top in range(0, length, rows)[share]:
         attend_rows(top)
@@ -264,7 +267,7 @@ def _in_range(total: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     low, high = total.aminmax()
-    return bool((low > 2.0**-_MOST_POWER) & (high < 2.0**_MOST_POWER))
+    return low.item() > 2.0**-_MOST_POWER and high.item() < 2.0**_MOST_POWER
 
 
 def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | None) -> None:
@@ -283,7 +286,7 @@ def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | Non
         # Most columns are seen by all rows; only the others are touched.
         if start < stop:
             added = unseen(last - first, start - first, stop - first, reach, tile.device)
-            tile[..., start - columns.start : stop - columns.start] += added
+            tile[..., start - columns.start : stop - columns.start].add_(added)
 
 
 def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.device) -> Tensor:
