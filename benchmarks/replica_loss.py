@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=4)
     args = parser.parse_args()
     command = [
-        sys.executable, "-m", "h2okv.cli", "serve", "--ray", "--replicas", "2",
+        sys.executable, "-m", "h2okv", "serve", "--ray", "--replicas", "2",
         "--max-num-seqs", str(ROWS), "--max-prompt-tokens", "256", "--port", "0", "--drain", "5",
     ]  # fmt: skip
     environment = {**os.environ, "RAY_ADDRESS": "local"}

@@ -162,7 +162,7 @@ def main() -> None:
         [
             sys.executable,
             "-m",
-            "h2okv.cli",
+            "h2okv",
             "serve",
             "--port",
             str(port),

@@ -304,7 +304,7 @@ def test_control_c_prints_what_was_measured(fake_server):
     with fake_server(gap=0.05, faults={7: "hang", 8: "hang"}) as server:
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "h2okv.cli", "bench", "serve", "--url", server.url,
+                sys.executable, "-m", "h2okv", "bench", "serve", "--url", server.url,
                 "--clients", "2", "--requests", "50", "--new-tokens", "3", "--spread", "0",
                 "--warmup", "0",
             ],

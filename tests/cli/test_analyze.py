@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
 
 
 def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
-    command = [sys.executable, "-m", "h2okv.cli", "analyze", "--model", str(model_folder)]
+    command = [sys.executable, "-m", "h2okv", "analyze", "--model", str(model_folder)]
     command += ["--text", str(text_file), "--out", str(tmp_path)]
     process = subprocess.Popen(
         command,

@@ -56,7 +56,7 @@ def test_names_that_are_written_down_are_those_that_exist():
 
 def test_shells_can_complete_commands(monkeypatch):
     done = subprocess.run(
-        [sys.executable, "-m", "h2okv.cli"],
+        [sys.executable, "-m", "h2okv"],
         env={
             "_H2OKV_COMPLETE": "complete_bash",
             "COMP_WORDS": "h2okv ge",

@@ -136,7 +136,7 @@ def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_pa
     file = tmp_path / "evening.chat"
     whole = chat("the cat\nthe dog\nthe mat\n", "--system", "be brief").out
     first = chat(f"the cat\nthe dog\n/save {file}\n", "--system", "be brief").out
-    command = (sys.executable, "-m", "h2okv.cli", "chat", "--model", str(chat_folder), *BUDGET)
+    command = (sys.executable, "-m", "h2okv", "chat", "--model", str(chat_folder), *BUDGET)
     process = subprocess.run(
         (*command, "--load", str(file), "--temperature", "0"),
         input=b"the mat\n",

@@ -26,7 +26,7 @@ class Terminal:
         self._screen, inside = pty.openpty()
         termios.tcsetwinsize(inside, (500, 100))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv.cli", *map(str, args)],
+            [sys.executable, "-m", "h2okv", *map(str, args)],
             stdin=inside,
             stdout=inside,
             stderr=inside,

@@ -72,7 +72,7 @@ def start():
 
     def call(*args):
         process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv.cli", *map(str, args)],
+            [sys.executable, "-m", "h2okv", *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},

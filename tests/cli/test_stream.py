@@ -280,7 +280,7 @@ def start(model_folder):
 
     def call(*args):
         process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv.cli", "stream", "--model", model_folder, *BUDGET]
+            [sys.executable, "-m", "h2okv", "stream", "--model", model_folder, *BUDGET]
             + [str(arg) for arg in args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -116,7 +116,7 @@ def test_a_taken_port_is_one_sentence(h2okv_command, model_folder, text_file):
 @pytest.mark.slow
 def test_it_serves_the_page_until_ctrl_c(model_folder, text_file):
     process = subprocess.Popen(
-        [sys.executable, "-m", "h2okv.cli", "view", "--model", str(model_folder), "--port", "0",
+        [sys.executable, "-m", "h2okv", "view", "--model", str(model_folder), "--port", "0",
          "--text", str(text_file), "--no-open"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

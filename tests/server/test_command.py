@@ -26,7 +26,7 @@ def server(tmp_path):
     processes = []
 
     def start(*options, **environment):
-        command = [sys.executable, "-m", "h2okv.cli", "serve", "--max-num-seqs", "4",
+        command = [sys.executable, "-m", "h2okv", "serve", "--max-num-seqs", "4",
                    "--heavy", "32", "--recent", "32", *map(str, options)]  # fmt: skip
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,

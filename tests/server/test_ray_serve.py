@@ -40,7 +40,7 @@ def server(tmp_path_factory):
     remarks = tmp_path_factory.mktemp("serve") / "stderr"
     with remarks.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv.cli", *map(str, command)],
+            [sys.executable, "-m", "h2okv", *map(str, command)],
             stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
         )  # fmt: skip
     try:

@@ -124,7 +124,7 @@ def paged_blocks(clients: int, tokens: int, page: int) -> int:
 
 def own_server(model: str, options: Sequence[str] = ()) -> Server:
     """`h2okv serve`."""
-    words = (*_PYTHON, "h2okv.cli", "serve", "--model", model, "--port", "{port}", *options)
+    words = (*_PYTHON, "h2okv", "serve", "--model", model, "--port", "{port}", *options)
     return Server("h2okv", words=words, options=" ".join(options))
 
 

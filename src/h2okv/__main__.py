@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m h2okv`."""
+
+from h2okv.cli import main
+
+main()
