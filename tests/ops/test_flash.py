@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from h2okv.ops import attention as flash
-from h2okv.ops import dispatch
-from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
+from h2okv.ops import dispatch, flash
+from h2okv.ops.attention import (
+    Visibility,
+    blockwise_attention_with_scores,
+    expected_attention,
+)
+from h2okv.ops.reference import attention_with_scores, causal
 
 
 def hidden_keys(num_queries, num_keys):
@@ -80,3 +84,117 @@ def test_flash_is_tried_on_a_block_before_it_is_used(monkeypatch, fault):
     monkeypatch.setattr(flash, "applies", lambda *_: True)
     case = torch.device("cpu"), torch.float32, 16, 16, 2
     assert dispatch._flash_agrees.__wrapped__(case) is (not fault)
+
+
+def draw_bf16(length, past, groups, size=64):
+    """Query, key and value of one sequence, ``[1, HQ, T, D]`` and ``[1, 2, N, D]``."""
+    query = torch.randn(1, length, 2 * groups, size).mul(2).bfloat16().transpose(1, 2)
+    key = torch.randn(1, past + length, 2, size).mul(2).bfloat16().transpose(1, 2)
+    return query, key, torch.randn(1, 2, past + length, size).bfloat16()
+
+
+@pytest.mark.parametrize("past", [0, 29])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_keys_that_ask_back_find_their_sums(past, groups, weighted, size):
+    query, key, value = draw_bf16(140, past, groups, size)
+    weights = None
+    if weighted:
+        weights = 0.99 ** torch.arange(139, -1, -1.0)
+        weights[:20] = 0
+    scale = size**-0.5
+    grouped = query[0].unflatten(0, (2, groups))
+    output, sums = flash.attention_with_sums(grouped, key[0], value[0], past, scale, weights)
+    expected, expected_sums = attention_with_scores(
+        query.double(), key.double(), value.double(), causal(query, key), scale,
+        weights=None if weights is None else weights[None].double(),
+    )  # fmt: skip
+    assert output.dtype == torch.bfloat16 and sums.dtype == torch.float32
+    output = output.flatten(0, 1)[None].double()
+    torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
+    # As right as the kernel's exponentials, and far more than anything in bf16 (4e-3).
+    torch.testing.assert_close(sums[None].double(), expected_sums, atol=1e-6, rtol=2e-4)
+
+
+def test_keys_that_ask_back_find_the_squares():
+    query, key, _ = draw_bf16(140, 0, 3)
+    found = flash.expected_squares(query[0].unflatten(0, (2, 3)), key[0], 0.125)
+    keys = key.repeat_interleave(3, 1).double()
+    weights = (query.double() @ keys.mT * 0.125).softmax(-1)
+    wanted = weights.square().sum(2).unflatten(1, (2, 3)).sum(2)
+    torch.testing.assert_close(found[None].double(), wanted, atol=1e-6, rtol=4e-4)
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    """A processor that has it, and what it was used for."""
+    used = []
+
+    def spy(name):
+        function = getattr(flash, name)
+
+        def call(*args):
+            used.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(flash, name, call)
+
+    assert flash._sums_agree(64)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    spy("attention_with_sums")
+    spy("expected_squares")
+    return used
+
+
+@torch.no_grad()
+def test_a_padded_batch_takes_it_and_stays_itself(amx):
+    query, key, value = draw_bf16(200, 0, 3)
+    twice = [part.expand(2, -1, -1, -1).clone() for part in (query, key, value)]
+    queries = torch.ones(2, 200, dtype=torch.bool)
+    queries[1, :50] = False
+    output, sums = blockwise_attention_with_scores(*twice, Visibility(queries=queries), 0.125)
+    short = [part[:, :, 50:] for part in (query, key, value)]
+    alone, own_sums = blockwise_attention_with_scores(*short, Visibility(), 0.125)
+    assert torch.equal(output[1:, :, 50:], alone) and torch.equal(sums[1:, :, 50:], own_sums)
+    assert not output[1, :, :50].any() and not sums[1, :, :50].any()
+    assert amx == ["attention_with_sums"] * 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "visibility, softcap",
+    [
+        (Visibility(entries=torch.ones(1, 2, 200, dtype=torch.bool)), None),
+        (Visibility(window=150), None),
+        (Visibility(), 30.0),
+    ],
+)
+def test_what_the_kernel_does_not_know_goes_by_tiles(amx, visibility, softcap):
+    blockwise_attention_with_scores(*draw_bf16(200, 0, 3), visibility, 0.125, softcap)
+    assert not amx
+
+
+def test_a_gradient_goes_by_tiles(amx):
+    blockwise_attention_with_scores(*draw_bf16(200, 0, 3), Visibility(), 0.125)
+    assert not amx
+
+
+@torch.no_grad()
+def test_expected_attention_takes_it(amx):
+    query, key, _ = draw_bf16(200, 0, 3)
+    found = expected_attention(query.float(), key, None, None, 0.125)
+    wanted = expected_attention(query.float(), key.float(), None, None, 0.125)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=4e-4)
+    assert amx == ["expected_squares"]
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong"])
+def test_a_kernel_that_does_something_else_is_left_out(monkeypatch, fault):
+    def fused(query, *args):
+        if fault == "raises":
+            raise RuntimeError("no such operator")
+        return torch.zeros_like(query), query.new_zeros(query.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(flash, "_fused", fused)
+    assert flash._sums_agree.__wrapped__(64) is False

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from h2okv.ops import flash
 from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
@@ -85,7 +86,6 @@ def blockwise_attention_with_scores(
     bias = None
     if visibility.entries is not None:
         bias = torch.zeros_like(sums).masked_fill_(~visibility.entries, -torch.inf)
-    factor = scale / softcap if softcap else scale * _LOG2_E
     for row in range(batch):
         own: Any = slice(None)
         seen: Any = slice(None)
@@ -98,7 +98,7 @@ def blockwise_attention_with_scores(
         own_output, own_sums = grouped_output[row][:, :, own], sums[row][:, seen]
         own_weights = None if weights is None else weights[row, own]
         _attend_row(
-            _Row(past, visibility.window, softcap, own_weights), factor, own_output, own_sums,
+            _Row(past, visibility.window, softcap, own_weights), scale, own_output, own_sums,
             grouped_query[row][:, :, own], key[row][:, seen], value[row][:, seen],
             None if bias is None else bias[row][:, seen].unsqueeze(1),
         )  # fmt: skip
@@ -118,7 +118,7 @@ class _Row(NamedTuple):
 
 def _attend_row(
     row: _Row,
-    factor: float,
+    scale: float,
     output: Tensor,
     sums: Tensor,
     query: Tensor,
@@ -128,11 +128,19 @@ def _attend_row(
 ) -> None:
     """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
     num_heads, groups, length, _ = query.shape
+    reach = min(key.shape[1], row.window or key.shape[1])
+    is_plain = _is_plain(query)
+    sees_all = bias is None and row.softcap is None and reach == key.shape[1]
+    if is_plain and sees_all and flash.sums_apply(query, key, value):
+        made = flash.attention_with_sums(query, key, value, row.past, scale, row.weights)
+        output[:], sums[:] = made
+        return
     is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
     if is_kept:
         kernels = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
         is_kept = not kernels.isdecimal() or int(kernels) >= _LEAST_KERNELS
     dtype = value.dtype if is_kept else torch.float32
+    factor = scale / row.softcap if row.softcap else scale * _LOG2_E
 
     def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
         some_bias = None if bias is None else bias[at]
@@ -140,11 +148,7 @@ def _attend_row(
         _attend_heads(row, share, scratch_elements, factor, *outputs, *some, some_bias)
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
-    reach = min(key.shape[1], row.window or key.shape[1])
     many = length * reach * num_heads * groups >= _MANY_LOGITS
-    # Other threads know no gradients and no tracing.
-    is_plain = type(query) is Tensor and not torch.compiler.is_compiling()
-    is_plain = is_plain and query.device.type == "cpu" and not torch.is_grad_enabled()
     if many and is_plain and threads > 1:
         # A head each or, where threads cannot share heads evenly, every so manyth of its blocks.
         parts = threads // math.gcd(num_heads, threads)
@@ -162,6 +166,12 @@ def _attend_row(
     step = num_heads if num_heads * key.shape[1] <= few else threads
     for start in range(0, num_heads, step):
         attend(slice(start, start + step), slice(None), sums, _SCRATCH_ELEMENTS)
+
+
+def _is_plain(query: Tensor) -> bool:
+    """Whether other threads and kernels may be used, which know no gradients and no tracing."""
+    is_tensor = type(query) is Tensor and query.device.type == "cpu"
+    return is_tensor and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def _attend_heads(
@@ -338,7 +348,13 @@ def expected_attention(
     limit = _TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS
     for row in range(batch):
         own: Any = slice(None) if queries is None else queries[row]
-        asked = query[row].unflatten(0, (heads, -1))[:, :, own].float().flatten(1, 2) * scale
+        own_query = query[row].unflatten(0, (heads, -1))[:, :, own]
+        if bias is None and softcap is None and _is_plain(query):
+            rounded = own_query.to(key.dtype)
+            if flash.sums_apply(rounded, key[row], key[row]):
+                sums[row] = flash.expected_squares(rounded, key[row], scale)
+                continue
+        asked = own_query.float().flatten(1, 2) * scale
         seen = key[row].float().transpose(1, 2)
         for part in asked.split(max(1, limit // (heads * count)), dim=1):
             logits = part @ seen
@@ -393,57 +409,3 @@ def windowed_attention(
         options["enable_gqa"] = query.shape[1] != key.shape[1]
         outputs.append(scaled_dot_product_attention(*parts, attn_mask=visible, **options))
     return torch.cat(outputs, dim=2)
-
-
-_LARGEST_HEAD = 256
-
-
-@functools.cache
-def _varlen() -> tuple[Any, Any] | None:
-    """`varlen_attn` and the request for the log-sum-exp; ``None`` in releases without it."""
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn, AuxRequest(lse=True)
-
-
-def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float | None) -> bool:
-    """Says whether `forward` can do a block of queries ``[B, HQ, T, D]``."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
-        and query.shape[-1] % 8 == 0
-        and visibility.entries is None
-        and visibility.queries is None
-        and softcap is None
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and _varlen() is not None
-    )
-
-
-def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Fused attention that keeps the log-sum-exp of each row, by PyTorch's own kernel.
-
-    As `h2okv.ops.triton_prefill.forward`, for queries that are the last of the keys' tokens.
-    """
-    found = _varlen()
-    assert found is not None, "applies() was not asked"
-    attend, request = found
-    batch, num_heads, length, size = query.shape
-    num_kv_heads, num_keys = key.shape[1], key.shape[2]
-    edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    # The last query sees the last key: shorter blocks stand at the end of what is held.
-    output, limits = attend(
-        query.transpose(1, 2).reshape(-1, num_heads, size),
-        key.transpose(1, 2).reshape(-1, num_kv_heads, size),
-        value.transpose(1, 2).reshape(-1, num_kv_heads, size),
-        edges * length, edges * num_keys, length, num_keys,
-        return_aux=request, scale=scale, window_size=(-1, 0),
-        enable_gqa=num_heads != num_kv_heads,
-    )  # fmt: skip
-    if limits.shape[0] != num_heads:  # as it is documented, and not as it is
-        limits = limits.T
-    limits = limits.view(num_heads, batch, length).transpose(0, 1).contiguous()
-    return output.view(batch, length, num_heads, size).transpose(1, 2), limits

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2okv.ops import attention as flash
+from h2okv.ops import flash
 from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
 from h2okv.ops.decode import Slots, StepRules, decode_step
 from h2okv.ops.reference import attention_with_scores, causal

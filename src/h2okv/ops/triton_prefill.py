@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2okv.ops import attention as flash
+from h2okv.ops import flash
 from h2okv.ops.attention import Visibility
 from h2okv.ops.triton_decode import side
 

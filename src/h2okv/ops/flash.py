@@ -1,0 +1,213 @@
+"""PyTorch's own fused attention, and the score sums that can be had with it.
+
+A key's score is the sum over the queries of ``exp(q . k * scale - L[q])``, with L the log-sum-exp
+that fused attention gives for each query. It is an exponential of a log-sum-exp itself, that of
+the key asking the queries. So where the fused kernel is fast enough, as on a CPU with AMX, it is
+run a second time with keys and queries exchanged, and backwards in time, for a key is asked by the
+queries from its own on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from h2okv.ops.reference import attention_with_scores, causal
+
+if TYPE_CHECKING:
+    from h2okv.ops.attention import Visibility
+
+# Columns behind a head's own, of which three hold minus L in bf16 parts of 8 bits each.
+_MORE_COLUMNS, _PARTS = 8, 3
+# Of fewer queries the tiles are as fast.
+_LEAST_QUERIES = 128
+# Instead of minus infinity for the logarithm of a weight of zero, which has no parts.
+_LOWEST = -1e4
+
+
+def sums_apply(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Says whether `attention_with_sums` can do one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
+
+    Its kernel multiplies bf16 by AMX and knows neither a cap nor hidden keys; without AMX the tiles
+    of `h2okv.ops.attention` are faster.
+    """
+    return (
+        value.dtype == torch.bfloat16
+        and query.dtype == key.dtype == value.dtype
+        and query.is_cpu
+        and query.shape[2] >= _LEAST_QUERIES
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
+        and torch.cpu._is_amx_tile_supported()
+        and _sums_agree(query.shape[-1])
+    )
+
+
+def attention_with_sums(
+    query: Tensor, key: Tensor, value: Tensor, past: int, scale: float, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attends over ``past`` entries and the block itself.
+
+    Args:
+        query: ``[H, G, T, D]`` of one sequence, bf16.
+        key: ``[H, N, D]`` with N = past + T.
+        value: ``[H, N, D]``.
+        past: number of leading keys that every query sees.
+        scale: factor on the logits.
+        weights: fp32 ``[T]``, what each query counts for in the sums; ``None``: one.
+
+    Returns:
+        ``(output, sums)``: ``[H, G, T, D]`` in bf16, as the model would have it without us, and
+        fp32 ``[H, N]``. Products are exact, sums fp32; the kernel's exponentials right to 6e-5.
+    """
+    asked, keys, values = query.flatten(0, 1)[None], key[None], value[None]
+    spans = [(slice(past, None), True)]
+    if past:
+        spans.append((slice(past), False))
+    made = [
+        _fused(asked, keys[:, :, span], values[:, :, span], scale, is_causal)
+        for span, is_causal in spans
+    ]
+    output, limits = made[0]
+    if past:
+        limits = torch.logaddexp(limits, made[1][1])
+        shares = [(own - limits).exp_().unsqueeze(-1) for _, own in made]
+        output = (made[0][0] * shares[0] + made[1][0] * shares[1]).to(query.dtype)
+    shift = -limits if weights is None else weights.log().clamp_(min=_LOWEST) - limits
+    sums = key_sums(query, shift.view(query.shape[:3]), key, scale, spans)
+    return output.view_as(query), sums
+
+
+def expected_squares(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Sums the squares of what every query gives to each key, whichever came first.
+
+    Query ``[H, G, T, D]`` and key ``[H, N, D]`` are bf16, products and sums fp32, ``[H, N]``.
+    """
+    asked, keys = query.flatten(0, 1)[None], key[None]
+    _, limits = _fused(asked, keys, keys, scale, False)
+    shift = limits.view(query.shape[:3]).mul_(-2)
+    return key_sums(query, shift, key, 2 * scale, [(slice(None), False)])
+
+
+def key_sums(
+    query: Tensor,
+    shift: Tensor,
+    key: Tensor,
+    scale: float,
+    spans: list[tuple[slice, bool]],
+) -> Tensor:
+    """Sums ``exp(q . k * scale + shift[q])`` over the queries of each key's group.
+
+    Args:
+        query: ``[H, G, T, D]``, bf16.
+        shift: fp32 ``[H, G, T]``.
+        key: ``[H, N, D]``, bf16.
+        scale: factor on the products.
+        spans: parts of the keys, and of each whether the queries are its own tokens, so that only
+            those from a key on count.
+
+    Returns:
+        fp32 ``[H, N]``.
+    """
+    heads, groups, length, size = query.shape
+    asked = query.new_zeros(heads, groups, length, size + _MORE_COLUMNS)
+    asked[..., :size] = query.flip(2)
+    rest = shift.flip(2) / scale
+    for column in range(size, size + _PARTS):
+        asked[..., column] = part = rest.to(asked.dtype)
+        rest = rest - part
+    asked = asked.flatten(0, 1)[None]
+    sums = shift.new_empty(key.shape[:2])
+    for span, is_causal in spans:
+        own = key[:, span].flip(1)
+        asking = own.new_zeros(heads, groups, own.shape[1], size + _MORE_COLUMNS)
+        asking[..., :size] = own[:, None]
+        asking[..., size : size + _PARTS] = 1
+        # What it mixes of the values, which are none, is thrown away.
+        _, limits = _fused(asking.flatten(0, 1)[None], asked, asked, scale, is_causal)
+        sums[:, span] = limits.view(heads, groups, -1).exp_().sum(dim=1).flip(1)
+    return sums
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's kernel for CPUs: output ``[1, HQ, T, D]``, log-sum-exp fp32 ``[1, HQ, T]``."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, limits = attend(query, key, value, 0.0, is_causal, scale=scale)
+    return output, limits.contiguous()
+
+
+@functools.cache
+def _sums_agree(size: int) -> bool:
+    """Tries the kernel, which has no public name, before it decides a user's text."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, n, 70, size, generator=generator).bfloat16() for n in (2, 1, 1)]
+    query, (key, value) = drawn[0], (part[:, 0] for part in drawn[1:])
+    scale = size**-0.5
+    try:
+        made = attention_with_sums(query[:, :, 20:], key, value, 20, scale, None)
+    except Exception:  # whatever it is, the tiles do without
+        return False
+    whole = query.flatten(0, 1)[None, :, 20:], key[None], value[None]
+    expected = attention_with_scores(*whole, causal(*whole[:2]), scale)
+    return all(
+        torch.allclose(one.flatten().float(), other.flatten().float(), atol=3e-2, rtol=3e-2)
+        for one, other in zip(made, expected, strict=True)
+    )
+
+
+_LARGEST_HEAD = 256
+
+
+@functools.cache
+def _varlen() -> tuple[Any, Any] | None:
+    """`varlen_attn` and the request for the log-sum-exp; ``None`` in releases without it."""
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn, AuxRequest(lse=True)
+
+
+def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float | None) -> bool:
+    """Says whether `forward` can do a block of queries ``[B, HQ, T, D]``."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
+        and query.shape[-1] % 8 == 0
+        and visibility.entries is None
+        and visibility.queries is None
+        and softcap is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _varlen() is not None
+    )
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Fused attention that keeps the log-sum-exp of each row, by PyTorch's own kernel.
+
+    As `h2okv.ops.triton_prefill.forward`, for queries that are the last of the keys' tokens.
+    """
+    found = _varlen()
+    assert found is not None, "applies() was not asked"
+    attend, request = found
+    batch, num_heads, length, size = query.shape
+    num_kv_heads, num_keys = key.shape[1], key.shape[2]
+    edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    # The last query sees the last key: shorter blocks stand at the end of what is held.
+    output, limits = attend(
+        query.transpose(1, 2).reshape(-1, num_heads, size),
+        key.transpose(1, 2).reshape(-1, num_kv_heads, size),
+        value.transpose(1, 2).reshape(-1, num_kv_heads, size),
+        edges * length, edges * num_keys, length, num_keys,
+        return_aux=request, scale=scale, window_size=(-1, 0),
+        enable_gqa=num_heads != num_kv_heads,
+    )  # fmt: skip
+    if limits.shape[0] != num_heads:  # as it is documented, and not as it is
+        limits = limits.T
+    limits = limits.view(num_heads, batch, length).transpose(0, 1).contiguous()
+    return output.view(batch, length, num_heads, size).transpose(1, 2), limits
