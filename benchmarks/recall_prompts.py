@@ -105,6 +105,29 @@ def hide(rng: random.Random, sentences: list[str], facts: list[str], ordered: bo
     return " ".join(hidden)
 
 
+def write_prompts(book: Path, out: Path, tokens: int, items: int) -> None:
+    """Writes two files of each task into a folder; the first items are always the same."""
+    text = re.sub(r"\s+", " ", book.read_text(encoding="utf-8"))
+    sentences = [s for s in re.split(r"(?<=[.!?])\s+", text) if 30 < len(s) < 250][500:]
+    out.mkdir(parents=True, exist_ok=True)
+    for task, (make, ordered) in TASKS.items():
+        agnostic, aware = [], []
+        for number in range(items):
+            rng = random.Random(f"{task} {number}")
+            facts, question, answer = make(rng)
+            room = tokens * 4.2 - sum(map(len, facts))
+            start = at = rng.randrange(len(sentences) // 2)
+            while room > 0 and at < len(sentences):
+                room -= len(sentences[at]) + 1
+                at += 1
+            context = hide(rng, sentences[start:at], facts, ordered)
+            agnostic.append({"context": context, "prompt": f"\n{question}", "answer": answer})
+            aware.append({"prompt": f"{context}\n{question}", "answer": answer})
+        for kind, records in (("agnostic", agnostic), ("aware", aware)):
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            (out / f"{task}-{kind}.jsonl").write_text(lines, encoding="utf-8")
+
+
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(
@@ -117,25 +140,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a context, at 4.2 characters")
     parser.add_argument("--items", type=int, default=40, help="of each task")
     args = parser.parse_args()
-    text = re.sub(r"\s+", " ", args.text.read_text(encoding="utf-8"))
-    sentences = [s for s in re.split(r"(?<=[.!?])\s+", text) if 30 < len(s) < 250][500:]
-    args.out.mkdir(parents=True, exist_ok=True)
-    for task, (make, ordered) in TASKS.items():
-        agnostic, aware = [], []
-        for number in range(args.items):
-            rng = random.Random(f"{task} {number}")
-            facts, question, answer = make(rng)
-            room = args.tokens * 4.2 - sum(map(len, facts))
-            start = at = rng.randrange(len(sentences) // 2)
-            while room > 0 and at < len(sentences):
-                room -= len(sentences[at]) + 1
-                at += 1
-            context = hide(rng, sentences[start:at], facts, ordered)
-            agnostic.append({"context": context, "prompt": f"\n{question}", "answer": answer})
-            aware.append({"prompt": f"{context}\n{question}", "answer": answer})
-        for kind, records in (("agnostic", agnostic), ("aware", aware)):
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            (args.out / f"{task}-{kind}.jsonl").write_text(lines, encoding="utf-8")
+    write_prompts(args.text, args.out, args.tokens, args.items)
 
 
 if __name__ == "__main__":
