@@ -165,7 +165,7 @@ def test_a_padded_batch_takes_it_and_stays_itself(amx):
 @pytest.mark.parametrize(
     "visibility, softcap",
     [
-        (Visibility(entries=torch.ones(1, 2, 200, dtype=torch.bool)), None),
+        (Visibility(entries=torch.arange(400).view(1, 2, 200) % 3 > 0), None),
         (Visibility(window=150), None),
         (Visibility(), 30.0),
     ],
@@ -173,6 +173,31 @@ def test_a_padded_batch_takes_it_and_stays_itself(amx):
 def test_what_the_kernel_does_not_know_goes_by_tiles(amx, visibility, softcap):
     blockwise_attention_with_scores(*draw_bf16(200, 0, 3), visibility, 0.125, softcap)
     assert not amx
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_are_put_together_where_heads_hold_as_many(amx, dtype):
+    query, key, value = (part.to(dtype) for part in draw_bf16(140, 60, 3))
+    entries = torch.ones(1, 2, 200, dtype=torch.bool)
+    for head, hidden in enumerate(([3, 59], [0, 17])):
+        entries[0, head, hidden] = False
+    visibility = Visibility(past=60, entries=entries)
+    output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.125)
+    visible = causal(query, key) & entries.unsqueeze(2)
+    states = (part.double() for part in (query, key, value))
+    expected, expected_sums = attention_with_scores(*states, visible, 0.125)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(sums.double(), expected_sums, atol=1e-6, rtol=2e-4)
+    squares = expected_attention(query, key, entries, None, 0.125)
+    assert (squares[~entries] == 0).all() and (squares[entries] > 0).all()
+    rest = (part.where(entries[..., None], torch.nan) for part in (key, value))
+    again = blockwise_attention_with_scores(query, *rest, visibility, 0.125)
+    assert torch.equal(again[0], output) and torch.equal(again[1], sums)
+    wanted = expected_attention(query.float(), key.float(), entries, None, 0.125)
+    torch.testing.assert_close(squares, wanted, atol=1e-6, rtol=4e-4)
+    on_amx = ["attention_with_sums", "expected_squares", "attention_with_sums"]
+    assert amx == (on_amx if dtype == torch.bfloat16 else [])
 
 
 def test_a_gradient_goes_by_tiles(amx):

@@ -83,9 +83,9 @@ def blockwise_attention_with_scores(
     grouped_query = query.unflatten(1, (num_kv_heads, -1))
     grouped_output = output.unflatten(1, (num_kv_heads, -1))
     sums = torch.zeros(batch, num_kv_heads, num_keys, dtype=torch.float32, device=query.device)
-    bias = None
-    if visibility.entries is not None:
-        bias = torch.zeros_like(sums).masked_fill_(~visibility.entries, -torch.inf)
+    entries = visibility.entries
+    if entries is not None:
+        entries = entries.expand(batch, num_kv_heads, num_keys)
     for row in range(batch):
         own: Any = slice(None)
         seen: Any = slice(None)
@@ -97,14 +97,44 @@ def blockwise_attention_with_scores(
             seen = torch.cat([torch.arange(past, device=own.device), past + own])
         own_output, own_sums = grouped_output[row][:, :, own], sums[row][:, seen]
         own_weights = None if weights is None else weights[row, own]
+        states = [key[row][:, seen], value[row][:, seen]]
+        own_past, places, bias = past, None, None
+        if entries is not None:
+            taken = entries[row][:, seen]
+            places = None if visibility.window else _places(taken, past)
+            if places is None:
+                bias = torch.zeros_like(own_sums).masked_fill_(~taken, -torch.inf).unsqueeze(1)
+            else:
+                own_past = past - taken.shape[1] + places.shape[1]
+                states = [own_states.gather(1, _wide(places, own_states)) for own_states in states]
+        some_sums = own_sums if places is None else own_sums.new_zeros(places.shape)
         _attend_row(
-            _Row(past, visibility.window, softcap, own_weights), scale, own_output, own_sums,
-            grouped_query[row][:, :, own], key[row][:, seen], value[row][:, seen],
-            None if bias is None else bias[row][:, seen].unsqueeze(1),
+            _Row(own_past, visibility.window, softcap, own_weights), scale, own_output, some_sums,
+            grouped_query[row][:, :, own], states[0], states[1], bias,
         )  # fmt: skip
+        if places is not None:
+            own_sums.scatter_(1, places, some_sums)
         if real is not None:  # those were copies
             grouped_output[row][:, :, own], sums[row][:, seen] = own_output, own_sums
     return output, sums
+
+
+def _places(taken: Tensor, past: int) -> Tensor | None:
+    """Where each head's entries stand, int64 ``[H, n]``; ``None`` if they cannot be put together.
+
+    That is, if heads of ``[H, N]`` have taken different numbers, or some of the block are none.
+    """
+    if torch.compiler.is_compiling() or not taken[:, past:].all():
+        return None
+    counts = taken.sum(dim=1)
+    if not (counts == counts[0]).all():
+        return None
+    return taken.nonzero()[:, 1].view(len(counts), -1)
+
+
+def _wide(places: Tensor, states: Tensor) -> Tensor:
+    """Indices ``[H, n]`` for states ``[H, N, D]``."""
+    return places.unsqueeze(-1).expand(-1, -1, states.shape[-1])
 
 
 class _Row(NamedTuple):
@@ -342,28 +372,45 @@ def expected_attention(
     """
     batch, heads, count, _ = key.shape
     sums = torch.zeros(batch, heads, count, dtype=torch.float32, device=key.device)
-    bias = None
-    if entries is not None:
-        bias = torch.zeros_like(sums).masked_fill_(~entries, torch.finfo(torch.float32).min)
-    limit = _TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS
     for row in range(batch):
         own: Any = slice(None) if queries is None else queries[row]
-        own_query = query[row].unflatten(0, (heads, -1))[:, :, own]
-        if bias is None and softcap is None and _is_plain(query):
-            rounded = own_query.to(key.dtype)
-            if flash.sums_apply(rounded, key[row], key[row]):
-                sums[row] = flash.expected_squares(rounded, key[row], scale)
-                continue
-        asked = own_query.float().flatten(1, 2) * scale
-        seen = key[row].float().transpose(1, 2)
-        for part in asked.split(max(1, limit // (heads * count)), dim=1):
-            logits = part @ seen
-            if softcap is not None:
-                logits.div_(softcap).tanh_().mul_(softcap)
-            if bias is not None:
-                logits += bias[row].unsqueeze(1)
-            sums[row] += logits.softmax(dim=-1).square_().sum(dim=1)
+        asked, seen = query[row].unflatten(0, (heads, -1))[:, :, own], key[row]
+        places, bias = None, None
+        if entries is not None:
+            places = _places(entries[row], count)
+            if places is None:
+                floor = torch.finfo(torch.float32).min
+                bias = torch.zeros_like(sums[row]).masked_fill_(~entries[row], floor).unsqueeze(1)
+            else:
+                seen = seen.gather(1, _wide(places, seen))
+        squares = _expected_squares(asked, seen, bias, scale, softcap)
+        if places is None:
+            sums[row] = squares
+        else:
+            sums[row].scatter_(1, places, squares)
     return sums.sqrt_() if entries is None else sums.sqrt_().masked_fill_(~entries, 0.0)
+
+
+def _expected_squares(
+    query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Of one sequence, ``[H, G, T, D]`` and ``[H, N, D]``; the bias ``[H, 1, N]`` hides keys."""
+    if bias is None and softcap is None and _is_plain(query):
+        rounded = query.to(key.dtype)
+        if flash.sums_apply(rounded, key, key):
+            return flash.expected_squares(rounded, key, scale)
+    heads, count, _ = key.shape
+    sums = torch.zeros(heads, count, dtype=torch.float32, device=key.device)
+    limit = _TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS
+    asked, seen = query.float().flatten(1, 2) * scale, key.float().transpose(1, 2)
+    for part in asked.split(max(1, limit // (heads * count)), dim=1):
+        logits = part @ seen
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        if bias is not None:
+            logits += bias
+        sums += logits.softmax(dim=-1).square_().sum(dim=1)
+    return sums
 
 
 _MIN_BLOCK, _MAX_BLOCK = 64, 512
