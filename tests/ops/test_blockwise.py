@@ -312,3 +312,14 @@ def test_weights_count_in_the_sums_alone(groups, padded):
     torch.testing.assert_close(sums, expected, atol=5e-5, rtol=2e-5)
     _, reference = attention_with_scores(query, key, value, visible, scale, weights=weights)
     torch.testing.assert_close(sums, reference, atol=5e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_that_nobody_looks_at_are_not_made(dtype):
+    inputs = draw(1, 2, 2, 150, 20, 16, dtype)
+    with torch.no_grad():
+        output, sums = blockwise_attention_with_scores(
+            *inputs, Visibility(past=20), 0.25, needs_sums=False
+        )
+        expected, _ = blockwise_attention_with_scores(*inputs, Visibility(past=20), 0.25)
+    assert torch.equal(output, expected) and not sums.any()

@@ -121,3 +121,11 @@ def test_two_runs_are_equal_to_the_last_bit(device):
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_sums_that_nobody_looks_at_are_not_made(device):
+    query, key, value = draw(device, 1, 2, 2, 5, 63, 32)
+    how = Visibility(past=5), 0.2
+    output, sums = triton_prefill.attention_with_scores(query, key, value, *how, needs_sums=False)
+    assert torch.equal(output, triton_prefill.attention_with_scores(query, key, value, *how)[0])
+    assert sums.shape == key.shape[:3] and not sums.any()

@@ -200,10 +200,13 @@ class SlotLayer(CacheLayer):
         self._choose_operations(query)
         weights = self._query_weights(real, length)
         attend = self.operations.attend
+        is_asked_again = self.scoring.looks_ahead and length > 1
         if self.shared is not None:
             attend = functools.partial(self.shared, attend)
+        elif is_asked_again and real is None:  # of padded sequences some may be a single token
+            attend = functools.partial(attend, needs_sums=False)
         output, sums = attend(query, rotated, value, visibility, scale, softcap, weights)
-        if self.scoring.looks_ahead and length > 1:
+        if is_asked_again:
             limit = self._rank_limit(length)
             ask = functools.partial(self._expected, block, sums, rotated, entries, limit)
             sums = ask() if self.shared is None else self.shared.once(ask)

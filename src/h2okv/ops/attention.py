@@ -58,6 +58,7 @@ def blockwise_attention_with_scores(
     scale: float,
     softcap: float | None = None,
     weights: Tensor | None = None,
+    needs_sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, by tiles.
 
@@ -70,6 +71,7 @@ def blockwise_attention_with_scores(
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
         weights: as in `reference.attention_with_scores`.
+        needs_sums: whether anybody looks at the sums, which are zero if not.
 
     Returns:
         ``(output, sums)`` as in `reference.attention_with_scores`, computed in fp32. The output's
@@ -109,8 +111,8 @@ def blockwise_attention_with_scores(
                 states = [own_states.gather(1, _wide(places, own_states)) for own_states in states]
         some_sums = own_sums if places is None else own_sums.new_zeros(places.shape)
         _attend_row(
-            _Row(own_past, visibility.window, softcap, own_weights), scale, own_output, some_sums,
-            grouped_query[row][:, :, own], states[0], states[1], bias,
+            _Row(own_past, visibility.window, softcap, own_weights, needs_sums), scale, own_output,
+            some_sums, grouped_query[row][:, :, own], states[0], states[1], bias,
         )  # fmt: skip
         if places is not None:
             own_sums.scatter_(1, places, some_sums)
@@ -144,6 +146,7 @@ class _Row(NamedTuple):
     window: int | None
     softcap: float | None
     weights: Tensor | None
+    needs_sums: bool
 
 
 def _attend_row(
@@ -162,8 +165,8 @@ def _attend_row(
     is_plain = _is_plain(query)
     sees_all = bias is None and row.softcap is None and reach == key.shape[1]
     if is_plain and sees_all and flash.sums_apply(query, key, value):
-        made = flash.attention_with_sums(query, key, value, row.past, scale, row.weights)
-        output[:], sums[:] = made
+        options = row.past, scale, row.weights, row.needs_sums
+        output[:], sums[:] = flash.attention_with_sums(query, key, value, *options)
         return
     is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
     if is_kept:
@@ -224,7 +227,7 @@ def _attend_heads(
     numbers. Values of fewer bits are multiplied by probabilities of as many, as the model would
     without us; the sums never know of that.
     """
-    past, window, softcap, weights = row
+    past, window, softcap, weights, needs_sums = row
     heads, groups, length, _ = query.shape
     num_keys = key.shape[1]
     # Minus the logit of the query's own key is added by one more column of the product, not by a
@@ -293,6 +296,8 @@ def _attend_heads(
         # A row that sees nothing has a sum of zero: the limit makes its output zero, not NaN.
         factor = total.clamp_(min=torch.finfo(total.dtype).tiny).reciprocal_()
         output[:, :, top:bottom] = mixed.mul_(factor).unflatten(1, (groups, -1))
+        if not needs_sums:
+            return
         if weights is not None:
             factor = factor * weights[top:bottom].repeat(groups).unsqueeze(1)
         for columns, tile in zip(slices, tiles, strict=True):

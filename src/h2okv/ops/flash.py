@@ -46,7 +46,13 @@ def sums_apply(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attention_with_sums(
-    query: Tensor, key: Tensor, value: Tensor, past: int, scale: float, weights: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: int,
+    scale: float,
+    weights: Tensor | None,
+    needs_sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attends over ``past`` entries and the block itself.
 
@@ -57,6 +63,7 @@ def attention_with_sums(
         past: number of leading keys that every query sees.
         scale: factor on the logits.
         weights: fp32 ``[T]``, what each query counts for in the sums; ``None``: one.
+        needs_sums: whether anybody looks at the sums, which are zero if not.
 
     Returns:
         ``(output, sums)``: ``[H, G, T, D]`` in bf16, as the model would have it without us, and
@@ -75,6 +82,8 @@ def attention_with_sums(
         limits = torch.logaddexp(limits, made[1][1])
         shares = [(own - limits).exp_().unsqueeze(-1) for _, own in made]
         output = (made[0][0] * shares[0] + made[1][0] * shares[1]).to(query.dtype)
+    if not needs_sums:
+        return output.view_as(query), limits.new_zeros(key.shape[:2])
     shift = -limits if weights is None else weights.log().clamp_(min=_LOWEST) - limits
     sums = key_sums(query, shift.view(query.shape[:3]), key, scale, spans)
     return output.view_as(query), sums

@@ -188,6 +188,7 @@ def attention_with_scores(
     scale: float,
     softcap: float | None = None,
     weights: Tensor | None = None,
+    needs_sums: bool = True,
     *,
     uses_flash: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -197,6 +198,8 @@ def attention_with_scores(
         output, log_sum_exp = flash.forward(query, key, value, scale)
     else:
         output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
+    if not needs_sums:
+        return output, log_sum_exp.new_zeros(key.shape[:3])
     return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap, weights)
 
 
