@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2okv.ops.indexed import Indexed
+from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
 from h2okv.ops.rope import rotate
 
@@ -18,9 +18,6 @@ from h2okv.ops.rope import rotate
 _ROTATE_ELEMENTS = 5 << 17
 # Query heads of a KV head up to which its keys are better read for each of them than once.
 _FUSED_GROUPS = 8
-# Numbers of values up to which they are converted to fp32 in less time than a product of bf16 needs
-# to begin.
-_FEW_VALUES = 1 << 16
 # Slots by which the products of a step that fills them grow, in dtypes other than fp32.
 _SHAPE_STEP = 64
 # Added to a position, it sorts behind every other; no sequence is that long.
@@ -202,9 +199,7 @@ def _output(weights: Tensor, values: Entries | Indexed, dtype: torch.dtype) -> T
     if _fuses(weights.shape[1], weights.device):
         output = (weights.unsqueeze(-1) * values.float().unsqueeze(1)).sum(dim=2)
         return output.to(values.dtype)
-    if values.is_cpu and values.numel() <= _FEW_VALUES:
-        return torch.bmm(weights, values.float()).to(values.dtype)
-    return torch.bmm(weights.to(values.dtype), values)
+    return mix_values(weights, values)
 
 
 def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:

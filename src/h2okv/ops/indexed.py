@@ -9,6 +9,16 @@ from torch import Tensor
 
 # Bytes of a block up to which one product of copies is quicker than a product for each block.
 _SMALL_BLOCK = 1 << 17
+# Numbers of values up to which a CPU converts them to fp32 in less time than a product of bf16 takes
+# to begin.
+_FEW_VALUES = 1 << 16
+
+
+def mix_values(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums ``[rows, G, D]`` of values ``[rows, S, D]`` by fp32 weights ``[rows, G, S]``."""
+    if values.is_cpu and values.numel() <= _FEW_VALUES:
+        return torch.bmm(weights, values.float()).to(values.dtype)
+    return torch.bmm(weights.to(values.dtype), values)
 
 
 class Indexed(NamedTuple):
@@ -41,11 +51,10 @@ class Indexed(NamedTuple):
 
     def mix(self, weights: Tensor) -> Tensor:
         """Sums ``[B * H, G, D]`` of all values, by fp32 weights ``[B * H, G, S]``."""
-        weights = weights.to(self.blocks.dtype)
         if self._is_small:
-            return torch.bmm(weights, self.blocks.index_select(0, self.places).flatten(0, 1))
+            return mix_values(weights, self.blocks.index_select(0, self.places).flatten(0, 1))
         batch, heads, _, size = self.shape
-        grouped = weights.unflatten(0, (batch, heads))
+        grouped = weights.to(self.blocks.dtype).unflatten(0, (batch, heads))
         output = grouped.new_empty(batch, heads, weights.shape[1], size)
         for sequence, block in enumerate(self.places.tolist()):
             torch.bmm(grouped[sequence], self.blocks[block], out=output[sequence])
