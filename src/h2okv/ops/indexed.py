@@ -9,8 +9,7 @@ from torch import Tensor
 
 # Bytes of a block up to which one product of copies is quicker than a product for each block.
 _SMALL_BLOCK = 1 << 17
-# Numbers of values up to which a CPU converts them to fp32 in less time than a product of bf16 takes
-# to begin.
+# Numbers of values up to which a CPU converts them to fp32 before a product of bf16 has begun.
 _FEW_VALUES = 1 << 16
 
 
