@@ -6,6 +6,8 @@ many entries as H2O holds: what eviction would cost if it were free. ``--compile
 steps once more under ``h2okv.enable(model, compile=True)``. ``--answer`` times a prompt with so
 many tokens after it too; "peak" is what a prompt takes beyond the model, in a process of its own;
 "import" is the CPU time of importing h2okv and a model's class, beside the class alone.
+Prompts are random tokens, the same on every machine, or with ``--text`` those of a book, whose
+attention is as a user's is: its rows name the book.
 Correctness comes first: a failed check ends the run without a figure. ``--quick`` asks for little,
 and prints the recorded ratios beside today's.
 """
@@ -41,6 +43,7 @@ from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv.benchmarking.model import ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved
 from h2okv.config import CacheConfig
+from h2okv.integration.loading import describe
 from h2okv.offload.profile import Clock
 from h2okv.records import read_csv
 
@@ -101,10 +104,13 @@ def measure(
     for batch in args.batches:
         for prompt in args.prompts:
             setting = environment() | {
-                "model": args.model, "dtype": dtype, "batch": batch, "prompt": prompt,
+                "model": args.model + (f", {args.text.stem}" if args.text else ""),
+                "dtype": dtype, "batch": batch, "prompt": prompt,
                 "kv_heads": plain.config.num_key_value_heads, "budget": "20%",
             }  # fmt: skip
             ids = prompt_ids(plain, batch, prompt)
+            if args.text:
+                ids = text_ids(args.model, args.text, batch, prompt)
             runners = {
                 name: CacheSpec("h2o" if name == "compiled" else name, config).runner(model)
                 for name, (model, config) in specs.items()
@@ -140,6 +146,15 @@ def measure(
             for runner in runners.values():
                 runner.release()
     return rows
+
+
+def text_ids(model: str, path: Path, batch: int, length: int) -> torch.Tensor:
+    """The tokens of a text, int64 ``[B, T]``, one part after another."""
+    text = path.read_text(encoding="utf-8")[: 8 * batch * length]
+    ids = describe(model).tokenizer(text, return_tensors="pt").input_ids[0]
+    if len(ids) < batch * length:
+        raise SystemExit(f"--text {path} has {len(ids)} tokens; give one of {batch * length}")
+    return ids[: batch * length].view(batch, length)
 
 
 def peak_beyond_model(model: str, dtype: torch.dtype, spec: CacheSpec, ids: torch.Tensor) -> float:
@@ -199,6 +214,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--prompts", type=numbers, default=[1024, 4096], help="tokens")
     parser.add_argument("--batches", type=numbers, default=[1])
+    parser.add_argument("--text", type=Path, help="a text to read in place of random tokens")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=["prompt", "step"])
     parser.add_argument("--answer", type=int, default=0, help="tokens of a whole answer")
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
