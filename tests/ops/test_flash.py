@@ -214,6 +214,11 @@ def test_expected_attention_takes_it(amx):
     assert amx == ["expected_squares"]
 
 
+def test_the_kernel_is_tried_whatever_the_default_device():
+    with torch.device("meta"):
+        assert flash._sums_agree.__wrapped__(64)
+
+
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
 def test_a_kernel_that_does_something_else_is_left_out(monkeypatch, fault):
     def fused(query, *args):
