@@ -17,4 +17,6 @@ def test_blocks_are_read_where_they_lie(monkeypatch, largest, dtype):
     own = blocks[places].flatten(0, 1)
     entries = Indexed(blocks, places)
     torch.testing.assert_close(entries.logits(query), query @ own.float().transpose(1, 2))
-    torch.testing.assert_close(entries.mix(weights), torch.bmm(weights.to(dtype), own))
+    # Few values are converted; else the weights are rounded as the values are.
+    used = weights if largest else weights.to(dtype).float()
+    torch.testing.assert_close(entries.mix(weights), torch.bmm(used, own.float()).to(dtype))
