@@ -224,6 +224,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, fp32; records nothing")
     args = parser.parse_args()
+    if args.text and not args.text.is_file():
+        parser.error(f"--text {args.text} is no file")
     if args.quick:
         args.dtypes, args.prompts, args.rounds = ["fp32"], [1024], 5
     if args.threads:

@@ -100,6 +100,7 @@ def main() -> None:
     try:
         factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
         described = describe(args.model)
+        args.text.open(encoding="utf-8").close()
     except (OSError, ValueError, KeyError) as error:
         parser.error(" ".join(str(error).split()))
     tested = ModelUnderTest(
