@@ -149,7 +149,8 @@ class CacheConfig:
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens.
-        scoring: ``"sum"``, ``"mean"``, ``"decay"``, ``"value_norm"`` or ``"expected"``.
+        scoring: ``"sum"``, ``"mean"``, ``"decay"``, ``"last"``, ``"value_norm"`` or
+            ``"expected"``.
         decay: the factor per later query, with ``scoring="decay"`` or ``"value_norm"``; ``None``
             for the default.
         positions: ``"original"``, ``"rolling"`` or ``"clamped"``.

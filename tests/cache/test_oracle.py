@@ -14,10 +14,10 @@ POLICIES = h2okv.policy_names(dropping=True)
 
 
 def fitting(policy, positions, chunk):
-    """What a policy takes: one that does not evict while decoding cannot roll."""
+    """What a policy takes: not all can roll."""
     if policy == "snapkv":
         chunk = None
-    return ("original" if policy in ("full", "snapkv") else positions), chunk
+    return ("original" if policy in ("full", "snapkv", "keydiff") else positions), chunk
 
 
 def run(model, cache, input_ids, mask, blocks):

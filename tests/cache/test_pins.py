@@ -64,13 +64,14 @@ def test_pins_stay_and_dropping_equals_masking(
     made = h2okv.policy.get_policy(policy)
     model, blocks = make_llama(kv_heads=kv_heads, seed=seed), [30, *blocks, 1]
     input_ids = tokens(seed, len(pads), sum(blocks))
+    can_roll = not (made.prompt_only or made.uses_keys)
     results = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
             model.config, 8, 3, sink,
             policy=policy,
             scoring=scoring if made.uses_scores and not made.prompt_only else "sum",
-            positions="rolling" if rolls and not made.prompt_only else "original",
+            positions="rolling" if rolls and can_roll else "original",
             prefill_chunk=None if made.prompt_only else chunk,
             simulate=simulate,
         )  # fmt: skip

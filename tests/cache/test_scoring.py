@@ -163,6 +163,7 @@ def by_definition(scoring, decay, received, norm):
     return {
         "mean": total / len({query for query, _ in received}),
         "decay": decayed,
+        "last": sum(p for query, p in received if query == last),
         "value_norm": total * norm,
         "expected": total * norm,
         DECAYED_NORM: decayed * norm,
@@ -224,6 +225,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
     decayed, norms = (shares * (decay**later)[:, None]).sum(1), value.abs().sum(-1)
     expected = {
         "mean": shares.sum(1) / (later + 1),
+        "last": shares[:, -1],
         "decay": decayed,
         "value_norm": shares.sum(1) * norms,
         "expected": asked_again(model, input_ids, key, length - 1 + 16) * norms,

@@ -322,4 +322,5 @@ def test_sums_that_nobody_looks_at_are_not_made(dtype):
             *inputs, Visibility(past=20), 0.25, needs_sums=False
         )
         expected, _ = blockwise_attention_with_scores(*inputs, Visibility(past=20), 0.25)
-    assert torch.equal(output, expected) and not sums.any()
+    torch.testing.assert_close(output, expected)  # by another kernel where that is faster
+    assert not sums.any()

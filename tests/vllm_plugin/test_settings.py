@@ -85,6 +85,7 @@ def test_the_setting_is_a_cache_config():
         (GIVEN | {"policy": "h20"}, "policy 'h20' is unknown"),
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
         (GIVEN | {"policy": "snapkv"}, "keeps more with every token"),
+        (GIVEN | {"policy": "keydiff"}, "ranks by keys"),
         (GIVEN | {"policy": "topk"}, "chooses anew for every query"),
         (GIVEN | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (GIVEN | {"positions": "rolling"}, "use positions='original'"),

@@ -499,16 +499,24 @@ class CacheLayer(CacheLayerMixin):
 
     def _decayed(self, scores: Tensor, real: Tensor | None, length: int) -> Tensor:
         """What scores from before a block are worth after it, ``[B, H, N]``."""
-        decay = self.scoring.decay
-        if decay is None:
+        factor = self.scoring.factor
+        if factor is None:
             return scores
         count = scores.new_full((self.batch_size,), length) if real is None else real.sum(dim=1)
-        return scores * power(decay, count).view(-1, 1, 1)
+        return scores * power(factor, count).view(-1, 1, 1)
 
     def _ranking(
-        self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None = None
+        self,
+        scores: Tensor,
+        positions: Tensor,
+        newest: Tensor,
+        norms: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        """Ranks entries ``[B, H, N]`` as `Policy.priority` does; infinite where one is pinned."""
+        """Ranks entries ``[B, H, N]`` as `Policy.priority` does; infinite where one is pinned.
+
+        Norms ``[B, H, N]`` and keys ``[B, H, N, D]`` are those held, if they are not given.
+        """
         if not self.scoring.is_sum:
             norms = self.state.norms if norms is None else norms
             scores = self.scoring.eviction_scores(scores, positions, newest, norms)
@@ -519,7 +527,12 @@ class CacheLayer(CacheLayerMixin):
         if self.policy.prompt_only:
             # Of the window itself nothing is to be decided, so it has no say in its neighbours.
             scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
-        ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
+        if self.policy.uses_keys:
+            if keys is None:
+                keys = self.storage.read(self.state.keys, self.dtype)
+            ranks = self.policy.key_priority(keys, positions)
+        else:
+            ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
         if self.state.num_static is not None:
             marked = self.policy.static_mask(positions, newest, self.state.num_static)
             pinned = pinned if marked is None else pinned | marked

@@ -74,6 +74,8 @@ class MaskedLayer(CacheLayer):
         if self.scoring.looks_ahead and length > 1:
             sums = self._expected(block, sums, keys, held.positions >= 0, keys.shape[2])
         check_finite(self, sums)
+        if self.policy.uses_keys and length > 1:
+            sums = torch.zeros_like(sums)
         held.scores = self._decayed(held.scores, given, length) + sums.to(torch.float32)
         if self.storage.bits is not None and not is_step:  # a block's tokens have become entries
             held.keys, held.values = (
@@ -112,7 +114,8 @@ class MaskedLayer(CacheLayer):
     def _best(self, total: Tensor) -> Tensor:
         """Marks so many entries (``[B, 1, 1]``), by a plain sort of everything alive."""
         held, newest = self.state, self.newest()
-        priority = self._ranking(held.scores, held.positions, newest)
+        held_keys = self._tensors()[0]
+        priority = self._ranking(held.scores, held.positions, newest, keys=held_keys)
         protected = protected_entries(held.positions, newest, held.sink, held.recent)
         # Last key first: the dead, then the unprotected, then by priority, then by age.
         keys = (held.positions, priority, protected, held.positions >= 0)

@@ -160,7 +160,7 @@ class SlotLayer(CacheLayer):
     def _prepare_step(self, value: Tensor, real: Tensor | None) -> None:
         """What a scoring other than the sum does before a step; mutates the layer."""
         held = self.state
-        if self.scoring.decay is not None:
+        if self.scoring.factor is not None:
             held.scores.copy_(self._decayed(held.scores, real, 1))
         if held.norms is not None:
             held.norms.scatter_(-1, held.free_slot, self._norms_of(self.storage.round(value)))
@@ -201,9 +201,11 @@ class SlotLayer(CacheLayer):
         weights = self._query_weights(real, length)
         attend = self.operations.attend
         is_asked_again = self.scoring.looks_ahead and length > 1
+        by_keys = self.policy.uses_keys and length > 1
         if self.shared is not None:
             attend = functools.partial(self.shared, attend)
-        elif is_asked_again and real is None:  # of padded sequences some may be a single token
+        elif by_keys or (is_asked_again and real is None):
+            # Of padded sequences that are asked again some may be a single token.
             attend = functools.partial(attend, needs_sums=False)
         output, sums = attend(query, rotated, value, visibility, scale, softcap, weights)
         if is_asked_again:
@@ -212,7 +214,9 @@ class SlotLayer(CacheLayer):
             sums = ask() if self.shared is None else self.shared.once(ask)
         del rotated
         if self.checks_numbers:
-            check_finite(self, sums)
+            check_finite(self, output if by_keys else sums)
+        if by_keys:
+            sums = torch.zeros_like(sums)
         held.num_real_tokens += length if real is None else real.sum(dim=1)
         self.cumulative_length += length
         self.had_partial_block = self.is_partial_block
@@ -247,7 +251,7 @@ class SlotLayer(CacheLayer):
                 total = (positions >= 0).sum(dim=-1, keepdim=True)
             limit = int(total.max())
         indices, kept = keep_indices(
-            self._ranking(scores, positions, newest, self._norms_of(value)),
+            self._ranking(scores, positions, newest, self._norms_of(value), key),
             positions,
             protected_entries(positions, newest, held.sink, held.recent),
             total,

@@ -170,6 +170,11 @@ def check_policy(policy: Policy, rule: PositionRule, scoring: Scoring, simulate:
             f"{name} keeps all that follows the prompt, so that ranks would leave the context "
             "window too; use positions='original', or policy='h2o'."
         )
+    if policy.uses_keys and rule.rolls:
+        raise ValueError(
+            f"{name} compares keys, and where positions roll those of equal tokens differ by "
+            "rounding alone; use positions='original', or policy='h2o'."
+        )
     if not scoring.is_sum and (policy.prompt_only or not policy.uses_scores):
         counts = "counts the attention of its own window of queries"
         raise ValueError(
@@ -299,7 +304,7 @@ def check_window(layer: CacheLayer, length: int) -> None:
 
 
 def check_finite(layer: CacheLayer, sums: Tensor) -> None:
-    """Refuses sums ``[B, H, N]`` that are no numbers; for blocks, which can afford a host sync."""
+    """Refuses sums, or an output, that are no numbers; for blocks, which can afford a host sync."""
     if not bool(torch.isfinite(sums).all()):
         raise ValueError(
             f"attention of layer {layer.layer_idx} is not finite (NaN or infinity); check the "

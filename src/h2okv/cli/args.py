@@ -44,10 +44,10 @@ BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = (
     "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
-    "fixed", "fixed_heavy", "snapkv", "best",
+    "fixed", "fixed_heavy", "snapkv", "keydiff", "best",
 )  # fmt: skip
 """Policies that drop entries; written down, for the registry imports torch."""
-SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
+SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
 _UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
 _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 

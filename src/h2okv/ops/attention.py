@@ -164,7 +164,7 @@ def _attend_row(
     reach = min(key.shape[1], row.window or key.shape[1])
     is_plain = _is_plain(query)
     sees_all = bias is None and row.softcap is None and reach == key.shape[1]
-    if is_plain and sees_all and flash.sums_apply(query, key, value):
+    if is_plain and sees_all and flash.sums_apply(query, key, value, row.needs_sums):
         options = row.past, scale, row.weights, row.needs_sums
         output[:], sums[:] = flash.attention_with_sums(query, key, value, *options)
         return

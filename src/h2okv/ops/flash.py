@@ -28,19 +28,19 @@ _LEAST_QUERIES = 128
 _LOWEST = -1e4
 
 
-def sums_apply(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = True) -> bool:
     """Says whether `attention_with_sums` can do one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
 
     Its kernel multiplies bf16 by AMX and knows neither a cap nor hidden keys; without AMX the tiles
-    of `h2okv.ops.attention` are faster.
+    of `h2okv.ops.attention` are faster, where there are sums to be made.
     """
     return (
-        value.dtype == torch.bfloat16
+        (value.dtype == torch.bfloat16 or (not needs_sums and value.dtype == torch.float32))
         and query.dtype == key.dtype == value.dtype
         and query.is_cpu
         and query.shape[2] >= _LEAST_QUERIES
         and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
-        and torch.cpu._is_amx_tile_supported()
+        and (not needs_sums or torch.cpu._is_amx_tile_supported())
         and _sums_agree(query.shape[-1])
     )
 
@@ -57,7 +57,7 @@ def attention_with_sums(
     """Attends over ``past`` entries and the block itself.
 
     Args:
-        query: ``[H, G, T, D]`` of one sequence, bf16.
+        query: ``[H, G, T, D]`` of one sequence, bf16; without sums fp32 too.
         key: ``[H, N, D]`` with N = past + T.
         value: ``[H, N, D]``.
         past: number of leading keys that every query sees.
@@ -66,8 +66,9 @@ def attention_with_sums(
         needs_sums: whether anybody looks at the sums, which are zero if not.
 
     Returns:
-        ``(output, sums)``: ``[H, G, T, D]`` in bf16, as the model would have it without us, and
-        fp32 ``[H, N]``. Products are exact, sums fp32; the kernel's exponentials right to 6e-5.
+        ``(output, sums)``: ``[H, G, T, D]`` in the query's dtype, as the model would have it
+        without us, and fp32 ``[H, N]``. Products are exact, sums fp32; the kernel's
+        exponentials right to 6e-5.
     """
     asked, keys, values = query.flatten(0, 1)[None], key[None], value[None]
     spans = [(slice(past, None), True)]

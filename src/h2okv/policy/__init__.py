@@ -5,6 +5,7 @@ from __future__ import annotations
 from h2okv.policy.base import Policy
 from h2okv.policy.baselines import FullPolicy, RandomPolicy, RecentPolicy, SinkRecentPolicy
 from h2okv.policy.h2o import H2OPolicy, HeavyPolicy, TopKHeavyPolicy, TopKPolicy
+from h2okv.policy.keydiff import KeyDiffPolicy
 from h2okv.policy.snapkv import SnapKVPolicy
 from h2okv.policy.strided import FixedHeavyPolicy, FixedPolicy, StridedHeavyPolicy, StridedPolicy
 from h2okv.records import unknown_name
@@ -25,6 +26,7 @@ _POLICIES: dict[str, type[Policy]] = {
         FixedPolicy,
         FixedHeavyPolicy,
         SnapKVPolicy,
+        KeyDiffPolicy,
         TopKPolicy,
         TopKHeavyPolicy,
     )

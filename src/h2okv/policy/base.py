@@ -24,6 +24,8 @@ class Policy:
     """False for a policy that never evicts and so has no budget."""
     uses_scores: ClassVar[bool] = True
     """False for a policy that would keep the same entries whatever attention they receive."""
+    uses_keys: ClassVar[bool] = False
+    """True for a policy that ranks by `key_priority`; no scores are made of prompts then."""
     prompt_only: ClassVar[bool] = False
     """True for a policy that decides once, when the prompt has been read, by the attention of the
     prompt's last ``recent`` queries alone; whatever comes later is kept, and the cache grows."""
@@ -65,6 +67,18 @@ class Policy:
             fp32 ``[B, H, N]``, finite.
         """
         return scores if self.uses_scores else torch.zeros_like(scores)
+
+    def key_priority(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Ranks entries by their keys, in the place of `priority`; only if ``uses_keys``.
+
+        Args:
+            keys: as they are held, ``[B, H, N, D]``; anything finite in an empty slot.
+            positions: as for `priority`.
+
+        Returns:
+            fp32 ``[B, H, N]``, finite.
+        """
+        raise NotImplementedError(f"policy {self.name!r} has uses_keys, so add key_priority")
 
     def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor | None:
         """Marks the positions that are kept for their place; only if a budget has ``num_static``.

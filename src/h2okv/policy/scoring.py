@@ -10,9 +10,11 @@ from torch import Tensor
 
 from h2okv.records import unknown_name
 
-SCORINGS = ("sum", "mean", "decay", "value_norm", "expected")
+SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
 # Half of what a query gave is forgotten after 138 further ones.
 DEFAULT_DECAY = 0.995
+# Of ``last``: what earlier queries gave decides where the newest gave nothing at all.
+_FORGOTTEN = 1e-30
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Scoring:
     - ``mean``: ``sum_i P[i, j] / (number of queries i that could attend to j)``, which takes away
       the head start of old entries (tried and found worse in H2O, appendix B.2; kvpress does it);
     - ``decay``: ``sum_i decay ** (n - i) P[i, j]`` (A2SF, arXiv 2407.20485, section 3);
+    - ``last``: ``P[n, j]``, what the newest query gives (TOVA, arXiv 2401.06104, section 3.2; with
+      ``policy="heavy"`` it is TOVA, but that each KV head chooses for itself);
     - ``value_norm``: ``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
       The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O
       runs. With a decay, the sum of ``decay`` in the place of the plain one;
@@ -47,7 +51,12 @@ class Scoring:
     @property
     def is_incremental(self) -> bool:
         """Whether the accumulated numbers are the scores, as they stand."""
-        return self.name in ("sum", "decay")
+        return self.name in ("sum", "decay", "last")
+
+    @property
+    def factor(self) -> float | None:
+        """What a query counts for with each later one; ``None``: as much as they do."""
+        return _FORGOTTEN if self.name == "last" else self.decay
 
     @property
     def uses_values(self) -> bool:
@@ -60,7 +69,7 @@ class Scoring:
 
     def query_weights(self, later: Tensor) -> Tensor | None:
         """What each query counts for after so many ``later`` real ones, ``[B, T]``; else one."""
-        return None if self.decay is None else power(self.decay, later)
+        return None if self.factor is None else power(self.factor, later)
 
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None

@@ -69,6 +69,11 @@ def _check_cache(config: CacheConfig) -> None:
             f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
             "positions='original'."
         )
+    if policy.uses_keys:
+        raise ValueError(
+            f"h2okv: policy={config.policy!r} ranks by keys, and inside vLLM only scores are at "
+            "hand; use policy='h2o'."
+        )
     if config.layer_budgets is not None:
         raise ValueError("h2okv: layer_budgets: vLLM's blocks are of one size; leave it out.")
     if config.kv_bits is not None:

@@ -1,0 +1,182 @@
+"""Rules of other papers on H2O's frame: what a prompt's entries are worth, by formulas as written.
+
+Each rule scores the entries of a prompt in plain PyTorch, from the whole matrix of its attention,
+and stands in the place of ``scoring="expected"`` in ``best``: 4 sinks and a recent quarter. What
+follows the prompt is read on what is left (``h2okv eval fidelity --protocol block``). So a rule can
+be weighed before it is built. Every row has the same texts or prompts and as many entries.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from h2okv.cache.layer import CacheLayer
+from h2okv.config import CacheConfig
+from h2okv.console import Progress
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.runner import Evaluation, Run, SampleFile
+from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
+from h2okv.integration.loading import describe, load_weights
+from h2okv.records import write_csv
+
+# Queries that see fewer keys than this give each of them too much to be compared.
+FEW = 32
+own_expected = CacheLayer._expected
+
+
+class Prompt:
+    """One layer's prompt: ``[H, G, T, T]`` probabilities, values, and what the frame asks for."""
+
+    def __init__(self, layer: Any, block: Any, keys: Tensor) -> None:
+        heads = keys.shape[1]
+        query = block.query[0].unflatten(0, (heads, -1)).float()
+        logits = query @ keys[0].float()[:, None].transpose(-1, -2) * block.scale
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        self.shares = logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
+        self.values = block.value[0].float()
+        self.layer = layer
+        self.norms = self.values.abs().sum(-1)
+        self.heavy = int((layer.state.total - layer.state.recent - layer.state.sink).max())
+
+    @property
+    def sums(self) -> Tensor:
+        return self.shares.sum(dim=(1, 2))
+
+    def output_norms(self) -> Tensor:
+        """Mean L1 norms of the values times each query head's part of the output projection."""
+        weight = self.layer.owner().o_proj.weight.float()
+        heads, groups, _, _ = self.shares.shape
+        parts = weight.unflatten(1, (heads, groups, -1))
+        mixed = torch.einsum("hnd,ohgd->hgno", self.values, parts)
+        return mixed.abs().sum(-1).mean(1)
+
+    def largest(self) -> Tensor:
+        """The largest probability of each key, no lower than the head's mean of these."""
+        found = self.shares[:, :, FEW:].amax(dim=(1, 2))
+        return torch.maximum(found, found.mean(dim=-1, keepdim=True))
+
+    def leave_one_out(self) -> Tensor:
+        """How far the outputs move without an entry, squared (DropKV)."""
+        shares = self.shares[:, :, FEW:]
+        outputs = shares @ self.values[:, None]
+        odds = (shares / (1 - shares + 1e-6)).square_()
+        total = odds.sum(dim=(1, 2)) * self.values.square().sum(-1)
+        total -= 2 * ((odds.transpose(-1, -2) @ outputs).sum(dim=1) * self.values).sum(-1)
+        lengths = outputs.square().sum(-1, keepdim=True)
+        return (total + (odds * lengths).sum(dim=(1, 2))).clamp_(min=0)
+
+    def two_scales(self) -> Tensor:
+        """Half of the heavy hitters by the sum, the others by a sum that forgets."""
+        length = self.shares.shape[-1]
+        decayed = (0.995 ** torch.arange(length - 1, -1, -1.0))[:, None]
+        recent = (self.shares * decayed).sum(dim=(1, 2))
+        first = self.sums.topk(min(self.heavy // 2, length), dim=-1).indices
+        return recent.scatter(-1, first, float(recent.amax()) + 1)
+
+
+def pooled(scores: Tensor, kernel: int = 5) -> Tensor:
+    return avg_pool1d(scores, kernel, stride=1, padding=kernel // 2)
+
+
+RULES: dict[str, Callable[[Prompt, Tensor], Tensor]] = {
+    "sum": lambda own, _: own.sums,
+    "sum, averaged over 5 neighbours": lambda own, _: pooled(own.sums),
+    "sum x norm of W_O v": lambda own, _: own.sums * own.output_norms(),
+    "two time scales": lambda own, _: own.two_scales(),
+    "maximum, floor at its mean": lambda own, _: own.largest(),
+    "maximum x norm of W_O v": lambda own, _: own.largest() * own.output_norms(),
+    "leave-one-out error": lambda own, _: own.leave_one_out(),
+    "`expected`": lambda own, asked: asked * own.norms,
+    "`expected`, averaged over 5 neighbours": lambda own, asked: pooled(asked * own.norms),
+    "`expected`, norm of W_O v in place of v": lambda own, asked: asked * own.output_norms(),
+}
+
+
+def install(rule: str) -> None:
+    """Has prompts scored by a rule from now on."""
+
+    def scored(
+        layer: Any, block: Any, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
+    ) -> Tensor:
+        asked = own_expected(layer, block, sums, keys, entries, limit)
+        if layer.holds_entries:  # a block after the prompt, which decides nothing
+            return asked
+        own = Prompt(layer, block, keys)
+        # The frame multiplies by the norms of the values, whatever the rule.
+        return (RULES[rule](own, asked[0]) / own.norms.clamp(min=1e-30))[None]
+
+    CacheLayer._expected = scored
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/other_rules.py out --data moby_dick.txt --texts 6"
+        " --budget 0.194 --csv rules.csv",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path, help="folder of samples; goes on where it ended")
+    parser.add_argument("--data", type=Path, action="append", required=True, help="as of fidelity")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--texts", type=int, default=6, help="of each file")
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--budget", type=float, required=True, help="of the prompt, without sinks")
+    parser.add_argument("--csv", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        described = describe(args.model)
+        sources = [Source.read(path) for path in args.data]
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(" ".join(str(error).split()))
+    dtype = getattr(torch, args.dtype)
+    model = load_weights(described, dtype, torch.device("cpu"))
+    tested = ModelUnderTest(
+        lambda: model, described.config, described.tokenizer, described.name, described.context
+    )
+    config = CacheConfig.from_budget(args.budget, policy="best")
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for number, rule in enumerate(RULES):
+        install(rule)
+        task = Fidelity(
+            sources=sources, texts=args.texts, raw=True, prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens, protocol="block",
+        )  # fmt: skip
+        run = Run(task, config)
+        with SampleFile(args.out / f"rule-{number}.samples.jsonl") as file:
+            evaluation = Evaluation(tested, [run], file)
+            with Progress(rule, evaluation.total, "samples") as bar:
+                bar.update(evaluation.done)
+                evaluation.run(lambda _, count, bar=bar: bar.update(count))
+            results = file.results(run.label)
+            found[rule] = [results[sample] for sample in task.samples]
+    rows = []
+    for rule, own in found.items():
+        row = {"model": args.model, "dtype": args.dtype, "rule": rule, "samples": len(own)}
+        row["budget"] = args.budget
+        pairs = list(zip(own, found["sum"], found["`expected`"], strict=True))
+        measures = {
+            "kl": [r["kl"] for r in own],
+            "kl_minus_sum": [r["kl"] - base["kl"] for r, base, _ in pairs],
+            "kl_minus_expected": [r["kl"] - base["kl"] for r, _, base in pairs],
+            "agreement": [r["agreement"] for r in own],
+        }
+        for name, values in measures.items():
+            for end, value in zip(("", "_low", "_high"), bootstrap(values), strict=True):
+                row[name + end] = "" if value is None else f"{value:.5g}"
+        rows.append(row)
+    write_csv(args.csv, rows, list(rows[0]))
+
+
+if __name__ == "__main__":
+    main()
