@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
@@ -305,7 +306,8 @@ def check_window(layer: CacheLayer, length: int) -> None:
 
 def check_finite(layer: CacheLayer, sums: Tensor) -> None:
     """Refuses sums, or an output, that are no numbers; for blocks, which can afford a host sync."""
-    if not bool(torch.isfinite(sums).all()):
+    # One number tells of all, in a third of the operations.
+    if not math.isfinite(sums.sum(dtype=torch.float32)):
         raise ValueError(
             f"attention of layer {layer.layer_idx} is not finite (NaN or infinity); check the "
             f"model's weights, or use a wider dtype than {layer.dtype}."
