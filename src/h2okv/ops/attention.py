@@ -17,11 +17,12 @@ from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
 _LOG2_E = math.log2(math.e)
-# Measured: a tile of fp32 logits takes about 1 MiB, or six on CPUs with AMX, where few operations
-# weigh more than a cache that a core has to itself.
-_TILE_ROWS, _TILE_KEYS = (384, 4096) if torch.cpu._is_amx_tile_supported() else (288, 1024)
-# All tiles of one block of queries take at most 32 MiB, if need be with fewer rows.
-_SCRATCH_ELEMENTS = 1 << 23
+# Measured: a tile of fp32 logits takes about 1 MiB, or twelve on CPUs with AMX, where few operations
+# weigh more than a cache that a core has to itself. All tiles of one block of queries take at most
+# 32 or 64 MiB, if need be with fewer rows.
+_TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 288, 1024, 1 << 23
+if torch.cpu._is_amx_tile_supported():
+    _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 384, 8192, 1 << 24
 # From so many logits on (4,096 tokens of 9 heads) tiles run in threads of their own.
 _MANY_LOGITS = 1 << 27
 # Up to so many keys of all heads, these are read at once: in fp32 as long as their tiles stay in a
