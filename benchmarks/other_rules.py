@@ -9,21 +9,23 @@ be weighed before it is built. Every row has the same texts or prompts and as ma
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from recall_quality import under_test, with_intervals
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from h2okv.cache.layer import CacheLayer
 from h2okv.config import CacheConfig
 from h2okv.console import Progress
-from h2okv.evaluation.model import ModelUnderTest
 from h2okv.evaluation.runner import Evaluation, Run, SampleFile
-from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
-from h2okv.integration.loading import describe, load_weights
+from h2okv.evaluation.tasks.fidelity import Fidelity, Source
+from h2okv.integration.loading import describe
 from h2okv.records import write_csv
 
 # Queries that see fewer keys than this give each of them too much to be compared.
@@ -32,18 +34,22 @@ own_expected = CacheLayer._expected
 
 
 class Prompt:
-    """One layer's prompt: ``[H, G, T, T]`` probabilities, values, and what the frame asks for."""
+    """One layer's prompt: its ``[H, G, T, T]`` probabilities and values, and its heavy budget."""
 
     def __init__(self, layer: Any, block: Any, keys: Tensor) -> None:
         heads = keys.shape[1]
-        query = block.query[0].unflatten(0, (heads, -1)).float()
-        logits = query @ keys[0].float()[:, None].transpose(-1, -2) * block.scale
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        self.shares = logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
+        self.query = block.query[0].unflatten(0, (heads, -1)).float() * block.scale
+        self.keys = keys[0].float()[:, None]
         self.values = block.value[0].float()
         self.layer = layer
         self.norms = self.values.abs().sum(-1)
         self.heavy = int((layer.state.total - layer.state.recent - layer.state.sink).max())
+
+    @cached_property
+    def shares(self) -> Tensor:
+        logits = self.query @ self.keys.transpose(-1, -2)
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        return logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
 
     @property
     def sums(self) -> Tensor:
@@ -52,7 +58,7 @@ class Prompt:
     def output_norms(self) -> Tensor:
         """Mean L1 norms of the values times each query head's part of the output projection."""
         weight = self.layer.owner().o_proj.weight.float()
-        heads, groups, _, _ = self.shares.shape
+        heads, groups = self.query.shape[:2]
         parts = weight.unflatten(1, (heads, groups, -1))
         mixed = torch.einsum("hnd,ohgd->hgno", self.values, parts)
         return mixed.abs().sum(-1).mean(1)
@@ -115,45 +121,22 @@ def install(rule: str) -> None:
     CacheLayer._expected = scored
 
 
-def main() -> None:
-    """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: python benchmarks/other_rules.py out --data moby_dick.txt --texts 6"
-        " --budget 0.194 --csv rules.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("out", type=Path, help="folder of samples; goes on where it ended")
-    parser.add_argument("--data", type=Path, action="append", required=True, help="as of fidelity")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--texts", type=int, default=6, help="of each file")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--budget", type=float, required=True, help="of the prompt, without sinks")
-    parser.add_argument("--csv", type=Path, required=True)
-    args = parser.parse_args()
-    try:
-        described = describe(args.model)
-        sources = [Source.read(path) for path in args.data]
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(" ".join(str(error).split()))
-    dtype = getattr(torch, args.dtype)
-    model = load_weights(described, dtype, torch.device("cpu"))
-    tested = ModelUnderTest(
-        lambda: model, described.config, described.tokenizer, described.name, described.context
-    )
+def evaluate(args: argparse.Namespace) -> None:
+    """Scores the prompts by each rule in turn, and writes the table."""
+    sources = [Source.read(path) for path in args.data]
     config = CacheConfig.from_budget(args.budget, policy="best")
+    tested = under_test(describe(args.model), getattr(torch, args.dtype))
     args.out.mkdir(parents=True, exist_ok=True)
     found = {}
-    for number, rule in enumerate(RULES):
+    for rule in RULES:
         install(rule)
         task = Fidelity(
             sources=sources, texts=args.texts, raw=True, prompt_tokens=args.prompt_tokens,
             new_tokens=args.new_tokens, protocol="block",
         )  # fmt: skip
         run = Run(task, config)
-        with SampleFile(args.out / f"rule-{number}.samples.jsonl") as file:
+        name = re.sub(r"\W+", "-", rule).strip("-")
+        with SampleFile(args.out / f"{name}.samples.jsonl") as file:
             evaluation = Evaluation(tested, [run], file)
             with Progress(rule, evaluation.total, "samples") as bar:
                 bar.update(evaluation.done)
@@ -171,11 +154,32 @@ def main() -> None:
             "kl_minus_expected": [r["kl"] - base["kl"] for r, _, base in pairs],
             "agreement": [r["agreement"] for r in own],
         }
-        for name, values in measures.items():
-            for end, value in zip(("", "_low", "_high"), bootstrap(values), strict=True):
-                row[name + end] = "" if value is None else f"{value:.5g}"
-        rows.append(row)
+        rows.append(row | with_intervals(measures))
     write_csv(args.csv, rows, list(rows[0]))
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/other_rules.py out --data moby_dick.txt --texts 6"
+        " --budget 0.194 --csv rules.csv",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path, help="folder of samples; goes on where it ended")
+    parser.add_argument("--data", type=Path, action="append", required=True, help="as of fidelity")
+    parser.add_argument("--model", default="smollm2", help="of the Llama family")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--texts", type=int, default=6, help="of each file")
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--budget", type=float, required=True, help="of the prompt, without sinks")
+    parser.add_argument("--csv", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        evaluate(args)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

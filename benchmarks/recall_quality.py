@@ -29,7 +29,6 @@ from h2okv.records import write_csv
 KINDS = ("agnostic", "aware")
 BUDGETS = (0.5, 0.25, 0.1, 0.05)
 SINK = 4
-MEASURES = ("kl", "kl_minus_h2o", "log_loss", "agreement")
 
 
 def caches_at(budget: float, tokens: int, entry: int, factors: list[float]) -> dict[str, Any]:
@@ -68,45 +67,32 @@ def rows_of(
             held = sum(r["bytes"] for r in results) / sum(r["full_bytes"] for r in results)
             row = {**setting, "cache": name, "budget": budget, "task": group}
             row |= {"prompts": len(results), "bytes_fraction": f"{held:.4g}"}
-            for measure in MEASURES:
-                for end, value in zip(
-                    ("", "_low", "_high"), bootstrap(values[measure]), strict=True
-                ):
-                    row[measure + end] = "" if value is None else f"{value:.5g}"
-            rows.append(row)
+            rows.append(row | with_intervals(values))
     return rows
 
 
-def main() -> None:
-    """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: python benchmarks/recall_quality.py moby_dick.txt out --tokens 1024"
-        " --layer-budgets docs/results/layers_smollm2.json --csv recall.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("text", type=Path, help="a book")
-    parser.add_argument("out", type=Path, help="folder of prompts and samples")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--items", type=int, default=40, help="of each task")
-    parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--layer-budgets", type=Path, required=True, help="of `h2okv eval layers`")
-    parser.add_argument("--csv", type=Path, required=True)
-    args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
-    try:
-        factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
-        described = describe(args.model)
-        args.text.open(encoding="utf-8").close()
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(" ".join(str(error).split()))
-    tested = ModelUnderTest(
+def with_intervals(measures: dict[str, list[float]]) -> dict[str, str]:
+    """Means by name, and the ends of their 95 % intervals."""
+    return {
+        name + end: "" if value is None else f"{value:.5g}"
+        for name, values in measures.items()
+        for end, value in zip(("", "_low", "_high"), bootstrap(values), strict=True)
+    }
+
+
+def under_test(described: Any, dtype: torch.dtype) -> ModelUnderTest:
+    """A described model, whose weights are read when they are needed."""
+    return ModelUnderTest(
         lambda: load_weights(described, dtype, torch.device("cpu")),
         described.config, described.tokenizer, described.name, described.context,
     )  # fmt: skip
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Reads the prompts onto all caches, and writes the table."""
+    factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
+    described, dtype = describe(args.model), getattr(torch, args.dtype)
+    tested = under_test(described, dtype)
     size = described.config.head_dim or (
         described.config.hidden_size // described.config.num_attention_heads
     )
@@ -131,6 +117,31 @@ def main() -> None:
             setting = {"model": args.model, "dtype": args.dtype, "tokens": tokens, "question": kind}
             rows += rows_of(setting, task, runs, file)
     write_csv(args.csv, rows, list(rows[0]))
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/recall_quality.py moby_dick.txt out --tokens 1024"
+        " --layer-budgets docs/results/layers_smollm2.json --csv recall.csv",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("text", type=Path, help="a book")
+    parser.add_argument("out", type=Path, help="folder of prompts and samples")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--items", type=int, default=40, help="of each task")
+    parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--layer-budgets", type=Path, required=True, help="of `h2okv eval layers`")
+    parser.add_argument("--csv", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        evaluate(args)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

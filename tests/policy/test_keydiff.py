@@ -82,6 +82,15 @@ def test_a_policy_without_its_ranking_says_so():
         Bare().key_priority(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2))
 
 
+def test_a_policy_looks_at_keys_or_at_scores(make_llama):
+    class Both(KeyDiffPolicy):
+        name = "both"
+        uses_scores = True
+
+    with pytest.raises(ValueError, match="set uses_scores = False"):
+        h2okv.H2OCache(make_llama().config, policy=Both())
+
+
 def test_an_empty_slot_has_no_say():
     keys = torch.randn(1, 1, 5, 8)
     positions = torch.tensor([[[0, 1, -1, 2, 3]]], dtype=torch.int32)

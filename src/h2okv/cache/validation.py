@@ -171,6 +171,11 @@ def check_policy(policy: Policy, rule: PositionRule, scoring: Scoring, simulate:
             f"{name} keeps all that follows the prompt, so that ranks would leave the context "
             "window too; use positions='original', or policy='h2o'."
         )
+    if policy.uses_keys and policy.uses_scores:
+        raise ValueError(
+            f"{name} has uses_keys, so that no scores are made of prompts, and uses_scores too; "
+            "set uses_scores = False."
+        )
     if policy.uses_keys and rule.rolls:
         raise ValueError(
             f"{name} compares keys, and where positions roll those of equal tokens differ by "

@@ -17,9 +17,9 @@ from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
 _LOG2_E = math.log2(math.e)
-# Measured: a tile of fp32 logits takes about 1 MiB, or twelve on CPUs with AMX, where few operations
-# weigh more than a cache that a core has to itself. All tiles of one block of queries take at most
-# 32 or 64 MiB, if need be with fewer rows.
+# Measured: a tile of fp32 logits takes about 1 MiB, or twelve on CPUs with AMX, where fewer
+# operations gain more than tiles that stay in a core's own cache. All tiles of one block of queries
+# take at most 32 or 64 MiB, if need be with fewer rows.
 _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 288, 1024, 1 << 23
 if torch.cpu._is_amx_tile_supported():
     _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 384, 8192, 1 << 24

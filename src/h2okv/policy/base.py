@@ -25,7 +25,8 @@ class Policy:
     uses_scores: ClassVar[bool] = True
     """False for a policy that would keep the same entries whatever attention they receive."""
     uses_keys: ClassVar[bool] = False
-    """True for a policy that ranks by `key_priority`; no scores are made of prompts then."""
+    """True for a policy that ranks by `key_priority`, with ``uses_scores = False``; no scores are
+    made of prompts then."""
     prompt_only: ClassVar[bool] = False
     """True for a policy that decides once, when the prompt has been read, by the attention of the
     prompt's last ``recent`` queries alone; whatever comes later is kept, and the cache grows."""

@@ -12,7 +12,7 @@ class KeyDiffPolicy(Policy):
     """Keeps the keys that point elsewhere than their mean (KeyDiff, arXiv 2504.15364, section 3).
 
     A key's rank is minus its cosine to the mean of the directions of all keys held. No attention is
-    looked at, so that a prompt takes what it takes without H2O. The paper has no recent part; give
+    looked at, so that a prompt is read by fused attention alone. The paper has no recent part; give
     ``recent=0`` for that. Keys are taken as they are held: rotated to their places in the text.
     """
 
