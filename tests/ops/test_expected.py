@@ -31,6 +31,27 @@ def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("softcap", [None, 60.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_logits_whose_squares_would_leave_fp32(monkeypatch, softcap, seed):
+    """Such rows are done again relative to their maximum; keys that are no entries stay hidden."""
+    seen, look = [], expected._in_range
+    monkeypatch.setattr(expected, "_in_range", lambda *own: seen.append(look(*own)) or seen[-1])
+    generator = torch.Generator().manual_seed(seed)
+    # Whole numbers and a power of two: both sides have the same logits.
+    query = torch.randn(1, 4, 40, 16, generator=generator).mul(8).round()
+    key = torch.randn(1, 2, 60, 16, generator=generator).mul(2).round()
+    entries = torch.rand(1, 2, 60, generator=generator) < 0.7
+    made = expected.expected_attention(query, key, entries, None, 0.5, softcap)
+    logits = query.double().unflatten(1, (2, 2)) @ key.double()[:, :, None].mT * 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = logits.masked_fill(~entries[:, :, None, None], -torch.inf).softmax(-1)
+    wanted = weights.square().sum(dim=(2, 3)).sqrt()
+    torch.testing.assert_close(made.double(), wanted, atol=1e-5, rtol=1e-4)
+    assert seen and not all(seen)
+
+
 def test_a_batch_of_none_is_zero():
     made = expected.expected_attention(
         torch.ones(1, 2, 3, 4), torch.ones(1, 1, 5, 4), None, torch.zeros(1, 3).bool(), 1.0
