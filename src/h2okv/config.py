@@ -9,6 +9,7 @@ from typing import Any, Literal
 from h2okv.records import unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
+LayerBudgets = Sequence[float] | Sequence[Sequence[float]]
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
@@ -116,6 +117,29 @@ class Budget:
         return tokens
 
 
+def checked_factors(given: LayerBudgets) -> LayerBudgets:
+    """Factors on heavy as tuples, of one kind and of mean 1."""
+    try:
+        factors = tuple(
+            tuple(map(float, own)) if isinstance(own, Sequence) else float(own) for own in given
+        )
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"layer_budgets={given!r} are no factors; give a number for each layer, or a list of"
+            " one for each of its KV heads."
+        ) from None
+    if len({isinstance(own, tuple) for own in factors}) > 1:
+        raise ValueError("layer_budgets has numbers and lists; give one or the other for all.")
+    flat = [one for own in factors for one in (own if isinstance(own, tuple) else (own,))]
+    mean = sum(flat) / max(1, len(flat))
+    if min(flat, default=-1) < 0 or not abs(mean - 1) <= 0.01:
+        raise ValueError(
+            f"layer_budgets of mean {mean:g} would change the whole budget, or one of them is"
+            " negative; give factors of mean 1, as h2okv.measure_layer_budgets does."
+        )
+    return factors
+
+
 def _check_part(name: str, value: int | float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         problem = "is not a budget; give an int (tokens) or a float (fraction)"
@@ -159,8 +183,8 @@ class CacheConfig:
         max_tokens: upper limit of the budget in tokens.
         min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each.
         seed: for policies that draw at random.
-        layer_budgets: a factor on heavy for each layer with H2O entries, of mean 1; ``None``: all
-            are alike.
+        layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
+            of its KV heads, of mean 1; ``None``: all are alike.
 
     Raises:
         ValueError: if the budget or the positions make no sense.
@@ -178,7 +202,7 @@ class CacheConfig:
     max_tokens: int | None = None
     min_tokens: int = 0
     seed: int = 0
-    layer_budgets: Sequence[float] | None = None
+    layer_budgets: LayerBudgets | None = None
 
     def __post_init__(self) -> None:
         if self.policy == BEST:
@@ -186,14 +210,7 @@ class CacheConfig:
                 if name == "policy" or getattr(self, name) == getattr(CacheConfig, name):
                     object.__setattr__(self, name, value)
         if self.layer_budgets is not None:
-            factors = tuple(map(float, self.layer_budgets))
-            mean = sum(factors) / max(1, len(factors))
-            if min(factors, default=-1) < 0 or not abs(mean - 1) <= 0.01:
-                raise ValueError(
-                    f"layer_budgets of mean {mean:g} would change the whole budget, or one of them"
-                    " is negative; give factors of mean 1, as h2okv.measure_layer_budgets does."
-                )
-            object.__setattr__(self, "layer_budgets", factors)
+            object.__setattr__(self, "layer_budgets", checked_factors(self.layer_budgets))
         if self.positions not in POSITIONS:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
@@ -269,11 +286,26 @@ class CacheConfig:
         """The budget alone."""
         return Budget(self.heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
+    @property
+    def is_by_head(self) -> bool:
+        """Whether the heads of a layer have budgets of their own."""
+        return not self.is_full and isinstance((self.layer_budgets or (None,))[0], tuple)
+
     def layer_budget(self, index: int) -> Budget:
-        """The budget of a layer, counted among those with H2O entries."""
+        """The budget of a layer, counted among those with H2O entries; of heads, the least one."""
         if self.layer_budgets is None or self.is_full:
             return self.budget
-        heavy = self.heavy * self.layer_budgets[index]
+        factor = self.layer_budgets[index]
+        return self._scaled(min(factor) if isinstance(factor, tuple) else factor)
+
+    def head_budgets(self, index: int) -> tuple[Budget, ...] | None:
+        """The budgets of a layer's KV heads; ``None`` if they are alike."""
+        if not self.is_by_head:
+            return None
+        return tuple(self._scaled(factor) for factor in self.layer_budgets[index])
+
+    def _scaled(self, factor: float) -> Budget:
+        heavy = self.heavy * factor
         if isinstance(self.heavy, int):
             heavy = round(heavy)
         elif isinstance(self.recent, float):
@@ -324,7 +356,7 @@ class CacheConfig:
             if self.positions != "original":
                 parts.append(self.positions)
             if self.layer_budgets is not None:
-                parts.append("by layer")
+                parts.append("by head" if self.is_by_head else "by layer")
         if self.kv_bits is not None:
             parts.append(f"{self.kv_bits} bits")
         return ", ".join(parts)

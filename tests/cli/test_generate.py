@@ -308,8 +308,18 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
     options = ("--scoring", "expected", "--heavy", 20, "--recent", 4, "--layer-budgets", out)
     told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
     assert told["layer_budgets"] == factors
-    out.write_text("{}")
-    for content, message in (("no", "is no JSON list"), ("[1, 1, 1]", "has 3 factors")):
+    heads = ("--text", text, "--out", out, "--by-head")
+    outcome = h2okv_command("eval", "layers", "--model", model_folder, *heads)
+    factors = json.loads(out.read_text())
+    assert "2 layers, 2 heads in each" in outcome.out and [len(own) for own in factors] == [2, 2]
+    told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
+    assert told["layer_budgets"] == factors
+    for content, message in (
+        ("no", "is no JSON list"),
+        ("{}", "would change the whole budget"),
+        ('["much"]', "is no JSON list"),
+        ("[1, 1, 1]", "has 3 factors"),
+    ):
         out.write_text(content)
         outcome = generate(*options)
         assert outcome.code == 2 and message in outcome.err

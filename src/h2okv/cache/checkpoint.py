@@ -241,14 +241,21 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
     if dtype not in _DTYPES:
         raise ValueError(f"layer {layer.layer_idx} is in {dtype}, which is no dtype of a cache")
     batch, heads, num_slots = tensors["positions"].shape
+    by_head = layer.head_budgets
     key, value = (
-        torch.empty(batch, heads, 1, size, dtype=getattr(torch, dtype), device="meta")
+        torch.empty(
+            batch, len(by_head or range(heads)), 1, size, dtype=getattr(torch, dtype), device="meta"
+        )
         for size in values["sizes"]
     )
-    expected = layer.empty_state(key, value).like(batch, num_slots)
+    expected = layer.empty_state(key[:, :heads], value[:, :heads]).like(batch, num_slots)
+    if by_head is not None:
+        expected.total = expected.total.expand(-1, len(by_head), -1)
+        if layer.drops:
+            expected.free_slot = expected.free_slot.expand(-1, -1, len(by_head))
     optional = {
         "slot_mask": torch.bool, "ranks": torch.int32, "norms": torch.float32,
-        "num_static": torch.int64,
+        "num_static": torch.int64, "owner": torch.uint8,
     }  # fmt: skip
     for name in optional.keys() & tensors.keys():
         per_slot = expected.sink if name == "num_static" else expected.positions

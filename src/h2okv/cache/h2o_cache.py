@@ -20,7 +20,7 @@ from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.slots import SlotLayer
-from h2okv.config import BEST, CacheConfig, Positions
+from h2okv.config import BEST, CacheConfig, LayerBudgets, Positions
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -69,8 +69,9 @@ class H2OCache(Cache):
             a scale and a low of their own; ``None``: in the model's dtype. What a block reads of
             itself is in full precision; it is rounded once, when it becomes an entry.
         seed: for policies that draw at random.
-        layer_budgets: a factor on ``heavy`` for each layer with H2O entries, of mean 1, so that the
-            whole is the same; `h2okv.measure_layer_budgets` finds a model's. ``None``: all alike.
+        layer_budgets: a factor on ``heavy`` for each layer with H2O entries, or a list of one for
+            each of its KV heads, of mean 1, so that the whole is the same;
+            `h2okv.measure_layer_budgets` finds a model's. ``None``: all alike.
 
     Raises:
         ValueError: if the budget or the policy makes no sense, or the model is not supported.
@@ -93,7 +94,7 @@ class H2OCache(Cache):
         min_tokens: int = 0,
         kv_bits: int | None = None,
         seed: int = 0,
-        layer_budgets: Sequence[float] | None = None,
+        layer_budgets: LayerBudgets | None = None,
     ) -> None:
         if policy == BEST:
             found = CacheConfig(BEST, heavy, recent, sink, scoring)
@@ -131,9 +132,12 @@ class H2OCache(Cache):
                 f"layer_budgets has {len(layer_budgets)} factors, and the model {len(places)}"
                 " layers with H2O entries; give one for each."
             )
+        if self.cache_config.is_by_head:
+            validation.check_by_head(self.cache_config, self.policy, config)
         alike = self.policy, self.rule, self.scoring, kv_bits
         for number, index in enumerate(places):
-            layers[index] = layer_class(index, self.cache_config.layer_budget(number), *alike)
+            own = self.cache_config.layer_budget(number), *alike
+            layers[index] = layer_class(index, *own, self.cache_config.head_budgets(number))
         self._scored = [layer for layer in layers if isinstance(layer, CacheLayer)]
         kind = config.model_type
         if not self._scored:
@@ -453,8 +457,8 @@ class H2OCache(Cache):
     @property
     def num_cached_tokens(self) -> int:
         """Entries held for one KV head, of the sequence that holds most. Waits for the device."""
-        held = [layer.state.positions >= 0 for layer in self._scored if layer.holds_entries]
-        return max((int(taken.sum(dim=-1).max()) for taken in held), default=0)
+        held = [layer.state.by_head("positions") for layer in self._scored if layer.holds_entries]
+        return max((int((own >= 0).sum(dim=-1).max()) for (own,) in held), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -484,7 +488,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the layer has no scores or nothing was read yet.
         """
-        return self._layer(layer_idx).state.positions.clone()
+        return self._layer(layer_idx).state.by_head("positions")[0].clone()
 
     def scores(self, layer_idx: int) -> Tensor:
         """Returns the scores of what a layer holds: the attention received, as `scoring` counts it.

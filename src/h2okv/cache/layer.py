@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,9 +93,11 @@ class CacheLayer(CacheLayerMixin):
         rule: PositionRule,
         scoring: Scoring = Scoring(),  # noqa: B008  # immutable
         kv_bits: int | None = None,
+        head_budgets: Sequence[Budget] | None = None,
     ) -> None:
         # Not that of the base, whose keys and values are the state's here.
         self.layer_idx, self.budget, self.policy = layer_idx, budget, policy
+        self.head_budgets = head_budgets  # of each KV head, where they differ
         self.rule, self.scoring = rule, scoring
         self.storage = KVStorage(kv_bits)
         # Whether the policy keeps entries by a rule of its own: in all its caches or in none,
@@ -351,8 +353,7 @@ class CacheLayer(CacheLayerMixin):
             if real is not None and self.expected_length is None:
                 counts = real.sum(dim=1).tolist()
             check_prompt(self, counts, length)
-            budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in counts]
-            self.state.set_budgets(budgets, self.has_static_mask)
+            self._set_budgets(counts)
         undo = places = None
         if self.rule.rolls and (is_first or length > 1):  # a single token always finds room
             try:
@@ -382,6 +383,18 @@ class CacheLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
         return output.to(dtype)
+
+    def _set_budgets(self, counts: list[int]) -> None:
+        """Says what each sequence keeps, by the real tokens of its prompt; mutates the state."""
+        own, totals = self.head_budgets, None
+        if own is None:
+            budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in counts]
+        else:
+            allocate = self.policy.allocate_budget
+            by_head = [[allocate(budget.resolve(n)) for budget in own] for n in counts]
+            budgets = [max(heads, key=lambda budget: budget.total) for heads in by_head]
+            totals = [[budget.total for budget in heads] for heads in by_head]
+        self.state.set_budgets(budgets, self.has_static_mask, totals)
 
     def _attend_block(self, block: Block) -> Tensor:
         if self.policy.prompt_only and self.holds_entries:  # which keeps what follows the prompt

@@ -251,6 +251,11 @@ def check_poolable(cache: H2OCache) -> None:
             f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
             "whose entries are not held in slots; use h2okv batch or generate for it."
         )
+    if cache.cache_config.is_by_head:
+        raise ValueError(
+            "layer_budgets with a factor for each head: a pool of slots has as many for each head;"
+            " give one factor for each layer (h2okv eval layers), or use generate."
+        )
     if not cache.policy.is_bounded:
         raise ValueError(
             f"policy={cache.policy.name!r} evicts nothing, so slots of a fixed number cannot hold "

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
-from h2okv.ops.decode import Slots, compact
+from h2okv.ops.decode import NOBODY, Slots, compact, pick
 from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
-PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms")
+PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms", "owner")
 _COUNTED = {*PER_SLOT} - {"slot_mask"}
 MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
@@ -69,14 +69,21 @@ class KVStorage:
     def round(self, states: Tensor) -> Tensor:
         return self.read(self.store(states), states.dtype)
 
-    def compact(self, states: Tensor, held: Entries, indices: Tensor, num_slots: int) -> Entries:
+    def compact(
+        self,
+        states: Tensor,
+        held: Entries,
+        indices: Tensor,
+        num_slots: int,
+        heads: Tensor | None = None,
+    ) -> Entries:
         """Fills S new slots with the K entries that stay; what was held keeps its codes.
 
         Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
-        int64 ``[B, H, K]``.
+        int64 ``[B, H, K]``, of the heads of their rows or, never packed, of `heads`.
         """
         # Only what stays is packed.
-        made = self.store(compact(states, indices, num_slots))
+        made = self.store(compact(states, indices, num_slots, heads))
         past, count = held.shape[2], indices.shape[2]
         if isinstance(made, Packed) and isinstance(held, Packed) and past:
             old = (indices < past).unsqueeze(-1)
@@ -116,7 +123,7 @@ class SlotState(Slots):
 
     sink: Tensor = field(kw_only=True)  # protected first positions, int64 [B, 1, 1]
     recent: Tensor = field(kw_only=True)  # protected newest positions, likewise
-    total: Tensor = field(kw_only=True)  # K, likewise
+    total: Tensor = field(kw_only=True)  # K, likewise; [B, H, 1] where heads' budgets differ
     # Entries that a policy keeps by a rule of its own, likewise.
     num_static: Tensor | None = field(default=None, kw_only=True)
     # L1 norms of the values, fp32 [B, H, S], for scorings that use them.
@@ -140,13 +147,21 @@ class SlotState(Slots):
                 keys, values, scores, positions, free, seen, sink=sink, recent=recent, total=total
             )
 
-    def set_budgets(self, budgets: list[TokenBudget], has_static_mask: bool) -> None:
+    def set_budgets(
+        self,
+        budgets: list[TokenBudget],
+        has_static_mask: bool,
+        totals: list[list[int]] | None = None,
+    ) -> None:
+        """Notes each sequence's budget, and K of each head if they differ; mutates the state."""
         self.budgets = budgets
         parts = [(own.sink, own.recent, own.total, own.num_static) for own in budgets]
         with ordinary_tensors():
             counts = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, 4, 1, 1)
             self.sink, self.recent, self.total, static = (part.clone() for part in counts.unbind(1))
             self.num_static = static if has_static_mask else None
+            if totals is not None:
+                self.total = self.total.new_tensor(totals).unsqueeze(-1)
 
     @property
     def batch_size(self) -> int:
@@ -164,6 +179,25 @@ class SlotState(Slots):
     def nbytes(self) -> int:
         """Bytes of what there is of each slot: keys, values, scores, positions, ranks and norms."""
         return sum(t.nbytes for name, t in self.tensors().items() if _field(name) in _COUNTED)
+
+    def by_head(self, *names: str) -> tuple[Tensor, ...]:
+        """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
+
+        A head that holds less than another has empty slots behind its own.
+        """
+        fields = tuple(vars(self)[name] for name in names)
+        if self.owner is None:
+            return fields
+        others = self.of_others()
+        most = int((~others).sum(dim=-1).max())
+        index = others.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
+        missing = others.gather(-1, index)
+        found = []
+        for name, tensor in zip(names, fields, strict=True):
+            own = pick(tensor, index, torch.zeros_like(index))
+            beyond = missing.view(*missing.shape, *[1] * (own.dim() - 3))
+            found.append(own.masked_fill_(beyond, empty_value(name, most)))
+        return tuple(found)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
@@ -262,7 +296,7 @@ class SlotState(Slots):
 def empty_value(name: str, num_slots: int) -> int:
     """What stands in a slot that holds nothing."""
     # The rank of an empty slot is the last one.
-    return num_slots - 1 if name == "ranks" else -1 if name == "positions" else 0
+    return {"ranks": num_slots - 1, "positions": -1, "owner": NOBODY}.get(name, 0)
 
 
 def _field(name: str) -> str:

@@ -19,7 +19,9 @@ from h2okv.ops.decode import (
     decode_step,
     evict_together,
     keep_indices,
+    pick,
     protected_entries,
+    share_slots,
 )
 from h2okv.ops.dispatch import Operations, operations
 from h2okv.ops.rope import relative
@@ -40,6 +42,10 @@ class SlotLayer(CacheLayer):
     has as many as it needs and some to grow into; on a GPU, and for compiled steps, whose shapes
     must not change, all are there from the first block or the first such step on. When positions
     roll, keys are un-rotated, pairs next to each other.
+
+    Heads with budgets of their own share one row of slots, so that none pays for another's: each
+    slot has an owner, all queries of the layer meet all keys, and the products of other heads are
+    hidden. All these slots are there from the first block on.
     """
 
     # Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
@@ -109,7 +115,7 @@ class SlotLayer(CacheLayer):
         rules = StepRules(scale, recent, sink, softcap, self.rotary, rank, self.is_full, filled)
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
-        if query.is_cuda or not torch.compiler.is_compiling():
+        if (query.is_cuda or not torch.compiler.is_compiling()) and self._held.owner is None:
             if self.operations is None:
                 self._choose_operations(query)
             run = self.operations.step
@@ -133,7 +139,7 @@ class SlotLayer(CacheLayer):
             return False
         # A policy that ranks by more than scores may look at a layer's other tensors as they are.
         by_scores = self.policy.prompt_only or self._is_ranked_by_scores
-        is_plain = by_scores and rules.full and rules.rotary is None
+        is_plain = by_scores and rules.full and rules.rotary is None and self._held.owner is None
         return is_plain and self._held.positions.numel() <= _MOST_DEFERRED
 
     def end_steps(self) -> None:
@@ -163,7 +169,8 @@ class SlotLayer(CacheLayer):
         if self.scoring.factor is not None:
             held.scores.copy_(self._decayed(held.scores, real, 1))
         if held.norms is not None:
-            held.norms.scatter_(-1, held.free_slot, self._norms_of(self.storage.round(value)))
+            norms = self._norms_of(self.storage.round(value))
+            held.norms.scatter_(-1, held.free_slot, norms.view_as(held.free_slot))
 
     def make_rotary(self) -> None:
         """Makes the tables that all decode steps share; mutates the layer."""
@@ -188,10 +195,12 @@ class SlotLayer(CacheLayer):
         scores, positions = self._block_entries(length, real)
         past = held.num_slots
         if past:
-            key = torch.cat([self.storage.read(held.keys, self.dtype), key], dim=2)
-            value = torch.cat([self.storage.read(held.values, self.dtype), value], dim=2)
-            scores = torch.cat([held.scores, scores], dim=2)
-            positions = torch.cat([held.positions, positions], dim=2)
+            keys, values, *others = held.by_head("keys", "values", "scores", "positions")
+            past = others[0].shape[2]
+            key = torch.cat([self.storage.read(keys, self.dtype), key], dim=2)
+            value = torch.cat([self.storage.read(values, self.dtype), value], dim=2)
+            scores = torch.cat([others[0], scores], dim=2)
+            positions = torch.cat([others[1], positions], dim=2)
         entries = None if past == 0 and real is None else positions >= 0
         visibility = Visibility(past, entries, real)
         rotated = key
@@ -258,24 +267,35 @@ class SlotLayer(CacheLayer):
             total,
             limit,
         )
-        num_slots = slots_for(indices.shape[2], self.capacity)
-        if self.capacity is not None and self._is_static:
+        owner = heads = None
+        if self.head_budgets is not None:
+            indices, kept, owner = share_slots(indices, kept, total)
+            heads, self.capacity = owner.long() % self.num_kv_heads, owner.shape[2]
             num_slots = self.capacity
+        else:
+            num_slots = slots_for(indices.shape[2], self.capacity)
+            if self.capacity is not None and self._is_static:
+                num_slots = self.capacity
         empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
-            held.keys = self.storage.compact(key, held.keys, indices, num_slots)
-            held.values = self.storage.compact(value, held.values, indices, num_slots)
-            held.scores = pad(scores.gather(2, indices), empty)
-            places = torch.where(kept, positions.gather(2, indices), -1)
+            held.keys = self.storage.compact(key, held.keys, indices, num_slots, heads)
+            held.values = self.storage.compact(value, held.values, indices, num_slots, heads)
+            held.scores = pad(pick(scores, indices, heads), empty)
+            places = torch.where(kept, pick(positions, indices, heads), -1)
             held.positions = pad(places, empty, value=-1)
             if self.scoring.uses_values:
                 held.norms = self._norms_of(self.storage.read(held.values, self.dtype))
-            held.free_slot = (held.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
+            is_empty = held.positions < 0
+            if owner is not None:
+                held.owner = owner.clone()
+                held.free_slot = held.free_slot.view(len(owner), 1, -1)
+                is_empty = is_empty & ~held.of_others()
+            free = is_empty.to(torch.uint8).argmax(dim=-1, keepdim=True)
+            held.free_slot = free if owner is None else free.transpose(1, 2).contiguous()
             if self.rotation is not None:
                 held.ranks = ranks_of(held.positions)
                 self.make_rotary()
-        if self.policy.is_bounded:
-            held.slot_mask = self._slots_within_budget()
+        held.slot_mask = self._slots_within_budget()
         self._refresh_static_flags()
         # CUDA graphs are told that steps write where they read.
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
@@ -310,7 +330,7 @@ class SlotLayer(CacheLayer):
         is_even = self.policy.is_bounded and held.slot_mask is None
         steps = [int((held.total - counts).max())] if is_even else []
         self.is_full = steps == [0]
-        if self.capacity is None or held.num_slots < self.capacity:
+        if held.owner is None and (self.capacity is None or held.num_slots < self.capacity):
             most = int(counts.max())
             if held.num_slots == most + 1:
                 self._add_slots(slots_for(most, self.capacity))
@@ -326,7 +346,7 @@ class SlotLayer(CacheLayer):
         it. The slots' scores are zero then; mutates the state.
         """
         held = self.state
-        is_plain = held.ranks is None and self.storage.bits is None
+        is_plain = held.ranks is None and self.storage.bits is None and held.owner is None
         if self._is_static or not is_plain or self.policy.is_bounded and held.slot_mask is not None:
             return None
         filled = int(counts.flatten()[0])
@@ -338,16 +358,19 @@ class SlotLayer(CacheLayer):
 
     def _add_slots(self, num_slots: int) -> None:
         self.state.resize(num_slots)
-        if self.policy.is_bounded:
-            self.state.slot_mask = self._slots_within_budget()
+        self.state.slot_mask = self._slots_within_budget()
 
     def _counts(self) -> Tensor:
         """Entries held, int64 ``[B, H, 1]``."""
-        return (self.state.positions >= 0).sum(dim=-1, keepdim=True)
+        (positions,) = self.state.by_head("positions")
+        return (positions >= 0).sum(dim=-1, keepdim=True)
 
     def _slots_within_budget(self) -> Tensor | None:
         """Marks at most ``K + 1`` slots of each sequence; ``None`` if all have one budget."""
         held = self.state
+        # Shared slots beyond a sequence's own are nobody's.
+        if not self.policy.is_bounded or held.owner is not None:
+            return None
         if all(own.total + 1 == self.capacity for own in held.budgets):
             return None
         taken = (held.positions >= 0).scatter(-1, held.free_slot, True)

@@ -18,11 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from h2okv.cache.rope import BY_LENGTH, ranks_of
 from h2okv.ops.decode import protected_entries
+from h2okv.policy.h2o import H2OPolicy
 
 if TYPE_CHECKING:
     from h2okv.cache.layer import CacheLayer
     from h2okv.cache.rope import PositionRule
     from h2okv.cache.slot_state import SlotState
+    from h2okv.config import CacheConfig
     from h2okv.policy import Policy
     from h2okv.policy.scoring import Scoring
 
@@ -190,6 +192,29 @@ def check_policy(policy: Policy, rule: PositionRule, scoring: Scoring, simulate:
         )
 
 
+def check_by_head(cache: CacheConfig, policy: Policy, config: PreTrainedConfig) -> None:
+    """Refuses budgets that differ by head where heads must hold alike, or of another model."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    counts = sorted({len(own) for own in cache.layer_budgets or () if isinstance(own, Sequence)})
+    if counts != [heads]:
+        raise ValueError(
+            f"layer_budgets has lists of {' and '.join(map(str, counts))} factors, and layers of"
+            f" this model have {heads} KV heads; give one for each."
+        )
+    others = {
+        f"policy={cache.policy!r}": not isinstance(policy, H2OPolicy),
+        f"positions={cache.positions!r}": cache.positions == "rolling",
+        f"kv_bits={cache.kv_bits}": cache.kv_bits is not None,
+    }  # fmt: skip
+    for name, is_other in others.items():
+        if is_other:
+            raise ValueError(
+                f"{name} needs heads that hold alike, and layer_budgets has a factor for each; give"
+                " one factor for each layer."
+            )
+
+
 def check_prompt(layer: CacheLayer, lengths: Sequence[int], block: int) -> None:
     """Refuses a first block, for prompts of so many real tokens, that cannot be read as asked."""
     if 0 in lengths:
@@ -323,7 +348,7 @@ def check_integrity(layer: CacheLayer) -> None:
     """Checks a layer that holds entries against the contract."""
     layer.require_attention()
     held, newest = layer.state, layer.newest()
-    positions, scores = held.positions, held.scores
+    positions, scores = held.by_head("positions", "scores")
     taken = positions >= 0
     counts = taken.sum(dim=-1, keepdim=True)
     expected = newest + 1
@@ -361,6 +386,7 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
         # A layer may have no rotary positions though the model has.
         ("ranks", state.ranks, state.ranks is not None and layer.rule.rolls and layer.drops),
         ("slot_mask", mask, mask is not None and layer.drops and layer.policy.is_bounded),
+        ("owner", state.owner, layer.head_budgets is not None and layer.drops),
     ):
         if is_wanted != (tensor is not None):
             raise ValueError(f"{name} has {part}, or has none, against its options")
@@ -368,15 +394,18 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
         parts = astuple(own)
         if any(type(part) is not int or not 0 <= part < 1 << 60 for part in parts) or not own.total:
             raise ValueError(f"{name} has the budget {parts}, which is none")
-        wanted = layer.policy.allocate_budget(layer.budget.resolve(1))
-        if not layer.budget.is_relative and own != wanted:
+        budgets = layer.head_budgets or (layer.budget,)
+        wanted = [layer.policy.allocate_budget(budget.resolve(1)) for budget in budgets]
+        if not layer.budget.is_relative and own != max(wanted, key=lambda one: one.total):
             raise ValueError(f"{name} has the budget {parts}, not its options'")
     told = copy.copy(state)
     told.set_budgets(state.budgets, layer.has_static_mask)
+    # The largest of a layer's heads; what the others keep, only the file knows.
+    total = state.total.amax(dim=1, keepdim=True)
     # Where whatever follows the prompt is kept, the budget has grown with it.
-    grown = state.total - told.total if layer.policy.prompt_only else torch.zeros_like(told.total)
+    grown = total - told.total if layer.policy.prompt_only else torch.zeros_like(told.total)
     differs = (state.sink != told.sink) | (state.recent != told.recent + grown) | (grown < 0)
-    differs |= state.total != told.total + grown
+    differs |= total != told.total + grown
     if state.num_static is not None:
         differs |= state.num_static != told.num_static
     numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]
@@ -393,6 +422,12 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
     if layer.drops:
         is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
         problems["has a free slot that is none"] = (free < 0) | (free > last) | is_taken
+        if state.owner is not None:
+            own = ~state.of_others()
+            is_free = own.gather(-1, free.clamp(0, last).view(*own.shape[:2], 1))
+            problems["has shared slots that are not its heads'"] = ~is_free | (
+                own.sum(dim=-1, keepdim=True) != state.total + 1
+            )
     else:
         problems["holds another number of tokens than it has seen"] = seen != state.num_slots
     if state.ranks is not None:

@@ -21,7 +21,7 @@ from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
 from h2okv.assets import sample_prompt
-from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig
+from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig, LayerBudgets, checked_factors
 from h2okv.console import check_least
 from h2okv.plots import check_plot
 from h2okv.records import read_text_file, refusing
@@ -224,10 +224,10 @@ CHUNK_HELP = (
 )
 
 
-def _factors(option: str, path: Path) -> list[float]:
+def _factors(option: str, path: Path) -> LayerBudgets:
     problem = f"{option} '{path}' is no JSON list of numbers"
     with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
-        return [float(factor) for factor in json.loads(read_text(option, path))]
+        return checked_factors(json.loads(read_text(option, path)))
 
 
 def make_cache(
@@ -250,7 +250,7 @@ def make_cache(
     kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits."),
     layer_budgets: Path | None = option(
         None,
-        "Divide heavy hitters among the layers as a file of h2okv eval layers says.",
+        "Divide heavy hitters among layers, or heads, as a file of h2okv eval layers says.",
         read=_factors,
     ),
     usual: str = "20%",

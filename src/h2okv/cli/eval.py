@@ -248,17 +248,22 @@ def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "The file that --layer-budgets reads."),
     text: Path | None = TEXT,
-    tokens: int = option(1024, "Tokens of the text that are read.", read=args.least, least=2),
+    tokens: int = option(4096, "Tokens of the text that are read.", read=args.least, least=2),
+    by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
 ) -> None:
     import torch
 
     described = model.describe()
-    ids = described.tokenizer(args.text_or_sample(text), verbose=False)["input_ids"][:tokens]
+    most = min(tokens, described.context or tokens)
+    ids = described.tokenizer(args.text_or_sample(text), verbose=False)["input_ids"][:most]
     with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
-        found = h2okv.measure_layer_budgets(model.load(described), torch.tensor([ids]))
+        loaded = model.load(described)
+        found = h2okv.measure_layer_budgets(loaded, torch.tensor([ids]), by_head=by_head)
         file.write(json.dumps(found) + "\n")
-    shares = f"{min(found):g} to {max(found):g} of the even share"
-    write_text(f"{out}: {shares} in {len(found)} layers\n")
+    factors = [one for own in found for one in (own if isinstance(own, tuple) else (own,))]
+    shares = f"{min(factors):g} to {max(factors):g} of the even share"
+    heads = f", {len(factors) // len(found)} heads in each" if by_head else ""
+    write_text(f"{out}: {shares} in {len(found)} layers{heads}, by {len(ids)} tokens\n")
 
 
 @args.subcommand(eval_app, "recall")

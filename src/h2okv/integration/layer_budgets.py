@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
+from h2okv.config import LayerBudgets
 from h2okv.integration.enable import prefill
 
 
 @torch.no_grad()
 def measure_layer_budgets(
-    model: PreTrainedModel, input_ids: Tensor, fraction: float = 0.15, least: float = 0.3
-) -> tuple[float, ...]:
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    fraction: float = 0.15,
+    least: float = 0.3,
+    *,
+    by_head: bool = False,
+) -> LayerBudgets:
     """Measures what each layer needs to hold, for ``H2OCache(layer_budgets=...)``.
 
     All layers compete for the same entries by what these do to the attention's output: the square
     of the attention they may expect (`scoring="expected"`) times the norm of their values. It is
-    the model that decides, hardly the text: any of a thousand tokens will do, once for each model.
+    the model that decides more than the text, so that once for each model will do; of a thousand
+    tokens for heads, better some thousands for layers.
 
     Args:
         model: a loaded model.
         input_ids: int ``[1, T]``, a text of the kind that will be read.
         fraction: heavy hitters to divide, as a fraction of the text.
-        least: what every layer gets of its even share.
+        least: what every layer, or head, gets of its even share.
+        by_head: have all KV heads of all layers compete, and not the layers alone.
 
     Returns:
-        A factor for each layer with H2O entries; their mean is 1.
+        A factor for each layer with H2O entries, or a tuple of one for each of its KV heads; their
+        mean is 1.
 
     Raises:
         ValueError: if the text is too short to divide anything, or the model is not supported.
@@ -52,8 +64,19 @@ def measure_layer_budgets(
         worth = torch.where(held.positions >= 0, held.scores.square() * held.norms, 0.0)[0]
         # What the recent window would hold anyway competes for nothing.
         worth = worth.masked_fill(held.positions[0] >= length - even // 3, 0.0)
-        curves.append(worth.sort(dim=-1, descending=True).values[:, :length].mean(dim=0).cpu())
-    rest = torch.stack(curves)[:, floor:]
-    chosen = rest.flatten().topk((even - floor) * len(curves)).indices // rest.shape[1]
-    counts = floor + torch.bincount(chosen, minlength=len(curves))
-    return tuple(round(float(count) / even, 4) for count in counts)
+        worth = worth.sort(dim=-1, descending=True).values[:, :length].cpu()
+        curves.append(worth if by_head else worth.mean(dim=0, keepdim=True))
+    rest = torch.cat(curves)[:, floor:]
+    chosen = rest.flatten().topk((even - floor) * len(rest)).indices // rest.shape[1]
+    counts = floor + torch.bincount(chosen, minlength=len(rest))
+    factors = [round(float(count) / even, 4) for count in counts]
+    if not by_head:
+        return tuple(factors)
+    sizes = [len(own) for own in curves]
+    return tuple(tuple(own) for own in _split(factors, sizes))
+
+
+def _split(factors: list[float], sizes: list[int]) -> Iterator[list[float]]:
+    """The factors of each layer, which has so many heads."""
+    rest = iter(factors)
+    return (list(islice(rest, size)) for size in sizes)

@@ -20,6 +20,7 @@ _ROTATE_ELEMENTS = 5 << 17
 _FUSED_GROUPS = 8
 # Slots by which the products of a step that fills them grow, in dtypes other than fp32.
 _SHAPE_STEP = 64
+NOBODY = 255  # the owner of shared slots beyond a sequence's own
 # Added to a position, it sorts behind every other; no sequence is that long.
 _BEHIND_ALL = 1 << 30
 
@@ -35,8 +36,9 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
     """Writes one entry for each sequence and head into its free slot.
 
     Args:
-        slots: ``[B, H, S, D]``, contiguous, packed or indexed; mutated.
-        free: int64 ``[B, H, 1]``, the slot to take.
+        slots: ``[B, H, S, D]``, contiguous, packed or indexed; mutated. Slots that heads share
+            (`Slots.owner`) are ``[B, 1, S, D]``.
+        free: int64 ``[B, H, 1]``, the slot to take; of shared slots ``[B, 1, H]``.
         entry: ``[B, H, 1, D]``.
     """
     if isinstance(slots, Indexed):
@@ -52,7 +54,8 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
     else:
         first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
     # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
-    slots.view(-1, size).index_copy_(0, first + free.flatten(), entry.reshape(-1, size))
+    places = first.view(batch, heads, 1) + free
+    slots.view(-1, size).index_copy_(0, places.flatten(), entry.reshape(-1, size))
 
 
 def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
@@ -112,7 +115,8 @@ def decode_with_scores(
         values: ``[B, H, S, Dv]``, likewise. A hidden slot may hold anything finite: its
             probability is zero, and zero times NaN would still be NaN.
         hidden: bool ``[B, H, S]``, slots to leave out; ``None`` if all are entries. A sequence
-            with nothing to see gives zeros.
+            with nothing to see gives zeros. Of slots that heads share (``keys`` are ``[B, 1, S,
+            D]``) it says so for each head.
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
@@ -131,12 +135,13 @@ def decode_with_scores(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
-        unseen = hidden.view(rows, 1, num_slots)
-        logits = logits.masked_fill(unseen, torch.finfo(torch.float32).min)
+        unseen = hidden.view(rows, -1, 1, num_slots)
+        by_head = logits.view(rows, unseen.shape[1], -1, num_slots)
+        logits = by_head.masked_fill(unseen, torch.finfo(torch.float32).min).view_as(logits)
     weights = torch.softmax(logits, dim=-1)
     if hidden is not None:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
-        weights = weights.masked_fill(unseen, 0.0)
+        weights = weights.view_as(by_head).masked_fill(unseen, 0.0).view_as(logits)
     output = _output(weights, _by_row(values), query.dtype)
     output = output.view(batch, num_heads, 1, -1)
     if scores is not None and groups > 1 and not torch.compiler.is_compiling():
@@ -266,7 +271,7 @@ def keep_indices(
         priority: fp32 ``[B, H, N]``; the lowest go first, on equal priority the older.
         positions: int32 ``[B, H, N]``; -1 marks what is not an entry.
         protected: bool ``[B, H, N]``, entries that stay.
-        total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``.
+        total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``, or ``[B, H, 1]`` by head.
         limit: the largest ``K`` of the batch.
 
     Returns:
@@ -296,6 +301,9 @@ class Slots:
 
     Positions are -1 and ranks S - 1 in an empty slot. Where there are ranks, keys are un-rotated,
     pairs next to each other.
+
+    Heads that hold different numbers of entries share one row of slots: then there is an `owner`,
+    the dimension H of what is there for each slot is 1, and the free slots are ``[B, 1, H]``.
     """
 
     keys: Entries  # [B, H, S, D], contiguous or packed
@@ -306,6 +314,13 @@ class Slots:
     num_real_tokens: Tensor  # int64 [B], those that went through, padding not counted
     slot_mask: Tensor | None = None  # bool [B, H, S], within each budget + 1; None if all are
     ranks: Tensor | None = None  # int32 [B, H, S], places in the cache when positions roll
+    owner: Tensor | None = None  # uint8 [B, 1, S], the KV head of a shared slot; `NOBODY`: of none
+
+    def of_others(self) -> Tensor:
+        """Marks, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
+        assert self.owner is not None
+        heads = torch.arange(self.free_slot.shape[-1], dtype=torch.uint8, device=self.owner.device)
+        return self.owner != heads.unsqueeze(-1)
 
 
 class RotaryTables(NamedTuple):
@@ -366,6 +381,9 @@ def decode_step(
         _write_position(slots, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
+    if slots.owner is not None:
+        others = slots.of_others()
+        hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
         slots.scores if real is None else None,
@@ -484,11 +502,18 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
         rank = rank.masked_fill(slots.positions < 0, -torch.inf)
         if slots.slot_mask is not None:
             rank = rank.masked_fill(~slots.slot_mask, torch.inf)
+    free, others = slots.free_slot, None
+    if slots.owner is not None:
+        others = slots.of_others()
+        rank, free = rank.masked_fill(others, torch.inf), free.view(len(free), -1, 1)
     lowest = rank.amin(dim=-1, keepdim=True)
+    is_later = rank > lowest
+    if others is not None:
+        is_later |= others
     # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
-    age = torch.add(slots.positions, rank > lowest, alpha=_BEHIND_ALL)
+    age = torch.add(slots.positions, is_later, alpha=_BEHIND_ALL)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
-    torch.argmin(age, dim=-1, keepdim=True, out=slots.free_slot)
+    torch.argmin(age, dim=-1, keepdim=True, out=free)
     slots.positions.scatter_(-1, slots.free_slot, -1)
     if slots.ranks is not None:
         # The entries behind the freed slot move one rank down. Slots that stay closed (`slot_mask`)
@@ -498,23 +523,59 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
         slots.ranks.scatter_(-1, slots.free_slot, slots.ranks.shape[-1] - 1)
 
 
-def compact(entries: Tensor, indices: Tensor, num_slots: int) -> Tensor:
+def compact(
+    entries: Tensor, indices: Tensor, num_slots: int, heads: Tensor | None = None
+) -> Tensor:
     """Copies whole entries into the first of new slots.
 
     Args:
         entries: ``[B, H, N, D]``, of any strides.
         indices: int64 ``[B, H, K]``, below N.
         num_slots: S, at least K.
+        heads: the head that each index is of, int64, as large as `indices`; ``None``: of its row.
 
     Returns:
         ``[B, H, S, D]``, contiguous; zero beyond K.
     """
-    batch, heads, count = indices.shape
-    rows = torch.arange(batch, device=entries.device).view(-1, 1, 1)
-    columns = torch.arange(heads, device=entries.device).view(1, -1, 1)
+    count = indices.shape[2]
     # Whole entries at once, straight to their places; gather with an index for each number takes
     # twice the time, and a copy of what stays would need its memory once more.
     places = torch.nn.functional.pad(indices, (0, num_slots - count))
-    slots = entries[rows, columns, places].contiguous()
+    slots = pick(entries, places, heads).contiguous()
     slots[:, :, count:] = 0
     return slots
+
+
+def pick(entries: Tensor, indices: Tensor, heads: Tensor | None = None) -> Tensor:
+    """Takes what indices ``[B, H', K]`` name of ``[B, H, N, ...]``; heads as in `compact`."""
+    rows = torch.arange(len(entries), device=entries.device).view(-1, 1, 1)
+    if heads is None:
+        heads = torch.arange(entries.shape[1], device=entries.device).view(1, -1, 1)
+    return entries[rows, heads, indices]
+
+
+def share_slots(indices: Tensor, kept: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts what heads keep, of which each has another number, into one row of slots.
+
+    Args:
+        indices: int64 ``[B, H, K]``, as `keep_indices` gives them; of a head with a budget below K
+            the last ones are not kept.
+        kept: bool ``[B, H, K]``.
+        total: budget of each head, int64 ``[B, H, 1]``.
+
+    Returns:
+        ``(indices, kept, owner)``, each ``[B, 1, S]``: a head has as many slots as its budget and
+        one, S are those of the sequence that has most; owner is uint8.
+    """
+    ends = (total.squeeze(-1) + 1).cumsum(dim=-1)
+    places = torch.arange(int(ends[:, -1].max()), device=indices.device)
+    places = places.expand(len(ends), -1).contiguous()
+    owner = torch.searchsorted(ends, places, right=True)
+    is_nobodys = owner == total.shape[1]
+    heads = owner.masked_fill(is_nobodys, 0)
+    places = places - (ends - total.squeeze(-1) - 1).gather(-1, heads)
+    is_beyond = is_nobodys | (places >= indices.shape[2])
+    flat = heads * indices.shape[2] + places.masked_fill(is_beyond, 0)
+    chosen, stays = (t.flatten(1).gather(-1, flat).unsqueeze(1) for t in (indices, kept))
+    owner = owner.masked_fill(is_nobodys, NOBODY).to(torch.uint8).unsqueeze(1)
+    return chosen, stays & ~is_beyond.unsqueeze(1), owner

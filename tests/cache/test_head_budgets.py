@@ -1,0 +1,162 @@
+"""Budgets that differ by head: slots that heads share, exact, saved, measured, and refused."""
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.ops.decode import NOBODY, share_slots
+
+FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
+OPTIONS = [
+    {},
+    {"sink": 2, "prefill_chunk": 16},
+    {"scoring": "decay"},
+    {"policy": "best"},
+    {"policy": "heavy", "scoring": "value_norm", "decay": 0.9},
+]
+
+
+def tokens(seed, batch, length):
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def run(model, cache, input_ids, blocks, mask=None):
+    at, logits = 0, []
+    for size in blocks:
+        seen = None if mask is None else mask[:, : at + size]
+        own = input_ids[:, at : at + size]
+        logits.append(model(own, past_key_values=cache, attention_mask=seen).logits)
+        at += size
+    return torch.cat(logits, dim=1)
+
+
+def both(model, parts, input_ids, blocks, mask=None, **options):
+    """Logits and caches of dropping and of masking."""
+    found = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, *parts, layer_budgets=FACTORS, simulate=simulate, **options
+        )
+        found.append((run(model, cache, input_ids, blocks, mask), cache))
+        cache.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize("parts", [(8, 4), (0.2, 0.1), (0.5, 4), (30, 20)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_dropping_equals_masking_and_each_head_keeps_its_own(
+    make_llama, kept_sets, parts, options
+):
+    model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
+    (dropped, cache), (masked, simulated) = both(model, parts, input_ids, blocks, **options)
+    assert kept_sets(cache) == kept_sets(simulated)
+    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+    for place, layer in enumerate(kept_sets(cache)):
+        budgets = [own.resolve(40).total for own in cache.cache_config.head_budgets(place)]
+        assert all([len(head) for head in row] == [min(60, own) for own in budgets] for row in layer)
+    # No head pays for another's slots.
+    for layer in cache.layers:
+        assert layer.state.num_slots == int(layer.state.total.sum(dim=1).max()) + 2
+
+
+def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
+    model, input_ids = make_llama(layers=3), tokens(2, 2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, :15] = 0
+    (dropped, cache), (masked, simulated) = both(
+        model, (0.2, 0.1), input_ids, [40, *[1] * 12, 8], mask
+    )
+    assert kept_sets(cache) == kept_sets(simulated)
+    torch.testing.assert_close(dropped[:, 15:], masked[:, 15:], atol=2e-4, rtol=1e-4)
+    assert bool((cache.layers[0].state.owner[1] == NOBODY).any())  # the longer one has more
+    alone = h2okv.H2OCache(model.config, 0.2, 0.1, layer_budgets=FACTORS)
+    own = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
+    torch.testing.assert_close(dropped[1:, 15:], own, atol=2e-4, rtol=1e-4)
+
+
+def test_beams_select_whole_rows(make_llama):
+    model, input_ids = make_llama(layers=3), tokens(3, 2, 30)
+    options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    made = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model.config, 6, 3, layer_budgets=FACTORS, simulate=simulate)
+        with h2okv.enable(model):
+            made.append(model.generate(input_ids, past_key_values=cache, **options))
+    assert torch.equal(*made)
+
+
+def test_pins_fit_the_smallest_head(make_llama):
+    model, input_ids = make_llama(layers=3), tokens(4, 1, 60)
+    cache = h2okv.H2OCache(model.config, 8, 4, layer_budgets=((0.5, 1.5),) * 3)
+    cache.pin([(3, 7)])
+    run(model, cache, input_ids, [40, *[1] * 10])
+    assert {3, 4, 5, 6} <= set(cache.kept_positions(0)[0, 0].tolist())
+    cache.reset()
+    cache.pin([(3, 8)])
+    with pytest.raises(ValueError, match="5 tokens are pinned and policy='h2o' keeps 4 heavy"):
+        run(model, cache, input_ids, [40])
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_saved_and_loaded(make_llama, kept_sets, tmp_path, simulate):
+    model, input_ids = make_llama(layers=3), tokens(2, 1, 60)
+    options = {"layer_budgets": FACTORS, "policy": "best", "simulate": simulate}
+    cache = h2okv.H2OCache(model.config, 8, 4, **options)
+    run(model, cache, input_ids[:, :50], [40, *[1] * 10])
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    assert loaded.cache_config == cache.cache_config and loaded.nbytes == cache.nbytes
+    ends = [run(model, one, input_ids[:, 50:], [1] * 10) for one in (cache, loaded)]
+    assert kept_sets(cache) == kept_sets(loaded) and torch.equal(*ends)
+
+
+def test_compiled_steps_are_the_same(make_llama, kept_sets):
+    model, input_ids = make_llama(layers=3), tokens(5, 1, 60)
+    caches = [h2okv.H2OCache(model.config, 8, 4, layer_budgets=FACTORS) for _ in range(2)]
+    plain = run(model, caches[0], input_ids, [40, *[1] * 10])
+    compiled = [run(model, caches[1], input_ids, [40])]
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    for at in range(40, 50):
+        compiled.append(run(step, caches[1], input_ids[:, at : at + 1], [1]))
+    torch.testing.assert_close(plain, torch.cat(compiled, dim=1), atol=2e-4, rtol=1e-4)
+    assert kept_sets(caches[0]) == kept_sets(caches[1])
+
+
+def test_they_are_measured(make_llama):
+    model = make_llama(layers=3)
+    # A head without values changes nothing and needs nothing.
+    attention = model.model.layers[1].self_attn
+    attention.v_proj.weight.data[: attention.head_dim] *= 1e-4
+    found = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), by_head=True)
+    assert [len(own) for own in found] == [2, 2, 2] and found[1][0] == 0.3 < found[1][1]
+    assert sum(map(sum, found)) / 6 == pytest.approx(1, abs=1e-3)
+    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=found)
+
+
+def test_slots_are_shared_by_budget():
+    indices = torch.tensor([[[0, 1, 9], [3, 4, 5]], [[7, 8, 9], [2, 9, 9]]])
+    kept = torch.tensor([[[True, True, False], [True] * 3], [[True] * 3, [True, False, False]]])
+    total = torch.tensor([[[2], [3]], [[3], [1]]])
+    chosen, stays, owner = share_slots(indices, kept, total)
+    assert owner[:, 0].tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, NOBODY]]
+    held = [row[mask].tolist() for row, mask in zip(chosen[:, 0], stays[:, 0], strict=True)]
+    assert held == [[0, 1, 3, 4, 5], [7, 8, 9, 2]]
+
+
+@pytest.mark.parametrize(
+    ("factors", "options", "message"),
+    [
+        (((1.0,),) * 3, {}, "lists of 1 factors, and layers of this model have 2 KV heads"),
+        ((1.0, (1.0, 1.0), 1.0), {}, "layer_budgets has numbers and lists"),
+        (((1.0, "much"),) * 3, {}, "are no factors"),
+        (((1.0, 1.0),) * 2, {}, "layer_budgets has 2 factors, and the model 3 layers"),
+        (FACTORS, {"positions": "rolling"}, "positions='rolling' needs heads that hold alike"),
+        (FACTORS, {"kv_bits": 8}, "kv_bits=8 needs heads that hold alike"),
+        (FACTORS, {"policy": "snapkv"}, "policy='snapkv' needs heads that hold alike"),
+        (FACTORS, {"policy": "recent"}, "policy='recent' needs heads that hold alike"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make_llama, factors, options, message):
+    with pytest.raises(ValueError, match=message):
+        h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors, **options)
