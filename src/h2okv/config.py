@@ -9,7 +9,7 @@ from typing import Any, Literal
 from h2okv.records import unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
-LayerBudgets = Sequence[float] | Sequence[Sequence[float]]
+LayerBudgets = Sequence[float | Sequence[float]]
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
@@ -296,13 +296,14 @@ class CacheConfig:
         if self.layer_budgets is None or self.is_full:
             return self.budget
         factor = self.layer_budgets[index]
-        return self._scaled(min(factor) if isinstance(factor, tuple) else factor)
+        return self._scaled(min(factor) if isinstance(factor, Sequence) else factor)
 
     def head_budgets(self, index: int) -> tuple[Budget, ...] | None:
         """The budgets of a layer's KV heads; ``None`` if they are alike."""
-        if not self.is_by_head:
+        factors = None if self.is_full or self.layer_budgets is None else self.layer_budgets[index]
+        if not isinstance(factors, Sequence):
             return None
-        return tuple(self._scaled(factor) for factor in self.layer_budgets[index])
+        return tuple(map(self._scaled, factors))
 
     def _scaled(self, factor: float) -> Budget:
         heavy = self.heavy * factor

@@ -45,16 +45,15 @@ def both(model, parts, input_ids, blocks, mask=None, **options):
 
 @pytest.mark.parametrize("parts", [(8, 4), (0.2, 0.1), (0.5, 4), (30, 20)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_dropping_equals_masking_and_each_head_keeps_its_own(
-    make_llama, kept_sets, parts, options
-):
+def test_dropping_equals_masking_and_each_head_keeps_its_own(make_llama, kept_sets, parts, options):
     model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
     (dropped, cache), (masked, simulated) = both(model, parts, input_ids, blocks, **options)
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
     for place, layer in enumerate(kept_sets(cache)):
         budgets = [own.resolve(40).total for own in cache.cache_config.head_budgets(place)]
-        assert all([len(head) for head in row] == [min(60, own) for own in budgets] for row in layer)
+        for row in layer:
+            assert [len(head) for head in row] == [min(60, own) for own in budgets]
     # No head pays for another's slots.
     for layer in cache.layers:
         assert layer.state.num_slots == int(layer.state.total.sum(dim=1).max()) + 2

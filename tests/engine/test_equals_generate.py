@@ -45,6 +45,8 @@ def token_ids(outputs):
         {"layer_budgets": (1.5, 0.5)},
         {"layer_budgets": (0.4, 1.6), "heavy": 6, "recent": 3, "positions": "rolling"},
         {"layer_budgets": (1.25, 0.75), "scoring": "expected", "sink": 2, "prefill_chunk": 8},
+        {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))},
+        {"layer_budgets": ((0.5, 2.5), (0.0, 1.0)), "policy": "best", "heavy": 6, "recent": 3},
     ],
     ids=str,
 )
@@ -79,13 +81,15 @@ def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
     assert made == [alone(model, own, 30, heavy=10, recent=10) for own in prompts[1:]]
 
 
+@pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)
 @pytest.mark.parametrize("max_prefill_tokens", [5, 512])
 def test_a_saved_prefix_goes_on_as_its_cache_would(
-    make_llama, make_llm, make_prompts, alone, greedy, max_prefill_tokens
+    make_llama, make_llm, make_prompts, alone, greedy, max_prefill_tokens, options
 ):
     model = make_llama()
     prefix, other, *rests = make_prompts([30, 12, 1, 9, 20])
-    llm = make_llm(model, prefixes=[prefix, prefix + other], max_prefill_tokens=max_prefill_tokens)
+    prefixes = [prefix, prefix + other]
+    llm = make_llm(model, prefixes=prefixes, max_prefill_tokens=max_prefill_tokens, **options)
     prompts = [prefix + rest for rest in rests]
     prompts += [prefix + other + rests[0], prefix, rests[2]]
     outputs = llm.generate(prompts, greedy(15))
@@ -93,14 +97,14 @@ def test_a_saved_prefix_goes_on_as_its_cache_would(
     assert [own.prompt.num_reused for own in outputs] == [30, 30, 30, 42, 0, 0]
 
     def after(read, prompt):
-        cache = h2okv.H2OCache(model.config, 0.2, 0.2)
+        cache = h2okv.H2OCache(model.config, 0.2, 0.2, **options)
         with h2okv.enable(model):
             h2okv.prefill(model, torch.tensor([read]), cache)
         return alone(model, prompt, 15, cache=cache)
 
     expected = [after(prefix, own) for own in prompts[:3]]
     expected += [after(prefix + other, prompts[3])]
-    expected += [alone(model, own, 15) for own in prompts[4:]]
+    expected += [alone(model, own, 15, **options) for own in prompts[4:]]
     assert token_ids(outputs) == expected
     assert llm.stats().reused_tokens == 30 * 3 + 42
 

@@ -30,7 +30,12 @@ def held_bytes(layer):
 
 @pytest.mark.parametrize(
     "options",
-    [*OPTIONS, {"policy": "strided_heavy"}, {"layer_budgets": (1.5, 0.5)}],
+    [
+        *OPTIONS,
+        {"policy": "strided_heavy"},
+        {"layer_budgets": (1.5, 0.5)},
+        {"layer_budgets": ((0.5, 1.5), (1.5, 0.5))},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,6 +14,7 @@ from h2okv.offload.tiers import CacheStore
         {},
         {"scoring": "decay", "decay": 0.9},
         {"scoring": "value_norm"},
+        {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))},
         {"policy": "strided_heavy"},
         {"policy": "fixed"},
         {"policy": "snapkv"},

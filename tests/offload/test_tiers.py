@@ -39,6 +39,7 @@ OPTIONS = {
     "budget of one": {"heavy": 0, "recent": 1},
     "full": {"policy": "full"},
     "rolling": {"positions": "rolling", "heavy": 6, "recent": 4},
+    "by head": {"layer_budgets": ((0.5, 1.5), (1.75, 0.25)) * 2},
 }
 PACKED = {
     "8 bits": {"kv_bits": 8},
@@ -50,7 +51,7 @@ PACKED = {
 }
 CASES = {f"{o}, {p}": (OPTIONS[o], PLACES[p]) for o in OPTIONS for p in PLACES}
 CASES |= {name: (options, PLACES["mixed"]) for name, options in PACKED.items()}
-QUICK = ("tokens, mixed",)
+QUICK = ("tokens, mixed", "by head, mixed")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -350,10 +351,16 @@ class H2OCache(Cache):
         """Entries of each layer and KV head that a prompt of so many tokens is evicted down to."""
         return self.policy.allocate_budget(self.budget.resolve(length)).total
 
-    def layer_entries_for(self, length: int) -> tuple[int, ...]:
-        """What `entries_for` says, for each layer with H2O entries by its own budget."""
-        budgets = (layer.budget.resolve(length) for layer in self._scored)
-        return tuple(self.policy.allocate_budget(budget).total for budget in budgets)
+    def layer_entries_for(self, length: int) -> tuple[float, ...]:
+        """What `entries_for` says, for each layer with H2O entries by its own budget.
+
+        The mean over its heads, where these have budgets of their own.
+        """
+        found = []
+        for layer in self._scored:
+            budgets = [own.resolve(length) for own in layer.head_budgets or (layer.budget,)]
+            found.append(mean(self.policy.allocate_budget(own).total for own in budgets))
+        return tuple(found)
 
     def slots_for(self, prompt: int, new: int) -> int:
         """Slots of a sequence in each layer, at most: the budget and the free slot.
@@ -372,6 +379,7 @@ class H2OCache(Cache):
             has_ranks=self.rule.rolls,
             has_norms=self.scoring.uses_values,
             has_static_mask=self._scored[0].has_static_mask,
+            is_by_head=self.cache_config.is_by_head,
         )
 
     @property

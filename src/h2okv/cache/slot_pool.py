@@ -52,40 +52,54 @@ def window_slots(
 
 
 class SlotBookkeeping:
-    """The budgets in use of layers that are alike, and how many entries each has still room for."""
+    """The budgets in use of layers that are alike, and how many entries each has still room for.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity  # K of the largest sequence
+    Of heads that hold alike one stands for all.
+    """
+
+    def __init__(self, capacity: float, heads: int = 1) -> None:
+        self.capacity = capacity  # K of the largest sequence; of heads that differ, their mean
+        self._heads = heads
         self.budgets: list[TokenBudget] = []
-        self._room: list[int] = []
+        self._totals: list[list[int]] = []
+        self._room: list[list[int]] = []
 
-    def admit(self, budget: TokenBudget, num_held: int) -> None:
-        assert budget.total <= self.capacity, "the engine refuses larger ones"
+    @property
+    def num_slots(self) -> int:
+        """Slots of the largest sequence's row."""
+        return round(self._heads * (self.capacity + 1))
+
+    def admit(self, budget: TokenBudget, totals: list[int], held: list[int]) -> None:
+        """Notes a sequence that comes with so many entries; both lists are by head."""
+        assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"
         self.budgets.append(budget)
-        self._room.append(budget.total - num_held)
+        self._totals.append(totals)
+        self._room.append([total - own for total, own in zip(totals, held, strict=True)])
 
     def release(self, place: int) -> None:
-        self.budgets[place], self._room[place] = self.budgets[-1], self._room[-1]
-        del self.budgets[-1], self._room[-1]
+        lists: tuple[list[Any], ...] = (self.budgets, self._totals, self._room)
+        for own in lists:
+            own[place] = own[-1]
+            del own[-1]
 
     def count_step(self) -> int:
-        """Returns how many sequences were full before it."""
-        full = self._room.count(0)
-        self._room = [max(room - 1, 0) for room in self._room]
+        """Returns how many heads of all sequences were full before it."""
+        full = sum(own.count(0) for own in self._room)
+        self._room = [[max(room - 1, 0) for room in own] for own in self._room]
         return full
 
     @property
     def num_held(self) -> int:
-        return sum(own.total for own in self.budgets) - sum(self._room)
+        return sum(map(sum, self._totals)) - sum(map(sum, self._room))
 
     @property
     def fills_all_slots(self) -> bool:
-        """Whether each sequence's budget is the pool's, so that no slot mask is needed."""
-        return all(own.total == self.capacity for own in self.budgets)
+        """Whether no slot mask is needed: shared slots have owners, others are all in budget."""
+        return self._heads > 1 or all(own.total == self.capacity for own in self.budgets)
 
     def set_flags(self, layer: SlotLayer) -> None:
         """Tells a layer what its steps may leave out; mutates it."""
-        left, is_even = max(self._room), self.fills_all_slots
+        left, is_even = max(map(max, self._room)), self.fills_all_slots
         layer.is_full, layer.filled = is_even and left == 0, None
         layer.steps_left = left if is_even and left else -1
         layer.has_sinks = any(budget.sink for budget in self.budgets)
@@ -94,14 +108,15 @@ class SlotBookkeeping:
 class SlotPool:
     """Slots for so many sequences: in a layer the same number for each.
 
-    ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O.
+    ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O; the mean
+    of its heads where these hold different numbers.
 
     Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
     when one is released the last one takes its place. Shapes, dtype and devices are read off a
     cache that the model has written to, so that each rank of a model in parts holds its own heads.
     """
 
-    def __init__(self, like: H2OCache, max_num_seqs: int, capacities: Sequence[int]) -> None:
+    def __init__(self, like: H2OCache, max_num_seqs: int, capacities: Sequence[float]) -> None:
         # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
@@ -118,18 +133,22 @@ class SlotPool:
         ]
         sizes = iter(capacities)
         most = [next(sizes) if own.window is None else own.window - 1 for own in self._layers]
-        self._books = {index: SlotBookkeeping(most[index]) for index in kinds.values()}
+        self._books = {
+            index: SlotBookkeeping(most[index], len(self._layers[index].head_budgets or (None,)))
+            for index in kinds.values()
+        }
         self._num_seen: list[int] = []
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
         for kind, layer in zip(self._kinds, self._layers, strict=True):
-            layer.capacity = self._books[kind].capacity + 1
+            layer.capacity = self._books[kind].num_slots
             layer.rotary = None  # of as many ranks as the cache that this one is like
             self._states.append(layer.state.like(max_num_seqs, layer.capacity))
             if layer.window is None:
                 self.num_heads += layer.num_kv_heads
+            if layer.window is None and layer.head_budgets is None:
                 shape = (max_num_seqs, layer.num_kv_heads, layer.capacity)
                 with ordinary_tensors():
                     mask = torch.zeros(shape, dtype=torch.bool, device=layer.device)
@@ -141,7 +160,7 @@ class SlotPool:
         total = 0.0
         for kind, state in zip(self._kinds, self._states, strict=True):
             books = self._books[kind]
-            slots = self.max_num_seqs * (books.capacity + 1)
+            slots = self.max_num_seqs * books.num_slots
             total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
         return int(total)
 
@@ -171,8 +190,11 @@ class SlotPool:
         assert place < self.max_num_seqs, "the scheduler counts them"
         for kind, books in self._books.items():
             layer, index = layers[kind]
-            held = layer.state.positions[index, 0] >= 0
-            books.admit(layer.state.budgets[index], int(held.sum()))
+            state = layer.state
+            totals = state.total[index, :, 0].tolist()
+            (positions,) = state.by_head("positions")
+            held = (positions[index, : len(totals)] >= 0).sum(dim=-1).tolist()
+            books.admit(state.budgets[index], totals, held)
             seen = int(layer.state.num_real_tokens[index])
         for own, (layer, index), state in zip(self._layers, layers, self._states, strict=True):
             state.copy_sequence(place, layer.state, index)
@@ -203,7 +225,11 @@ class SlotPool:
         full = {kind: books.count_step() for kind, books in self._books.items()}
         self._num_seen = [seen + 1 for seen in self._num_seen]
         layers = zip(self._kinds, self._layers, strict=True)
-        return sum(full[kind] * own.num_kv_heads for kind, own in layers if own.window is None)
+        return sum(
+            full[kind] * (1 if own.head_budgets else own.num_kv_heads)
+            for kind, own in layers
+            if own.window is None
+        )
 
     def _show(self) -> None:
         """Lets the cache's layers see the sequences in use; mutates them."""
@@ -250,11 +276,6 @@ def check_poolable(cache: H2OCache) -> None:
         raise ValueError(
             f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
             "whose entries are not held in slots; use h2okv batch or generate for it."
-        )
-    if cache.cache_config.is_by_head:
-        raise ValueError(
-            "layer_budgets with a factor for each head: a pool of slots has as many for each head;"
-            " give one factor for each layer (h2okv eval layers), or use generate."
         )
     if not cache.policy.is_bounded:
         raise ValueError(

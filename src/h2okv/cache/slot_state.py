@@ -107,6 +107,7 @@ class SlotBytes:
     has_ranks: bool = False
     has_norms: bool = False
     has_static_mask: bool = False
+    is_by_head: bool = False  # whose slots, of one row, have owners; their mean is what counts
 
     def total(self, slots: float) -> float:
         """Bytes of so many slots, with what there is once for each sequence."""
@@ -114,6 +115,8 @@ class SlotBytes:
         metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms
         # The free slot of each head; tokens seen and the parts of the budget, all int64.
         once = 8 * self.num_heads + 8 * (4 + self.has_static_mask)
+        if self.is_by_head:
+            metadata, once = metadata + 1, once + 8 * (self.num_heads - 1)
         return slots * self.num_heads * (self.entry + metadata) + once
 
 

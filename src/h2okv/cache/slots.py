@@ -232,7 +232,7 @@ class SlotLayer(CacheLayer):
         self.had_partial_block = self.is_partial_block
         if self.is_partial_block:  # of which more is to come: all is held, without slots for steps
             with ordinary_tensors():
-                held.keys, held.values = key.clone(), value.clone()
+                held.owner, held.keys, held.values = None, key.clone(), value.clone()
                 held.scores, held.positions = (scores + sums).clone(), positions.clone()
         else:
             self._compact(key, value, self._decayed(scores, real, length) + sums, positions)

@@ -423,11 +423,10 @@ def check_loaded(layer: CacheLayer, state: SlotState, seen: Tensor) -> None:
         is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
         problems["has a free slot that is none"] = (free < 0) | (free > last) | is_taken
         if state.owner is not None:
-            own = ~state.of_others()
-            is_free = own.gather(-1, free.clamp(0, last).view(*own.shape[:2], 1))
-            problems["has shared slots that are not its heads'"] = ~is_free | (
-                own.sum(dim=-1, keepdim=True) != state.total + 1
-            )
+            of_head = ~state.of_others()
+            is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
+            counts = of_head.sum(dim=-1, keepdim=True)
+            problems["has shared slots that are no head's"] = ~is_free | (counts != state.total + 1)
     else:
         problems["holds another number of tokens than it has seen"] = seen != state.num_slots
     if state.ranks is not None:

@@ -66,6 +66,11 @@ class Engine:
         self._model_config = described.config
         probe = self._make_cache(None)
         check_poolable(probe)
+        if config.tensor_parallel and probe.cache_config.is_by_head:
+            raise ValueError(
+                "layer_budgets has a factor for each head, and with tensor parallelism a process"
+                " holds some of the heads; give one factor for each layer."
+            )
         self._set_limits(probe, described.context)
         if isinstance(model, str):
             where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -265,11 +270,11 @@ class Engine:
             raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
         cache = self._make_cache(budget)
         cache.pin(pins, len(tokens))
-        for keeps, most in zip(cache.layer_entries_for(len(tokens)), self.max_budgets, strict=True):
-            if keeps > most:
+        for keeps, room in zip(cache.layer_entries_for(len(tokens)), self.max_budgets, strict=True):
+            if keeps > room:
                 raise ValueError(
-                    f"the budget of {keeps} entries is larger than the {most} that a sequence has"
-                    " slots for; lower heavy, recent or sink."
+                    f"the budget of {keeps:g} entries is larger than the {room:g} that a sequence"
+                    " has slots for; lower heavy, recent or sink."
                 )
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins:

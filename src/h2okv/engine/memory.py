@@ -173,7 +173,7 @@ class MemoryModel:
         """Bytes of one sequence in one layer of slots; budgets of a batch may differ."""
         return int(self.slots.total(slots) + self.num_kv_heads * slots)
 
-    def sequence_bytes(self, slots: int, length: int, away: float = 0.0) -> int:
+    def sequence_bytes(self, slots: float, length: int, away: float = 0.0) -> int:
         """Bytes of one sequence in the memory of the device, in all layers."""
         held = sum(min(length, window) for window in self.windows)
         own = self.num_slot_layers * self.layer_bytes(slots)
@@ -188,6 +188,8 @@ class MemoryModel:
         """Temporaries of a step: keys in fp32, probabilities, the MLP, the logits in fp32."""
         keys = self.num_kv_heads * self.key_size * slots * (4 if self.element < 4 else 0)
         weights = 3 * self.num_heads * slots * 4
+        if self.slots.is_by_head:  # queries of all heads meet the slots of all
+            weights *= self.num_kv_heads
         states = self.element * (8 * self.hidden + 4 * self.width)
         logits = self.vocabulary * (self.element + 2 * 4)
         return int(_MARGIN * batch * (keys + weights + states + logits))
@@ -204,7 +206,7 @@ class MemoryModel:
         return int(tokens * (self.hidden + 2 * self.key_size) * self.element * 1.1)
 
     def serving(
-        self, budgets: Sequence[int], max_prompt: int, max_prefill_tokens: int, ranks: int = 1
+        self, budgets: Sequence[float], max_prompt: int, max_prefill_tokens: int, ranks: int = 1
     ) -> ServingMemory:
         """Says what serving takes of each rank, by a sequence's most entries in each layer."""
         chunk = self.cache.prefill_chunk
@@ -217,7 +219,8 @@ class MemoryModel:
         sequence = sum(self.slots.total(budget + 1) for budget in budgets)
         # Layers with one budget share the marks of the slots within a sequence's.
         marked = budgets if self.cache.cache_config.layer_budgets is not None else budgets[:1]
-        sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
+        if not self.slots.is_by_head:
+            sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
         sequence += sum(self.window_slots.total(window) for window in self.windows)
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),

@@ -66,7 +66,7 @@ class ModelRunner:
         model: PreTrainedModel,
         make_cache: Callable[[Budget | None], H2OCache],  # with the engine's budget or another one
         max_num_seqs: int,
-        capacities: Sequence[int],  # entries of the largest sequence in each layer of H2O
+        capacities: Sequence[float],  # entries of the largest sequence in each layer of H2O
         group: TensorParallelGroup | None = None,
     ) -> None:
         self.group = group

@@ -216,7 +216,8 @@ class _StoredLayer:
         written = 0
         for target, tensor in zip(self.tensors(), entries, strict=True):
             batch, heads, slots = tensor.shape[:3]
-            places = torch.arange(batch * heads) * slots + self.free_slot.flatten()
+            first = torch.arange(batch * heads).view(batch, heads, 1) * slots
+            places = (first + self.free_slot).flatten()  # of shared slots one for each head
             filled = tensor.reshape(batch * heads * slots, -1)[places.to(tensor.device)].cpu()
             target.view(batch * heads * slots, -1)[places] = filled
             written += filled.nbytes
