@@ -3,9 +3,11 @@
 One model, one text, batch and threads as asked for. Everything takes turns: prompts by the round,
 steps one by one, so that a slow moment of the machine hits all. "static" is a `StaticCache` with as
 many entries as H2O holds: what eviction would cost if it were free. ``--compile`` measures H2O's
-steps once more under ``h2okv.enable(model, compile=True)``. ``--answer`` times a prompt with so
-many tokens after it too; "peak" is what a prompt takes beyond the model, in a process of its own;
-"import" is the CPU time of importing h2okv and a model's class, beside the class alone.
+steps once more under ``h2okv.enable(model, compile=True)``, ``--layer-budgets`` those of a cache
+whose layers or heads hold different numbers, beside one where they are alike. ``--answer`` times a
+prompt with so many tokens after it too; "peak" is what a prompt takes beyond the model, in a
+process of its own; "import" is the CPU time of importing h2okv and a model's class, beside the
+class alone.
 Prompts are random tokens, the same on every machine, or with ``--text`` those of a book, whose
 attention is as a user's is: its rows name the book.
 Correctness comes first: a failed check ends the run without a figure. ``--quick`` asks for little,
@@ -15,10 +17,12 @@ and prints the recorded ratios beside today's.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,10 +56,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_LIMIT = {"fp32": 1.15, "bf16": 1.10}
 STEP_LIMIT, COMPILED_LIMIT, ANSWER_LIMIT, PEAK_LIMIT = 1.05, 0.95, 1.0, 1.05
 IMPORT_LIMIT = 1.2
+UNEVEN_LIMIT = 1.05  # of a step whose layers, or heads, hold alike
 MODEL_CLASS = "from transformers import LlamaForCausalLM"
 IMPORTS = {"h2o": f"from h2okv import H2OCache, enable; {MODEL_CLASS}", "transformers": MODEL_CLASS}
 SHARE_OF_BYTES = 0.9  # of the speed-up that the bytes of a large batch of long texts allow
 WARMUP = 8
+ALSO_H2O = {"compiled": "h2o", "uneven": "h2o"}
 MEASURES = ("prompt", "step", "peak", "import")
 SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
 """The columns by which a recorded row is found again."""
@@ -101,6 +107,9 @@ def measure(
     specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (twin, fifth)}
     if args.compile:
         specs["compiled"] = (twin_of(plain), fifth)
+    if args.layer_budgets:
+        factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
+        specs["uneven"] = (twin, replace(fifth, layer_budgets=factors))
     for batch in args.batches:
         for prompt in args.prompts:
             setting = environment() | {
@@ -112,7 +121,7 @@ def measure(
             if args.text:
                 ids = text_ids(args.model, args.text, batch, prompt)
             runners = {
-                name: CacheSpec("h2o" if name == "compiled" else name, config).runner(model)
+                name: CacheSpec(ALSO_H2O.get(name, name), config).runner(model)
                 for name, (model, config) in specs.items()
             }
             if "prompt" in args.measures:
@@ -130,12 +139,16 @@ def measure(
                 is_large = batch >= 8 and prompt >= 4096
                 least = round(SHARE_OF_BYTES * allowed, 3) if is_large else None
                 targets = [Target("static", STEP_LIMIT), Target("dynamic", least, at_least=True)]
-                compiled = seconds.pop("compiled", None)
+                compiled, uneven = (seconds.pop(name, None) for name in ALSO_H2O)
                 rows += rows_for("step", "s", seconds, targets, setting)
                 if compiled:
-                    seconds = {"h2o": compiled, "static": seconds["static"]}
+                    both = {"h2o": compiled, "static": seconds["static"]}
                     targets = [Target("static", COMPILED_LIMIT)]
-                    rows += rows_for("compiled step", "s", seconds, targets, setting)
+                    rows += rows_for("compiled step", "s", both, targets, setting)
+                if uneven:
+                    both = {"h2o": uneven, "alike": seconds["h2o"]}
+                    name = f"step, {specs['uneven'][1].policy_label.split(', ')[-1]}"
+                    rows += rows_for(name, "s", both, [Target("alike", UNEVEN_LIMIT)], setting)
             if "peak" in args.measures:
                 bytes_ = {
                     name: [peak_beyond_model(args.model, DTYPES[dtype], runners[name].spec, ids)]
@@ -219,6 +232,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=0, help="tokens of a whole answer")
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
     parser.add_argument("--steps", type=int, default=60, help="steps of each cache")
+    parser.add_argument("--layer-budgets", type=Path, help="steps with these budgets too")
     parser.add_argument("--compile", action="store_true", help="compiled steps too")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")

@@ -2,8 +2,9 @@
 
 Six tasks in the manner of RULER (`recall_prompts.py`), by length, the question known or not when
 the prompt is evicted from. H2O, sinks and recent tokens, SnapKV, and ``best`` with even budgets and
-by layer, at equal bytes: ``best`` gets as much less as its sinks and norms take. Prompts and
-samples lie in a folder; a run that was stopped goes on, and the table is made of all that is there.
+with each file of budgets, at equal bytes: ``best`` gets as much less as its sinks and norms take.
+Prompts and samples lie in a folder; a run that was stopped goes on, and the table is made of all
+that is there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from recall_prompts import TASKS, write_prompts
 
-from h2okv.config import CacheConfig
+from h2okv.config import CacheConfig, LayerBudgets
 from h2okv.console import Progress
 from h2okv.evaluation.model import ModelUnderTest
 from h2okv.evaluation.runner import Evaluation, Run, SampleFile
@@ -31,7 +33,9 @@ BUDGETS = (0.5, 0.25, 0.1, 0.05)
 SINK = 4
 
 
-def caches_at(budget: float, tokens: int, entry: int, factors: list[float]) -> dict[str, Any]:
+def caches_at(
+    budget: float, tokens: int, entry: int, layer_budgets: Sequence[LayerBudgets]
+) -> dict[str, Any]:
     """The caches that hold as many bytes as H2O with a budget; an entry's are ``entry``."""
     # An fp32 norm beside each entry, and the sinks.
     less = math.floor(1000 * (budget * entry / (entry + 4) - SINK / tokens)) / 1000
@@ -40,7 +44,9 @@ def caches_at(budget: float, tokens: int, entry: int, factors: list[float]) -> d
         found["sink_recent"] = CacheConfig.from_budget(budget, policy="sink_recent")
         found["snapkv"] = CacheConfig.from_budget(budget, policy="snapkv")
     found["best"] = CacheConfig.from_budget(less, policy="best")
-    found["best, by layer"] = CacheConfig.from_budget(less, policy="best", layer_budgets=factors)
+    for factors in layer_budgets:
+        own = CacheConfig.from_budget(less, policy="best", layer_budgets=factors)
+        found[f"best, {'by head' if own.is_by_head else 'by layer'}"] = own
     return found
 
 
@@ -90,7 +96,7 @@ def under_test(described: Any, dtype: torch.dtype) -> ModelUnderTest:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Reads the prompts onto all caches, and writes the table."""
-    factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
+    factors = [json.loads(path.read_text(encoding="utf-8")) for path in args.layer_budgets]
     described, dtype = describe(args.model), getattr(torch, args.dtype)
     tested = under_test(described, dtype)
     size = described.config.head_dim or (
@@ -135,7 +141,9 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=40, help="of each task")
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--layer-budgets", type=Path, required=True, help="of `h2okv eval layers`")
+    parser.add_argument(
+        "--layer-budgets", type=Path, nargs="+", required=True, help="of `h2okv eval layers`"
+    )
     parser.add_argument("--csv", type=Path, required=True)
     args = parser.parse_args()
     try:

@@ -67,7 +67,7 @@ class Block(NamedTuple):
 AHEAD = 16
 # Attribute on the key tensor by which the attention function finds the cache layer.
 LAYER_ATTRIBUTE = "_h2okv_layer"
-_NOT_PICKLED = ("owner", "rotation", "text_rotation", "rotary", "operations")
+_NOT_PICKLED = ("owner", "rotation", "text_rotation", "rotary", "operations", "segments")
 
 
 class CacheLayer(CacheLayerMixin):

@@ -17,12 +17,12 @@ from h2okv.ops.decode import (
     RotaryTables,
     StepRules,
     decode_step,
-    evict_together,
     keep_indices,
     pick,
     protected_entries,
     share_slots,
 )
+from h2okv.ops.deferred import Segments, evict_segments, evict_together
 from h2okv.ops.dispatch import Operations, operations
 from h2okv.ops.rope import relative
 
@@ -68,6 +68,7 @@ class SlotLayer(CacheLayer):
         self.filled: int | None = None
         self.has_sinks = True
         self.rules: StepRules | None = None  # of a deferred step
+        self.segments: Segments | None = None  # of the layers whose steps are ended with this one's
         # Whether the next forward brings a part of a block that a later one ends (slot_pool.py),
         # and whether the last one did.
         self.is_partial_block = False
@@ -139,7 +140,7 @@ class SlotLayer(CacheLayer):
             return False
         # A policy that ranks by more than scores may look at a layer's other tensors as they are.
         by_scores = self.policy.prompt_only or self._is_ranked_by_scores
-        is_plain = by_scores and rules.full and rules.rotary is None and self._held.owner is None
+        is_plain = by_scores and rules.full and rules.rotary is None
         return is_plain and self._held.positions.numel() <= _MOST_DEFERRED
 
     def end_steps(self) -> None:
@@ -147,14 +148,25 @@ class SlotLayer(CacheLayer):
         for layer in self.deferred or ():
             if layer.is_deferred:
                 layer.is_deferred = False
-                alike.setdefault((layer._held.positions.shape, layer.has_sinks), []).append(layer)
+                # Those that protect the same entries.
+                alike.setdefault((layer.window, layer.has_sinks), []).append(layer)
         del (self.deferred or [])[:]
         for layers in alike.values():
             rules, held = layers[0].rules, [layer._held for layer in layers]
+            shapes = {own.positions.shape for own in held}
+            is_even = len(shapes) == 1 and held[0].owner is None
             if rules.priority is not None and self.scoring.uses_values:
-                norms = torch.cat([own.norms for own in held])
+                norms = torch.cat([own.norms if is_even else own.norms.flatten() for own in held])
+                norms = norms if is_even else norms.view(1, 1, -1)
                 rules = rules._replace(priority=functools.partial(self._ranking, norms=norms))
-            evict_together(held, rules)
+            if is_even:
+                evict_together(held, rules)
+                continue
+            first = layers[0]
+            if first.segments is None or not first.segments.fits(held):
+                with ordinary_tensors():
+                    first.segments = Segments(held)
+            evict_segments(held, rules, first.segments)
 
     def _choose_operations(self, query: Tensor) -> None:
         """Chooses what tokens run through until the next block; mutates the layer."""

@@ -22,7 +22,7 @@ _FUSED_GROUPS = 8
 _SHAPE_STEP = 64
 NOBODY = 255  # the owner of shared slots beyond a sequence's own
 # Added to a position, it sorts behind every other; no sequence is that long.
-_BEHIND_ALL = 1 << 30
+BEHIND_ALL = 1 << 30
 
 
 class Ranks(NamedTuple):
@@ -84,6 +84,12 @@ def _first_slots_of(rows: int, num_slots: int) -> Tensor:
         return torch.arange(0, rows * num_slots, num_slots)
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers_of_heads(count: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, dtype=torch.uint8).unsqueeze(-1)
+
+
 def _ones_like(tensor: Tensor, *shape: int) -> Tensor:
     """Ones in fp32 where a tensor is."""
     if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -139,7 +145,8 @@ def decode_with_scores(
         by_head = logits.view(rows, unseen.shape[1], -1, num_slots)
         logits = by_head.masked_fill(unseen, torch.finfo(torch.float32).min).view_as(logits)
     weights = torch.softmax(logits, dim=-1)
-    if hidden is not None:
+    # Of shared slots every head has one at least, and the others' come out as zero.
+    if hidden is not None and hidden.shape[1] == num_kv_heads:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
         weights = weights.view_as(by_head).masked_fill(unseen, 0.0).view_as(logits)
     output = _output(weights, _by_row(values), query.dtype)
@@ -252,7 +259,7 @@ def protected_entries(
     # Numbers where they can be had for nothing; else of the positions' own dtype, as a comparison
     # across dtypes converts the large side.
     limit: Any
-    if _is_number(newest) and _is_number(recent):
+    if is_number(newest) and is_number(recent):
         limit = int(newest) - int(recent)
     else:
         limit = (newest - recent).to(positions.dtype)
@@ -319,8 +326,10 @@ class Slots:
     def of_others(self) -> Tensor:
         """Marks, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
         assert self.owner is not None
-        heads = torch.arange(self.free_slot.shape[-1], dtype=torch.uint8, device=self.owner.device)
-        return self.owner != heads.unsqueeze(-1)
+        count, device = self.free_slot.shape[-1], self.owner.device
+        if device.type == "cpu" and not torch.compiler.is_compiling():
+            return self.owner != _numbers_of_heads(count)
+        return self.owner != torch.arange(count, dtype=torch.uint8, device=device).unsqueeze(-1)
 
 
 class RotaryTables(NamedTuple):
@@ -345,7 +354,7 @@ class StepRules(NamedTuple):
     # Entries that every sequence and head has in its first slots, where no other is taken and the
     # budget leaves room for one more; None if that is not so, or not known.
     filled: int | None = None
-    # `evict_together` ends the step: for full slots without ranks or priority, and no padding.
+    # `ops.deferred` ends the step: for full slots without ranks or priority, and no padding.
     deferred: bool = False
 
 
@@ -378,7 +387,7 @@ def decode_step(
     query, ranks = rank_new(query, slots, rules, full, real)
     _write_both(slots, key, value)
     if not rules.deferred:
-        _write_position(slots, real)
+        write_position(slots, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
     if slots.owner is not None:
@@ -399,9 +408,9 @@ def decode_step(
     return output
 
 
-def _write_position(slots: Slots, real: Tensor | None) -> None:
+def write_position(slots: Slots, real: Tensor | None) -> None:
     """Notes the new tokens' positions in the free slots; mutates them."""
-    if real is None and _is_number(slots.num_real_tokens):
+    if real is None and is_number(slots.num_real_tokens):
         slots.positions.scatter_(-1, slots.free_slot, int(slots.num_real_tokens))
         return
     position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
@@ -410,36 +419,7 @@ def _write_position(slots: Slots, real: Tensor | None) -> None:
     slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
 
 
-def evict_together(layers: Sequence[Slots], rules: StepRules) -> None:
-    """Ends the deferred steps of many layers with the operations of one.
-
-    A step of one sequence takes as long as its operations are many, not as they are large.
-
-    Args:
-        layers: what each holds, all of one shape; positions, free slots and the numbers of tokens
-            are mutated.
-        rules: those of any of them: they protect the same entries.
-    """
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(own, name) for own in layers])
-
-    parts = [joined(name) for name in ("scores", *_MOVED)]
-    whole = Slots(layers[0].keys, layers[0].values, *parts)
-    _write_position(whole, None)
-    whole.num_real_tokens.add_(1)
-    copies = (len(layers), 1, 1)
-    sink = None if rules.sink is None else rules.sink.repeat(copies)
-    evict_one(whole, rules._replace(recent=rules.recent.repeat(copies), sink=sink), full=True)
-    for name in _MOVED:
-        own = [getattr(each, name) for each in layers]
-        torch._foreach_copy_(own, list(getattr(whole, name).split(len(own[0]))))
-
-
-_MOVED = ("positions", "free_slot", "num_real_tokens")
-
-
-def _is_number(tensor: Tensor) -> bool:
+def is_number(tensor: Tensor) -> bool:
     """Whether a tensor is one number that can be had for nothing."""
     on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
     return on_host and not torch.compiler.is_compiling()
@@ -511,7 +491,7 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
     if others is not None:
         is_later |= others
     # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
-    age = torch.add(slots.positions, is_later, alpha=_BEHIND_ALL)
+    age = torch.add(slots.positions, is_later, alpha=BEHIND_ALL)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
     torch.argmin(age, dim=-1, keepdim=True, out=free)
     slots.positions.scatter_(-1, slots.free_slot, -1)
