@@ -156,8 +156,8 @@ class SlotLayer(CacheLayer):
             shapes = {own.positions.shape for own in held}
             is_even = len(shapes) == 1 and held[0].owner is None
             if rules.priority is not None and self.scoring.uses_values:
-                norms = torch.cat([own.norms if is_even else own.norms.flatten() for own in held])
-                norms = norms if is_even else norms.view(1, 1, -1)
+                rows = [own.norms if is_even else own.norms.flatten(1) for own in held]
+                norms = torch.cat(rows) if is_even else torch.cat(rows, dim=1).unsqueeze(1)
                 rules = rules._replace(priority=functools.partial(self._ranking, norms=norms))
             if is_even:
                 evict_together(held, rules)

@@ -248,7 +248,7 @@ def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "The file that --layer-budgets reads."),
     text: Path | None = TEXT,
-    tokens: int = option(4096, "Tokens of the text that are read.", read=args.least, least=2),
+    tokens: int = option(1024, "Tokens of the text that are read.", read=args.least, least=2),
     by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
 ) -> None:
     import torch

@@ -143,7 +143,7 @@ def decode_with_scores(
     if hidden is not None:
         unseen = hidden.view(rows, -1, 1, num_slots)
         by_head = logits.view(rows, unseen.shape[1], -1, num_slots)
-        logits = by_head.masked_fill(unseen, torch.finfo(torch.float32).min).view_as(logits)
+        by_head.masked_fill_(unseen, torch.finfo(torch.float32).min)
     weights = torch.softmax(logits, dim=-1)
     # Of shared slots every head has one at least, and the others' come out as zero.
     if hidden is not None and hidden.shape[1] == num_kv_heads:

@@ -50,43 +50,45 @@ def evict_together(layers: Sequence[Slots], rules: StepRules) -> None:
 
 
 class Segments:
-    """Where the slots of each head are, if those of many layers stand one behind the other."""
+    """Where the slots of each head are, if those of many layers stand one behind the other.
+
+    Of each sequence there is a row of all its slots, layer by layer and head by head.
+    """
 
     def __init__(self, layers: Sequence[Slots]) -> None:
         self._owners = [own.owner for own in layers]
-        self.shapes = [own.positions.shape for own in layers]
-        numbers, sequences, starts, free_sequences = [], [], [], []
+        self._shapes = [own.positions.shape for own in layers]
+        numbers, starts = [], []
         count = end = 0
-        for layer, (batch, rows, num_slots) in zip(layers, self.shapes, strict=True):
+        for layer, (batch, rows, num_slots) in zip(layers, self._shapes, strict=True):
             heads = layer.free_slot.numel() // batch
-            row = torch.arange(batch).view(-1, 1, 1)
-            head = torch.arange(heads).view(1, -1, 1) if layer.owner is None else layer.owner.long()
-            own = (count + row * heads + head).expand(batch, rows, num_slots)
+            own = torch.arange(rows).view(-1, 1).expand(batch, rows, num_slots)
             if layer.owner is not None:
-                own = own.masked_fill(layer.owner == NOBODY, -1)
-            numbers.append(own.flatten())
-            sequences.append(row.expand(batch, rows, num_slots).flatten())
-            first = end + num_slots * torch.arange(batch * rows).view(batch, rows, 1)
-            starts.append(first.expand(batch, rows, heads // rows).flatten())
-            free_sequences.append(row.expand(batch, heads, 1).flatten())
-            count, end = count + batch * heads, end + batch * rows * num_slots
-        of_slots = torch.cat(numbers)
+                own = layer.owner.long().masked_fill(layer.owner == NOBODY, -1 - count)
+            numbers.append((count + own).flatten(1))
+            first = end + num_slots * torch.arange(rows)
+            starts.append(first.repeat_interleave(heads // rows))
+            count, end = count + heads, end + rows * num_slots
+        of_slots = torch.cat(numbers, dim=1)
         self.has_spare = bool((of_slots < 0).any())
         self.count = count  # of heads; what is nobody's comes behind them
         self.of_slots = of_slots.masked_fill_(of_slots < 0, count)
-        self.sequences, self.free_sequences = torch.cat(sequences), torch.cat(free_sequences)
-        self.starts = torch.cat(starts)  # of each head's row
+        self.starts = torch.cat(starts)  # of each head's row of slots
 
     def fits(self, layers: Sequence[Slots]) -> bool:
         """Whether they are those of these layers, as these are now."""
-        return self.shapes == [own.positions.shape for own in layers] and all(
+        return self._shapes == [own.positions.shape for own in layers] and all(
             one.owner is other for one, other in zip(layers, self._owners, strict=True)
         )
 
     def least(self, values: Tensor, start: float) -> Tensor:
-        """The least of each head's values, one for each slot; ``[count + 1]``."""
-        found = values.new_full((self.count + 1,), start)
-        return found.scatter_reduce_(0, self.of_slots, values, "amin")
+        """The least of each head's values ``[B, S]``; ``[B, count + 1]``."""
+        found = values.new_full((len(values), self.count + 1), start)
+        return found.scatter_reduce_(1, self.of_slots, values, "amin")
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The value of each slot's head; ``[B, S]`` of ``[B, count + 1]``."""
+        return values.gather(1, self.of_slots)
 
 
 def evict_segments(layers: Sequence[Slots], rules: StepRules, segments: Segments) -> None:
@@ -99,34 +101,30 @@ def evict_segments(layers: Sequence[Slots], rules: StepRules, segments: Segments
     """
 
     def joined(name: str) -> Tensor:
-        return torch.cat([getattr(own, name).flatten() for own in layers])
+        return torch.cat([getattr(own, name).flatten(1) for own in layers], dim=1)
 
-    newest = layers[0].num_real_tokens  # the position of the new token
+    batch = len(layers[0].positions)
+    newest = layers[0].num_real_tokens.view(-1, 1, 1)  # the position of the new token
     positions, free = joined("positions"), joined("free_slot").add_(segments.starts)
-    newest, recent, sink = newest.view(-1, 1, 1), rules.recent, rules.sink
     if is_number(newest):
-        positions.index_fill_(0, free, int(newest))
+        positions.scatter_(1, free, int(newest))
     else:
-        own = newest.flatten().to(positions.dtype)
-        positions.index_copy_(0, free, own.index_select(0, segments.free_sequences))
-        newest, recent, sink = (
-            None if part is None else part.flatten()[segments.sequences].view(1, 1, -1)
-            for part in (newest, recent, sink)
-        )
-    rank, places = joined("scores"), positions.view(1, 1, -1)
+        positions.scatter_(1, free, newest[:, 0].to(positions.dtype).expand_as(free))
+    rank, places = joined("scores"), positions.unsqueeze(1)
     if rules.priority is not None:
-        rank = rules.priority(rank.view(1, 1, -1), places, newest).flatten()
-    protected = protected_entries(places, newest, sink, recent).flatten()
+        rank = rules.priority(rank.unsqueeze(1), places, newest).squeeze(1)
+    protected = protected_entries(places, newest, rules.sink, rules.recent).squeeze(1)
     rank = rank.masked_fill(protected, torch.inf)
-    lowest = segments.least(rank, torch.inf).index_select(0, segments.of_slots)
+    lowest = segments.spread(segments.least(rank, torch.inf))
     age = torch.add(positions, rank > lowest, alpha=BEHIND_ALL)
     oldest = segments.least(age, torch.iinfo(age.dtype).max)
     if segments.has_spare:
-        oldest[-1] = -2  # which no slot has
+        oldest[:, -1] = -2  # which no slot has
     # Slots of a head stand together, and no two of its entries have one position.
-    chosen = (age == oldest.index_select(0, segments.of_slots)).nonzero().flatten()
-    positions.index_fill_(0, chosen, -1)
-    for name, whole in (("positions", positions), ("free_slot", chosen.sub_(segments.starts))):
-        own_parts = [getattr(each, name).view(-1) for each in layers]
-        torch._foreach_copy_(own_parts, list(whole.split([len(own) for own in own_parts])))
+    chosen = (age == segments.spread(oldest)).nonzero()[:, 1].view(batch, -1)
+    positions.scatter_(1, chosen, -1)
+    for name, whole in (("positions", positions), ("free_slot", chosen - segments.starts)):
+        own = [getattr(each, name) for each in layers]
+        parts = whole.split([each.numel() // batch for each in own], dim=1)
+        torch._foreach_copy_([each.flatten(1) for each in own], list(parts))
     torch._foreach_add_([own.num_real_tokens for own in layers], 1)
