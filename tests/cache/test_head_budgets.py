@@ -159,3 +159,18 @@ def test_slots_are_shared_by_budget():
 def test_what_makes_no_sense_is_refused(make_llama, factors, options, message):
     with pytest.raises(ValueError, match=message):
         h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors, **options)
+
+
+def test_slots_grow_with_the_text(make_llama, kept_sets):
+    """A budget far above the text reserves what the text needs, and some more."""
+    model, input_ids = make_llama(layers=3), tokens(6, 2, 260)
+    blocks = [20, *[1] * 120, 10, *[1] * 110]
+    (dropped, cache), (masked, simulated) = both(model, (100, 60), input_ids, blocks)
+    assert kept_sets(cache) == kept_sets(simulated)
+    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+    cache = h2okv.H2OCache(model.config, 100, 60, layer_budgets=FACTORS)
+    run(model, cache, input_ids, [20])
+    small = cache.nbytes
+    run(model, cache, input_ids[:, 20:], [1] * 230)
+    assert small < 0.6 * cache.nbytes
+    assert cache.layers[0].is_full and cache.layers[0].state.num_slots == 2 * 60 + 25 + 175 + 2

@@ -187,6 +187,9 @@ class SlotPool:
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
         """Copies a sequence of a cache into free slots; returns its place."""
         layers, place = _as_slots(source, sequence), len(self._num_seen)
+        for layer, _ in layers:
+            if layer.head_budgets is not None:  # whose slots cannot be added one by one
+                layer.make_static()
         assert place < self.max_num_seqs, "the scheduler counts them"
         for kind, books in self._books.items():
             layer, index = layers[kind]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2okv.cache.layer import Block, CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
-from h2okv.cache.slot_state import SlotState, ordinary_tensors, slots_for
+from h2okv.cache.slot_state import MIN_GROWN_SLOTS, SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import (
@@ -45,7 +45,7 @@ class SlotLayer(CacheLayer):
 
     Heads with budgets of their own share one row of slots, so that none pays for another's: each
     slot has an owner, all queries of the layer meet all keys, and the products of other heads are
-    hidden. All these slots are there from the first block on.
+    hidden.
     """
 
     # Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
@@ -279,40 +279,71 @@ class SlotLayer(CacheLayer):
             total,
             limit,
         )
-        owner = heads = None
         if self.head_budgets is not None:
-            indices, kept, owner = share_slots(indices, kept, total)
-            heads, self.capacity = owner.long() % self.num_kv_heads, owner.shape[2]
+            self.capacity = int((total + 1).sum(dim=1).max())
+            self._share(key, value, scores, positions, indices, kept)
+            self._end_block()
+            return
+        num_slots = slots_for(indices.shape[2], self.capacity)
+        if self.capacity is not None and self._is_static:
             num_slots = self.capacity
-        else:
-            num_slots = slots_for(indices.shape[2], self.capacity)
-            if self.capacity is not None and self._is_static:
-                num_slots = self.capacity
         empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
-            held.keys = self.storage.compact(key, held.keys, indices, num_slots, heads)
-            held.values = self.storage.compact(value, held.values, indices, num_slots, heads)
-            held.scores = pad(pick(scores, indices, heads), empty)
-            places = torch.where(kept, pick(positions, indices, heads), -1)
+            held.keys = self.storage.compact(key, held.keys, indices, num_slots)
+            held.values = self.storage.compact(value, held.values, indices, num_slots)
+            held.scores = pad(scores.gather(2, indices), empty)
+            places = torch.where(kept, positions.gather(2, indices), -1)
             held.positions = pad(places, empty, value=-1)
             if self.scoring.uses_values:
                 held.norms = self._norms_of(self.storage.read(held.values, self.dtype))
-            is_empty = held.positions < 0
-            if owner is not None:
-                held.owner = owner.clone()
-                held.free_slot = held.free_slot.view(len(owner), 1, -1)
-                is_empty = is_empty & ~held.of_others()
-            free = is_empty.to(torch.uint8).argmax(dim=-1, keepdim=True)
-            held.free_slot = free if owner is None else free.transpose(1, 2).contiguous()
+            held.free_slot = (held.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
             if self.rotation is not None:
                 held.ranks = ranks_of(held.positions)
                 self.make_rotary()
         held.slot_mask = self._slots_within_budget()
+        self._end_block()
+
+    def _end_block(self) -> None:
         self._refresh_static_flags()
         # CUDA graphs are told that steps write where they read.
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
-            for tensor in (*held.tensors().values(), self.cumulative_length):
+            for tensor in (*self.state.tensors().values(), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _share(
+        self,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        positions: Tensor,
+        indices: Tensor,
+        kept: Tensor,
+        is_whole: bool = False,
+    ) -> None:
+        """Puts what heads keep into slots that they share, with some to grow into or all of them.
+
+        Of ``[B, H, N, ...]`` what indices ``[B, H, K]`` name, where it is kept; mutates the state.
+        """
+        held = self.state
+        room = held.total
+        if not (self._is_static or is_whole):
+            room = kept.sum(dim=-1, keepdim=True)
+            room = torch.minimum(held.total, room + (room // 16).clamp_(min=MIN_GROWN_SLOTS))
+        indices, kept, owner = share_slots(indices, kept, room)
+        # What is nobody's is copied from anywhere.
+        heads, num_slots = owner.long() % self.num_kv_heads, owner.shape[2]
+        with ordinary_tensors():
+            held.keys = self.storage.compact(key, held.keys, indices, num_slots, heads)
+            held.values = self.storage.compact(value, held.values, indices, num_slots, heads)
+            held.scores = pick(scores, indices, heads)
+            held.positions = torch.where(kept, pick(positions, indices, heads), -1)
+            if self.scoring.uses_values:
+                held.norms = self._norms_of(self.storage.read(held.values, self.dtype))
+            held.owner = owner.clone()
+            held.free_slot = held.free_slot.view(len(owner), 1, -1)
+            is_empty = (held.positions < 0) & ~held.of_others()
+            free = is_empty.to(torch.uint8).argmax(dim=-1)
+            held.free_slot = free.unsqueeze(1)
 
     # --- how many slots there are, and which of them are open -------------------------------------
 
@@ -342,7 +373,16 @@ class SlotLayer(CacheLayer):
         is_even = self.policy.is_bounded and held.slot_mask is None
         steps = [int((held.total - counts).max())] if is_even else []
         self.is_full = steps == [0]
-        if held.owner is None and (self.capacity is None or held.num_slots < self.capacity):
+        if held.owner is not None:
+            for is_last in (False, True):
+                own = (~self.state.of_others()).sum(dim=-1, keepdim=True)
+                # Steps of heads whose slots have still to grow.
+                rest = (own - 1 - counts)[own <= held.total].tolist()
+                if 0 not in rest or is_last:
+                    break
+                self._add_slots()
+            steps += rest
+        elif self.capacity is None or held.num_slots < self.capacity:
             most = int(counts.max())
             if held.num_slots == most + 1:
                 self._add_slots(slots_for(most, self.capacity))
@@ -368,9 +408,17 @@ class SlotLayer(CacheLayer):
         held.scores[..., filled:] = 0.0
         return filled
 
-    def _add_slots(self, num_slots: int) -> None:
-        self.state.resize(num_slots)
-        self.state.slot_mask = self._slots_within_budget()
+    def _add_slots(self, num_slots: int = 0) -> None:
+        """Makes so many slots; of shared ones all that there may be, or some more for each head."""
+        held = self.state
+        if held.owner is not None:
+            keys, values, scores, places = held.by_head("keys", "values", "scores", "positions")
+            order = (places < 0).to(torch.uint8).argsort(dim=-1, stable=True)
+            taken, is_whole = places.gather(-1, order) >= 0, num_slots == self.capacity
+            self._share(keys, values, scores, places, order, taken, is_whole)
+            return
+        held.resize(num_slots)
+        held.slot_mask = self._slots_within_budget()
 
     def _counts(self) -> Tensor:
         """Entries held, int64 ``[B, H, 1]``."""
@@ -414,5 +462,7 @@ class SlotLayer(CacheLayer):
         super().load_state(state, seen, weights)
         if self.policy.is_bounded:
             self.capacity = max(*(own.total + 1 for own in state.budgets), state.num_slots)
+            if state.owner is not None:
+                self.capacity = int((state.total + 1).sum(dim=1).max())
             state.slot_mask = self._slots_within_budget()
         self._refresh_static_flags()

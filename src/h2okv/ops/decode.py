@@ -538,14 +538,13 @@ def share_slots(indices: Tensor, kept: Tensor, total: Tensor) -> tuple[Tensor, T
     """Puts what heads keep, of which each has another number, into one row of slots.
 
     Args:
-        indices: int64 ``[B, H, K]``, as `keep_indices` gives them; of a head with a budget below K
-            the last ones are not kept.
+        indices: int64 ``[B, H, K]``, as `keep_indices` gives them: what is not kept comes last.
         kept: bool ``[B, H, K]``.
-        total: budget of each head, int64 ``[B, H, 1]``.
+        total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept.
 
     Returns:
-        ``(indices, kept, owner)``, each ``[B, 1, S]``: a head has as many slots as its budget and
-        one, S are those of the sequence that has most; owner is uint8.
+        ``(indices, kept, owner)``, each ``[B, 1, S]``: a head has as many slots as it has room for
+        and one, S are those of the sequence that has most; owner is uint8.
     """
     ends = (total.squeeze(-1) + 1).cumsum(dim=-1)
     places = torch.arange(int(ends[:, -1].max()), device=indices.device)
