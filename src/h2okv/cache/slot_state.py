@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class KVStorage:
         """Fills S new slots with the K entries that stay; what was held keeps its codes.
 
         Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
-        int64 ``[B, H, K]``, of the heads of their rows or, never packed, of `heads`.
+        int64 ``[B, H, K]``, of the heads of their rows or of `heads`.
         """
         # Only what stays is packed.
         made = self.store(compact(states, indices, num_slots, heads))
@@ -90,7 +91,7 @@ class KVStorage:
             places = indices.clamp(max=past - 1)
             for new, before in ((made.codes, held.codes), (made.grid, held.grid)):
                 own = new[:, :, :count]
-                own.copy_(torch.where(old, compact(before, places, count), own))
+                own.copy_(torch.where(old, compact(before, places, count, heads), own))
         return made
 
     def head_bytes(self, size: int, dtype: torch.dtype) -> int:
@@ -183,7 +184,7 @@ class SlotState(Slots):
         """Bytes of what there is of each slot: keys, values, scores, positions, ranks and norms."""
         return sum(t.nbytes for name, t in self.tensors().items() if _field(name) in _COUNTED)
 
-    def by_head(self, *names: str) -> tuple[Tensor, ...]:
+    def by_head(self, *names: str) -> tuple[Any, ...]:
         """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
 
         A head that holds less than another has empty slots behind its own.
@@ -195,12 +196,29 @@ class SlotState(Slots):
         most = int((~others).sum(dim=-1).max())
         index = others.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
         missing = others.gather(-1, index)
-        found = []
-        for name, tensor in zip(names, fields, strict=True):
-            own = pick(tensor, index, torch.zeros_like(index))
+        row = torch.zeros_like(index)
+
+        def of_heads(name: str, tensor: Tensor) -> Tensor:
+            own = pick(tensor, index, row)
             beyond = missing.view(*missing.shape, *[1] * (own.dim() - 3))
-            found.append(own.masked_fill_(beyond, empty_value(name, most)))
-        return tuple(found)
+            return own.masked_fill_(beyond, empty_value(name, most))
+
+        return tuple(
+            own._replace(codes=of_heads(name, own.codes), grid=of_heads(name, own.grid))
+            if isinstance(own, Packed)
+            else of_heads(name, own)
+            for name, own in zip(names, fields, strict=True)
+        )
+
+    def unshare(self) -> None:
+        """Gives each head a row of its own, for a block that will `share` again; mutates."""
+        if self.owner is None:
+            return
+        names = [name for name in PER_SLOT if name != "owner" and vars(self)[name] is not None]
+        with ordinary_tensors():
+            for name, own in zip(names, self.by_head(*names), strict=True):
+                setattr(self, name, own)
+            self.owner = None
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""

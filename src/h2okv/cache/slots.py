@@ -204,15 +204,14 @@ class SlotLayer(CacheLayer):
     def _append_block(self, block: Block) -> Tensor:
         query, key, value, real, _, _, scale, softcap = block
         held, length = self.state, key.shape[2]
+        held.unshare()
         scores, positions = self._block_entries(length, real)
         past = held.num_slots
         if past:
-            keys, values, *others = held.by_head("keys", "values", "scores", "positions")
-            past = others[0].shape[2]
-            key = torch.cat([self.storage.read(keys, self.dtype), key], dim=2)
-            value = torch.cat([self.storage.read(values, self.dtype), value], dim=2)
-            scores = torch.cat([others[0], scores], dim=2)
-            positions = torch.cat([others[1], positions], dim=2)
+            key = torch.cat([self.storage.read(held.keys, self.dtype), key], dim=2)
+            value = torch.cat([self.storage.read(held.values, self.dtype), value], dim=2)
+            scores = torch.cat([held.scores, scores], dim=2)
+            positions = torch.cat([held.positions, positions], dim=2)
         entries = None if past == 0 and real is None else positions >= 0
         visibility = Visibility(past, entries, real)
         rotated = key
@@ -244,7 +243,7 @@ class SlotLayer(CacheLayer):
         self.had_partial_block = self.is_partial_block
         if self.is_partial_block:  # of which more is to come: all is held, without slots for steps
             with ordinary_tensors():
-                held.owner, held.keys, held.values = None, key.clone(), value.clone()
+                held.keys, held.values = key.clone(), value.clone()
                 held.scores, held.positions = (scores + sums).clone(), positions.clone()
         else:
             self._compact(key, value, self._decayed(scores, real, length) + sums, positions)
@@ -412,10 +411,11 @@ class SlotLayer(CacheLayer):
         """Makes so many slots; of shared ones all that there may be, or some more for each head."""
         held = self.state
         if held.owner is not None:
-            keys, values, scores, places = held.by_head("keys", "values", "scores", "positions")
-            order = (places < 0).to(torch.uint8).argsort(dim=-1, stable=True)
-            taken, is_whole = places.gather(-1, order) >= 0, num_slots == self.capacity
-            self._share(keys, values, scores, places, order, taken, is_whole)
+            held.unshare()
+            order = (held.positions < 0).to(torch.uint8).argsort(dim=-1, stable=True)
+            taken, is_whole = held.positions.gather(-1, order) >= 0, num_slots == self.capacity
+            keys, values = (self.storage.read(own, self.dtype) for own in (held.keys, held.values))
+            self._share(keys, values, held.scores, held.positions, order, taken, is_whole)
             return
         held.resize(num_slots)
         held.slot_mask = self._slots_within_budget()

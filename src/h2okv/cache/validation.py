@@ -205,7 +205,6 @@ def check_by_head(cache: CacheConfig, policy: Policy, config: PreTrainedConfig) 
     others = {
         f"policy={cache.policy!r}": not isinstance(policy, H2OPolicy),
         f"positions={cache.positions!r}": cache.positions == "rolling",
-        f"kv_bits={cache.kv_bits}": cache.kv_bits is not None,
     }  # fmt: skip
     for name, is_other in others.items():
         if is_other:
