@@ -250,15 +250,21 @@ def layers(
     text: Path | None = TEXT,
     tokens: int = option(1024, "Tokens of the text that are read.", read=args.least, least=2),
     by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
+    budget: str = option("20%", "Budget to divide, of which three quarters are heavy hitters."),
 ) -> None:
     import torch
 
+    whole = args.parse_budget(budget)
+    if not isinstance(whole, float) or whole >= 1:
+        raise ValueError(f"--budget {budget} is no part of a text; give percent below 100")
     described = model.describe()
     most = min(tokens, described.context or tokens)
     ids = described.tokenizer(args.text_or_sample(text), verbose=False)["input_ids"][:most]
     with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
         loaded = model.load(described)
-        found = h2okv.measure_layer_budgets(loaded, torch.tensor([ids]), by_head=by_head)
+        found = h2okv.measure_layer_budgets(
+            loaded, torch.tensor([ids]), fraction=0.75 * whole, by_head=by_head
+        )
         file.write(json.dumps(found) + "\n")
     factors = [one for own in found for one in (own if isinstance(own, tuple) else (own,))]
     shares = f"{min(factors):g} to {max(factors):g} of the even share"
