@@ -72,7 +72,10 @@ class Segments:
         of_slots = torch.cat(numbers, dim=1)
         self.has_spare = bool((of_slots < 0).any())
         self.count = count  # of heads; what is nobody's comes behind them
-        self.of_slots = of_slots.masked_fill_(of_slots < 0, count)
+        of_slots.masked_fill_(of_slots < 0, count)
+        if bool((of_slots == of_slots[:1]).all()):  # of sequences that are alike, one is kept
+            of_slots = of_slots[:1].clone().expand_as(of_slots)
+        self.of_slots = of_slots
         self.starts = torch.cat(starts)  # of each head's row of slots
 
     def fits(self, layers: Sequence[Slots]) -> bool:
