@@ -10,6 +10,7 @@ from h2okv.records import unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
 LayerBudgets = Sequence[float | Sequence[float]]
+MEASURED: Literal["auto"] = "auto"  # layer budgets that a command measures on the model
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
@@ -184,7 +185,8 @@ class CacheConfig:
         min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each.
         seed: for policies that draw at random.
         layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
-            of its KV heads, of mean 1; ``None``: all are alike.
+            of its KV heads, of mean 1; ``None``: all are alike. ``"auto"`` stands for the model's
+            own, until a command has measured them; no cache can be made of it.
 
     Raises:
         ValueError: if the budget or the positions make no sense.
@@ -202,14 +204,14 @@ class CacheConfig:
     max_tokens: int | None = None
     min_tokens: int = 0
     seed: int = 0
-    layer_budgets: LayerBudgets | None = None
+    layer_budgets: LayerBudgets | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.policy == BEST:
             for name, value in _BEST.items():
                 if name == "policy" or getattr(self, name) == getattr(CacheConfig, name):
                     object.__setattr__(self, name, value)
-        if self.layer_budgets is not None:
+        if self.layer_budgets not in (None, MEASURED):
             object.__setattr__(self, "layer_budgets", checked_factors(self.layer_budgets))
         if self.positions not in POSITIONS:
             raise ValueError(
@@ -293,17 +295,21 @@ class CacheConfig:
 
     def layer_budget(self, index: int) -> Budget:
         """The budget of a layer, counted among those with H2O entries; of heads, the least one."""
-        if self.layer_budgets is None or self.is_full:
+        factor = self._factor(index)
+        if factor is None:
             return self.budget
-        factor = self.layer_budgets[index]
         return self._scaled(min(factor) if isinstance(factor, Sequence) else factor)
 
     def head_budgets(self, index: int) -> tuple[Budget, ...] | None:
         """The budgets of a layer's KV heads; ``None`` if they are alike."""
-        factors = None if self.is_full or self.layer_budgets is None else self.layer_budgets[index]
+        factors = self._factor(index)
         if not isinstance(factors, Sequence):
             return None
         return tuple(map(self._scaled, factors))
+
+    def _factor(self, index: int) -> float | Sequence[float] | None:
+        own = self.layer_budgets
+        return None if self.is_full or own is None or isinstance(own, str) else own[index]
 
     def _scaled(self, factor: float) -> Budget:
         heavy = self.heavy * factor

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
+from h2okv.integration import layer_budgets as own_budgets
 
 BUDGET = ("--heavy", "16", "--recent", "16")
 RUN_FIELDS = {
@@ -326,6 +327,47 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
         out.write_text(content)
         outcome = generate(*options)
         assert outcome.code == 2 and message in outcome.err
+
+
+def test_own_budgets_are_measured_once_and_kept(
+    generate, h2okv_command, model_folder, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+    measure = own_budgets.measure_layer_budgets
+
+    def count(*args, **options):
+        measured.append(options)
+        return measure(*args, **options)
+
+    monkeypatch.setattr(own_budgets, "measure_layer_budgets", count)
+    auto = ("--layer-budgets", "auto", "--max-new-tokens", 4)
+    best = ("--policy", "best", "--heavy", "15%", "--recent", "5%", *auto)
+
+    def factors(*options):
+        return json.loads(generate(*options, "--json").out)["layer_budgets"]
+
+    first = factors(*best)
+    kept = next((tmp_path / "h2okv" / "layer-budgets").iterdir())
+    assert [len(own) for own in first] == [2, 2] and json.loads(kept.read_text()) == first
+    assert factors(*best) == first and len(measured) == 1
+    kept.write_text("[")  # by a machine that lost its power
+    assert factors(*best) == first and len(measured) == 2
+    factors(*best, "--dtype", "bfloat16")
+    factors("--policy", "best", "--budget", "40%", *auto)
+    assert len(measured) == 4
+    rolled = factors(*best, "--positions", "rolling")
+    assert isinstance(rolled[0], float) and measured[-1] == {"by_head": False}
+    assert factors("--policy", "recent", *auto) is None and len(measured) == 5
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # nothing can be kept there
+    assert factors(*best) == first and len(measured) == 6
+    refused = generate(*best, "--sink", 20, "--scoring", "mean", "--decay", "0.5")
+    assert refused.code == 2 and "decay=0.5 has no effect" in refused.err
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt": "a cat"}')
+    files = ("--input", jobs, "--output", tmp_path / "out.jsonl")
+    refused = h2okv_command("batch", "--model", model_folder, *best[:-2], *files)
+    assert refused.code == 2 and "eval layers --by-head" in refused.err
 
 
 def test_pinned_messages_stay(generate, chat_folder):

@@ -81,6 +81,25 @@ def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
     assert made == [alone(model, own, 30, heavy=10, recent=10) for own in prompts[1:]]
 
 
+def test_a_model_has_its_own_budgets_measured(
+    make_llama, make_llm, make_prompts, alone, greedy, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    best = {"policy": "best", "heavy": 0.15, "recent": 0.05}
+    model = make_llama()
+    model.resize_token_embeddings(4096)  # the tokenizer's
+    llm = make_llm(model, layer_budgets="auto", **best)
+    factors = llm.engine.config.cache.layer_budgets
+    prompts = make_prompts([40, 33])
+    made = token_ids(llm.generate(prompts, greedy(20)))
+    llm.close()
+    assert len(list((tmp_path / "h2okv" / "layer-budgets").iterdir())) == 1
+    assert isinstance(factors[0], tuple)
+    assert made == [alone(model, own, 20, layer_budgets=factors, **best) for own in prompts]
+    with pytest.raises(ValueError, match="'auto' is for commands"):
+        h2okv.H2OCache(model.config, layer_budgets="auto")
+
+
 @pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)
 @pytest.mark.parametrize("max_prefill_tokens", [5, 512])
 def test_a_saved_prefix_goes_on_as_its_cache_would(

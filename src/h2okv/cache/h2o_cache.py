@@ -21,7 +21,7 @@ from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.slots import SlotLayer
-from h2okv.config import BEST, CacheConfig, LayerBudgets, Positions
+from h2okv.config import BEST, MEASURED, CacheConfig, LayerBudgets, Positions
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -128,6 +128,11 @@ class H2OCache(Cache):
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         places = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        if layer_budgets == MEASURED:
+            raise ValueError(
+                "layer_budgets='auto' is for commands, which measure the model; give what"
+                " h2okv.measure_layer_budgets(model, input_ids, by_head=True) returns."
+            )
         if layer_budgets is not None and len(self.cache_config.layer_budgets or ()) != len(places):
             raise ValueError(
                 f"layer_budgets has {len(layer_budgets)} factors, and the model {len(places)}"

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
 from h2okv.assets import sample_prompt
-from h2okv.config import BEST, LEAST_ENTRIES, CacheConfig, LayerBudgets, checked_factors
+from h2okv.config import BEST, LEAST_ENTRIES, MEASURED, CacheConfig, LayerBudgets, checked_factors
 from h2okv.console import check_least
 from h2okv.plots import check_plot
 from h2okv.records import read_text_file, refusing
@@ -29,7 +29,7 @@ from h2okv.records import read_text_file, refusing
 if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.loading import Described
@@ -224,7 +224,10 @@ CHUNK_HELP = (
 )
 
 
-def _factors(option: str, path: Path) -> LayerBudgets:
+def _factors(option: str, given: str) -> LayerBudgets | Literal["auto"]:
+    if given == MEASURED:
+        return MEASURED
+    path = Path(given)
     problem = f"{option} '{path}' is no JSON list of numbers"
     with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
         return checked_factors(json.loads(read_text(option, path)))
@@ -248,9 +251,10 @@ def make_cache(
     ),
     prefill_chunk: int | None = option(None, CHUNK_HELP),
     kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits."),
-    layer_budgets: Path | None = option(
+    layer_budgets: Typed = option(
         None,
-        "Divide heavy hitters among layers, or heads, as a file of h2okv eval layers says.",
+        "Divide heavy hitters among the heads: auto (measured once for a model and kept), or a"
+        " file of h2okv eval layers.",
         read=_factors,
     ),
     usual: str = "20%",
@@ -270,6 +274,13 @@ def make_cache(
         recent=half.recent if recent is None else parse_amount("recent", recent),
         **rest,
     )
+
+
+def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
+    """Refuses a cache that cannot be made for a model, whose own budgets may not be known yet."""
+    if cache.layer_budgets == MEASURED:
+        cache = replace(cache, layer_budgets=None)
+    h2okv.H2OCache.from_config(config, cache)
 
 
 def growth_note(caches: Sequence[CacheConfig]) -> str | None:

@@ -11,7 +11,7 @@ import typer
 
 from h2okv.cli import args
 from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, least, option
-from h2okv.config import CacheConfig
+from h2okv.config import MEASURED, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     format_bytes,
@@ -90,6 +90,7 @@ def batch(
 
     from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
 
+    _check_budgets(cache)
     cache, note = args.with_least_entries(cache)
     if sampling.stop:
         raise ValueError("--stop is not known to h2okv batch; cut the texts afterwards")
@@ -124,6 +125,13 @@ def batch(
     return 0
 
 
+def _check_budgets(cache: CacheConfig) -> None:
+    if cache.layer_budgets == MEASURED:
+        reason = "has to read the whole model, which may be larger than the memory here"
+        remedy = "give a file of 'h2okv eval layers --by-head'"
+        raise ValueError(f"--layer-budgets auto {reason}; {remedy}")
+
+
 def _check_for_ray(request: BatchRequest) -> None:
     """Refuses with --ray what is planned for one machine alone."""
     given = {
@@ -155,6 +163,7 @@ def plan(
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
+    _check_budgets(cache)
     cache, _ = args.with_least_entries(cache)
     place = {"model": model.name, "dtype": model.dtype, "device": model.device}
     request = offload_engine.OffloadRequest(cache=cache, **place, **vars(offload))

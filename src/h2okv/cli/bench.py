@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-import h2okv
 from h2okv.cli import args
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, least, numbers, option
 from h2okv.config import POSITIONS, CacheConfig
@@ -317,7 +316,7 @@ def check_serve_options(model: str, text: str) -> None:
     with load_command("serve").make_context("h2okv serve", shlex.split(text)) as given:
         names = inspect.signature(args.make_cache).parameters
         values = {name: given.params.get(name) for name in names} | {"usual": "20%"}
-    h2okv.H2OCache.from_config(describe(model).config, args.make_cache(**values))
+    args.check_cache(describe(model).config, args.make_cache(**values))
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:

@@ -57,6 +57,7 @@ def chat(
 ) -> int:
     from h2okv.chat.session import Chat, read_chat
     from h2okv.integration.chat_template import check_pinnable
+    from h2okv.integration.layer_budgets import with_own_budgets
 
     check_pinnable(pin)
     if load is not None and system:
@@ -71,6 +72,7 @@ def chat(
     with h2okv.enable(loaded, compile=compile):
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
+        cache = with_own_budgets(cache, loaded, described)
         made = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
         session = Chat(loaded, described, params, made, system, pin)
         if load is not None:
@@ -96,11 +98,11 @@ def plan_cache(
             raise ValueError(f"{why}; give tokens, such as --budget 512 or --{name} 256")
     chunk = cache.prefill_chunk
     check_least(prefill_chunk=chunk)
-    h2okv.H2OCache.from_config(config, cache)
+    args.check_cache(config, cache)
     cache, remark = replace(cache, positions="rolling" if is_auto else wanted), None
     if is_auto:
         try:
-            h2okv.H2OCache.from_config(config, cache)
+            args.check_cache(config, cache)
         except ValueError as error:
             cache, remark = _with_original(cache, error)
     held, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
@@ -110,7 +112,7 @@ def plan_cache(
     if reason := cache.past_window(held, chunk, window):
         raise ValueError(reason)
     cache = replace(cache, prefill_chunk=chunk)
-    h2okv.H2OCache.from_config(config, cache)
+    args.check_cache(config, cache)
     return cache, remark
 
 
@@ -121,7 +123,8 @@ def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheCo
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model(token, past_key_values=h2okv.H2OCache.from_config(model.config, cache))
+            even = replace(cache, layer_budgets=None)
+            model(token, past_key_values=h2okv.H2OCache.from_config(model.config, even))
     except ValueError as error:
         if "positions=" not in str(error):
             raise

@@ -15,7 +15,7 @@ import typer
 import h2okv
 from h2okv.cli import args
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, choice, option
-from h2okv.config import POSITIONS, CacheConfig
+from h2okv.config import MEASURED, POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
@@ -40,7 +40,7 @@ TOO_LONG = option(
 eval_app = args.group("eval")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
     """Caches that tasks are run with, and where the scores go."""
 
@@ -56,6 +56,8 @@ class Trial:
         """Runs tasks, writes the table, and prints the scores; the exit code, and all details."""
         from h2okv.evaluation.runner import Run
 
+        if any(own.layer_budgets == MEASURED for own in self.caches):
+            self._measure()
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
         code, evaluation = run_all(self.model, runs, self.csv.with_suffix(".samples.jsonl"))
         rows, details = list(evaluation.rows().values()), evaluation.details()
@@ -68,6 +70,16 @@ class Trial:
             header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
             write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
         return code, details
+
+    def _measure(self) -> None:
+        """Puts the model's own layer budgets in the place of ``auto``."""
+        from h2okv.integration.layer_budgets import with_own_budgets
+
+        described = self.model.describe()
+        for own in self.caches:
+            args.check_cache(described.config, own)
+        loaded = self.model.load(described)
+        self.caches = [with_own_budgets(own, loaded, described) for own in self.caches]
 
 
 def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:

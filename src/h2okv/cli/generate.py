@@ -54,6 +54,7 @@ def generate(
 ) -> int:
     from h2okv.chat.generation import Job, generate_and_compare
     from h2okv.integration.chat_template import message_spans
+    from h2okv.integration.layer_budgets import with_own_budgets
 
     if compare not in (None, "full"):
         raise ValueError(f"--compare {compare!r} is not known; the one choice is --compare full")
@@ -63,7 +64,7 @@ def generate(
     cache = cache.seeded(int(params.seed or 0))
     if cache.positions == "rolling" and cache.prefill_chunk is None and described.context:
         cache = replace(cache, prefill_chunk=max(1, min(_CHUNK, described.context // 4)))
-    h2okv.H2OCache.from_config(described.config, cache)  # mistakes show before the weights load
+    args.check_cache(described.config, cache)  # mistakes show before the weights load
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:
         raise ValueError("--system needs a chat template; put the text into the prompt itself")
@@ -76,6 +77,7 @@ def generate(
     cache, note = args.with_least_entries(cache, len(prompt_ids))
     pins = message_spans(described.tokenizer, messages, pin)
     loaded = model.load(described) if compare is None else _load(model, described)
+    cache = with_own_budgets(cache, loaded, described)
     job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:

@@ -74,6 +74,7 @@ def stream(
     from h2okv.cache.validation import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
     from h2okv.evaluation.streaming import Stream, StreamSettings
+    from h2okv.integration.layer_budgets import with_own_budgets
 
     settings = args.build(StreamSettings, locals())
     if (text is None) == (input is None):
@@ -86,7 +87,7 @@ def stream(
     parts = cache.budget.resolve(described.context or _NO_WINDOW)
     cache = replace(cache, heavy=parts.heavy, recent=parts.recent, positions=positions).seeded(seed)
     # A bad budget shows before anything is read.
-    made = h2okv.H2OCache.from_config(described.config, cache)
+    args.check_cache(described.config, cache)
     # Now, not at the block that would reach beyond the window.
     if reason := cache.past_window(parts.total, prefill_chunk, context_window(described.config)):
         raise ValueError(reason)
@@ -100,6 +101,7 @@ def stream(
         assert input is not None
         source = ConversationSource(input, tokenizer, vocab_size)
     loaded = model.load(described)
+    cache = with_own_budgets(cache, loaded, described)
     identity: dict[str, Any] = {
         "policy": cache.policy, "heavy": cache.heavy, "recent": cache.recent, "sink": cache.sink,
         "positions": cache.positions, "seed": seed,
@@ -109,6 +111,7 @@ def stream(
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:
+        made = h2okv.H2OCache.from_config(described.config, cache)
         running = Stream(loaded, made, source, settings, identity)
     code = _run(running, described, cache.label, files, as_json)
     if as_json:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.validation import window_by_length
-from h2okv.config import Budget
+from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
@@ -32,6 +32,7 @@ from h2okv.engine.scheduler import (
     Scheduler,
 )
 from h2okv.integration import enable
+from h2okv.integration.layer_budgets import with_own_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
 from h2okv.records import refusing
 
@@ -63,7 +64,9 @@ class Engine:
             described = Described(name, name, model.config, own, context_of(model.config))
         self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
         # All that can be refused is, before the weights are loaded.
-        self._model_config = described.config
+        self._model_config, asked = described.config, config.cache
+        if asked.layer_budgets == MEASURED:
+            self.config = replace(config, cache=replace(asked, layer_budgets=None))
         probe = self._make_cache(None)
         check_poolable(probe)
         if config.tensor_parallel and probe.cache_config.is_by_head:
@@ -77,6 +80,12 @@ class Engine:
             model = load_weights(described, dtype, where, config.tensor_parallel)
         self.model = model.eval()
         self._model_config = self.model.config
+        if asked.layer_budgets == MEASURED:
+            is_whole = not config.tensor_parallel
+            cache = with_own_budgets(asked, self.model, described, by_head=is_whole)
+            self.config = config = replace(config, cache=cache)
+            probe = self._make_cache(None)
+            self._set_limits(probe, described.context)
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(

@@ -1,18 +1,36 @@
-"""How a budget is best divided among a model's layers."""
+"""How a budget is best divided among a model's layers, and their heads."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2okv.assets import sample_prompt
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
-from h2okv.config import LayerBudgets
+from h2okv.config import MEASURED, CacheConfig, LayerBudgets, checked_factors
+from h2okv.console import Progress
+from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import prefill
+from h2okv.integration.loading import Described
+from h2okv.integration.models import cache_folder
+from h2okv.policy import get_policy
+from h2okv.provenance import digest, fingerprint
+from h2okv.records import write_json
+
+# A thousand tokens tell heads apart; layers, which differ less, need some more.
+_TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 1024, 4096
+# What a budget in tokens is taken for, whose prompts may have any length.
+_USUAL_FRACTION = 0.15
+_VERSION = 1  # of what is measured; another one measures anew
 
 
 @torch.no_grad()
@@ -80,3 +98,47 @@ def _split(factors: list[float], sizes: list[int]) -> Iterator[list[float]]:
     """The factors of each layer, which has so many heads."""
     rest = iter(factors)
     return (list(islice(rest, size)) for size in sizes)
+
+
+def with_own_budgets(
+    config: CacheConfig, model: PreTrainedModel, described: Described, *, by_head: bool = True
+) -> CacheConfig:
+    """Puts the model's own factors in the place of ``layer_budgets="auto"``.
+
+    They are measured on the sample story that comes with the package, by `measure_layer_budgets`,
+    the first time that a model is used with a budget; a file in the user's cache folder keeps them.
+
+    Args:
+        config: which cache; returned as it is unless it says ``"auto"``.
+        model: the loaded model.
+        described: what is known of it besides.
+        by_head: whether heads may differ; they never do where positions roll.
+
+    Returns:
+        The config with factors; without any where scores decide nothing.
+
+    Raises:
+        ValueError: if the cache cannot be made for the model.
+    """
+    if config.layer_budgets != MEASURED:
+        return config
+    config = replace(config, layer_budgets=None)
+    H2OCache.from_config(model.config, config)  # mistakes show before the work
+    if config.is_full or not get_policy(config.policy).uses_scores:
+        return config
+    by_head = by_head and config.positions != "rolling"
+    fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
+    most = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, described.context or 1 << 30)
+    setting = f"{fingerprint(model)} {fraction:.4f} {by_head} {most} {_VERSION}"
+    name = Path(described.name).name[:40]
+    path = cache_folder("layer-budgets") / f"{name}-{digest(setting)}.json"
+    with suppress(OSError, ValueError):  # not there, or damaged
+        kept = checked_factors(json.loads(path.read_text(encoding="utf-8")))
+        return replace(config, layer_budgets=kept)
+    ids = torch.tensor([encode(described.tokenizer, sample_prompt(), described.vocab_size)[:most]])
+    with Progress(f"measuring the {'heads' if by_head else 'layers'} of {name}, once"):
+        found = measure_layer_budgets(model, ids, fraction, by_head=by_head)
+    with suppress(OSError, ValueError):  # a folder that cannot be written to costs time alone
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return replace(config, layer_budgets=found)
