@@ -1,0 +1,110 @@
+"""What pins are worth: a chat's messages that are never evicted, beside random spans of a length.
+
+Each line of a JSONL file has the messages of a chat that ends with a question. It is read once for
+all caches and evicted from; what each of them then predicts of the full cache's greedy answer is
+compared as by ``h2okv eval fidelity``. Pins take their room of the heavy part, so that all rows
+hold as many entries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from recall_quality import under_test, with_intervals
+
+from h2okv.config import CacheConfig
+from h2okv.console import Progress
+from h2okv.evaluation.model import make_cache
+from h2okv.evaluation.tasks.fidelity import _FULL, Source, _Comparison, _Sample
+from h2okv.integration import enable
+from h2okv.integration.chat_template import message_spans
+from h2okv.integration.loading import describe
+from h2okv.records import write_csv
+
+POLICIES = ("h2o", "best")
+Spans = list[tuple[int, int]]
+
+
+def pins_of(tokenizer: Any, messages: Any, length: int, seed: int) -> dict[str, Spans]:
+    """What is pinned, by the name of its row."""
+    question = message_spans(tokenizer, messages, ["last_user"])
+    begin, end = question[0]
+    at = random.Random(seed).randrange(begin - (end - begin))
+    return {
+        "nothing": [],
+        "the last question": question,
+        "a random span as long": [(at, at + end - begin)],
+    }
+
+
+@torch.no_grad()
+def evaluate(args: argparse.Namespace) -> None:
+    """Reads the chats onto all caches, and writes the table."""
+    tested = under_test(describe(args.model), getattr(torch, args.dtype))
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    skipped = 0
+    chats: Any = Source.read(args.chats).prompts
+    lines = [[message._asdict() for message in chat] for chat in chats]
+    with Progress("chats", len(lines), "chats") as bar, enable(tested.model):
+        for number, messages in enumerate(lines):
+            ids = tested.encode(messages)
+            pins = pins_of(tested.tokenizer, messages, len(ids), number)
+            keys = [(policy, name) for policy in POLICIES for name in pins]
+            caches = [make_cache(_FULL, tested.config)]
+            try:
+                for policy, name in keys:
+                    budget = args.budget if policy == "h2o" else args.best_budget
+                    config = CacheConfig.from_budget(budget, policy=policy)
+                    caches.append(make_cache(config, tested.config))
+                    caches[-1].pin(pins[name], len(ids))
+            except ValueError:  # more is pinned than heavy entries are kept
+                skipped += 1
+                continue
+            compared = _Comparison(tested, caches, _Sample("chats", ids, []))
+            for key, result in zip(keys, compared.run(args.new_tokens, "decode"), strict=True):
+                found.setdefault(key, []).append(result)
+            bar.advance(1)
+    if not found:
+        raise ValueError(f"'{args.chats}': every question is longer than the heavy part kept")
+    rows = []
+    for (policy, name), own in found.items():
+        base = found[policy, "nothing"]
+        values = {
+            "kl": [r["kl"] for r in own],
+            "kl_minus_nothing": [r["kl"] - b["kl"] for r, b in zip(own, base, strict=True)],
+            "agreement": [r["agreement"] for r in own],
+        }
+        held = sum(r["bytes"] for r in own) / sum(r["full_bytes"] for r in own)
+        row = {"model": args.model, "dtype": args.dtype, "policy": policy, "pinned": name}
+        row |= {"chats": len(own), "skipped": skipped, "bytes_fraction": f"{held:.4g}"}
+        rows.append(row | with_intervals(values))
+    write_csv(args.csv, rows, list(rows[0]))
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python benchmarks/pinned_quality.py chats.jsonl --csv pins.csv",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("chats", type=Path, help='JSONL of {"messages": [...]}')
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--budget", type=float, default=0.2)
+    parser.add_argument("--best-budget", type=float, default=0.185, help="the same bytes")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--csv", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        evaluate(args)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()
