@@ -66,6 +66,12 @@ class Engine:
         # All that can be refused is, before the weights are loaded.
         self._model_config, asked = described.config, config.cache
         if asked.layer_budgets == MEASURED:
+            if config.tensor_parallel:
+                raise ValueError(
+                    "layer_budgets='auto' measures the model in one process, and with tensor"
+                    " parallelism each holds a part; give one factor for each layer, as h2okv eval"
+                    " layers writes them."
+                )
             self.config = replace(config, cache=replace(asked, layer_budgets=None))
         probe = self._make_cache(None)
         check_poolable(probe)
@@ -81,9 +87,8 @@ class Engine:
         self.model = model.eval()
         self._model_config = self.model.config
         if asked.layer_budgets == MEASURED:
-            is_whole = not config.tensor_parallel
-            cache = with_own_budgets(asked, self.model, described, by_head=is_whole)
-            self.config = config = replace(config, cache=cache)
+            own_cache = with_own_budgets(asked, self.model, described)
+            self.config = config = replace(config, cache=own_cache)
             probe = self._make_cache(None)
             self._set_limits(probe, described.context)
         self.group = TensorParallelGroup() if config.tensor_parallel else None

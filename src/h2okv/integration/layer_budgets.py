@@ -101,18 +101,18 @@ def _split(factors: list[float], sizes: list[int]) -> Iterator[list[float]]:
 
 
 def with_own_budgets(
-    config: CacheConfig, model: PreTrainedModel, described: Described, *, by_head: bool = True
+    config: CacheConfig, model: PreTrainedModel, described: Described
 ) -> CacheConfig:
     """Puts the model's own factors in the place of ``layer_budgets="auto"``.
 
-    They are measured on the sample story that comes with the package, by `measure_layer_budgets`,
-    the first time that a model is used with a budget; a file in the user's cache folder keeps them.
+    By head, or by layer where positions roll. They are measured by `measure_layer_budgets` on the
+    sample story that comes with the package, the first time that a model is used with a budget; a
+    file in the user's cache folder keeps them.
 
     Args:
         config: which cache; returned as it is unless it says ``"auto"``.
         model: the loaded model.
         described: what is known of it besides.
-        by_head: whether heads may differ; they never do where positions roll.
 
     Returns:
         The config with factors; without any where scores decide nothing.
@@ -126,7 +126,7 @@ def with_own_budgets(
     H2OCache.from_config(model.config, config)  # mistakes show before the work
     if config.is_full or not get_policy(config.policy).uses_scores:
         return config
-    by_head = by_head and config.positions != "rolling"
+    by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
     most = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, described.context or 1 << 30)
     setting = f"{fingerprint(model)} {fraction:.4f} {by_head} {most} {_VERSION}"
