@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads
 from h2okv.analysis.score_stats import load_scipy
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.config import TokenBudget
 from h2okv.integration import enable
 from h2okv.policy import Policy
@@ -83,7 +84,7 @@ def follow(
             # Of the first tokens, read at once, only the last one's prediction is looked at.
             new = min(block, end - begin) if begin else 1
             read = ids[:, begin:end]
-            output = model(input_ids=read, past_key_values=cache, logits_to_keep=new)
+            output = model(input_ids=read, logits_to_keep=new, **{CACHE: cache})
             logits = output.logits[0].float().cpu()
             following[end - new : end] = logits.argmax(-1).int()
             true = ids[0, end - new + 1 : end + 1].cpu()

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 import h2okv
 from h2okv.benchmarking.model import ModelSource
+from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.integration.attention import ATTENTION_NAME
@@ -131,7 +132,7 @@ class CacheRunner:
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Runs the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
-        how = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        how = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         with torch.no_grad():
             return self.model(ids, **how).logits
 

@@ -28,6 +28,7 @@ from h2okv.benchmarking.caches import (
 )
 from h2okv.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
+from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import context_window
 from h2okv.config import CacheConfig, Positions
@@ -182,7 +183,7 @@ def _logits(
     model.set_attn_implementation(attention)
     with torch.inference_mode():
         parts = (ids[:, :_PROMPT], *ids[:, _PROMPT:].split(1, dim=1))
-        outputs = [model(part, past_key_values=cache, logits_to_keep=1).logits for part in parts]
+        outputs = [model(part, logits_to_keep=1, **{CACHE: cache}).logits for part in parts]
     return torch.cat(outputs, dim=1).float()
 
 

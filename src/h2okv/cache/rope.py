@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from h2okv.cache.argument import CACHE
 from h2okv.config import Positions, check_tokens
 from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, rotate
 
@@ -195,7 +196,7 @@ def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
     taker = _KeyTaker()
     names = inspect.signature(module.forward).parameters
     arguments = {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
-    arguments["layer_past" if "layer_past" in names else "past_key_values"] = taker
+    arguments["layer_past" if "layer_past" in names else CACHE] = taker
     try:
         with torch.no_grad():
             module(**arguments)

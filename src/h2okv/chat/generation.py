@@ -23,6 +23,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.console import Progress, discard, write_text
 from h2okv.engine.detokenizer import Detokenizer, StopText
@@ -127,7 +128,7 @@ class Generating(StoppingCriteria):
             generate(
                 input_ids=rest,
                 attention_mask=rest.new_ones(1, read),
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=self._room,
                 use_cache=True,
                 num_beams=1,

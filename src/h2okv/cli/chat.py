@@ -120,11 +120,13 @@ def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheCo
     """Asks the loaded model whether its positions roll, for a config does not tell everything."""
     import torch
 
+    from h2okv.cache.argument import CACHE
+
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
             even = replace(cache, layer_budgets=None)
-            model(token, past_key_values=h2okv.H2OCache.from_config(model.config, even))
+            model(token, **{CACHE: h2okv.H2OCache.from_config(model.config, even)})
     except ValueError as error:
         if "positions=" not in str(error):
             raise

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache, slot_pool
+from h2okv.cache.argument import CACHE
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.sampling_params import UNLIMITED
@@ -206,7 +207,7 @@ class ModelRunner:
             input_ids=tokens.to(device),
             position_ids=positions.to(device),
             attention_mask=None if mask is None else mask.to(device),
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=keep,
         ).logits

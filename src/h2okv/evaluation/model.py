@@ -20,6 +20,7 @@ from transformers import (
 
 import h2okv
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.cache.validation import context_window
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
@@ -231,7 +232,7 @@ def _write(
     written = generate(
         input_ids=ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=most,
         do_sample=False,
         num_beams=1,

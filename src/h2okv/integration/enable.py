@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE, cache_in
 from h2okv.cache.validation import check_model, unwrap
 from h2okv.config import check_tokens
 from h2okv.integration.attention import ATTENTION_NAME
@@ -38,7 +39,7 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # on a GPU ``generate`` does so by itself
             return plain(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         tokens = kwargs.get("input_ids", args[0] if args else None)
         is_step = tokens is not None and tokens.shape[1] == 1
         if not (is_step and isinstance(cache, H2OCache) and cache.prepare_step()):
@@ -168,7 +169,7 @@ def _place_tokens(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Gives the model the positions that the cache asks for, where it asks for others."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if not isinstance(cache, H2OCache) or not cache.needs_enabling:
         return None
     position_ids = kwargs.get("position_ids")
@@ -241,7 +242,7 @@ def read_blocks(
                     logits = model(
                         block,
                         attention_mask=None if mask is None else mask[:, : before + read],
-                        past_key_values=cache,
+                        **{CACHE: cache},
                         logits_to_keep=0 if all_logits else 1,
                     ).logits
                 yield read, logits
@@ -301,6 +302,6 @@ def prefill(
             input_ids,
             attention_mask=attention_mask,
             position_ids=new.clamp(min=0),
-            past_key_values=cache,
             logits_to_keep=1,
+            **{CACHE: cache},
         ).logits[:, -1]

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import optional
@@ -81,7 +82,7 @@ class MicroBatch:
         return model(
             input_ids=torch.tensor(tokens, device=self.device),
             attention_mask=mask,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             use_cache=True,
             logits_to_keep=1,
             **({"position_ids": positions} if takes_positions else {}),

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.engine.memory import MemoryModel, available_bytes
 from h2okv.integration.enable import enable
 from h2okv.offload.checkpoint import CheckpointFiles
@@ -238,7 +239,7 @@ def measure_overhead(
 
         def read(config: Any = config, model: Any = model, tokens: Any = tokens) -> H2OCache:
             cache = H2OCache.from_config(config, cache_config)
-            model(tokens, past_key_values=cache, logits_to_keep=1)
+            model(tokens, logits_to_keep=1, **{CACHE: cache})
             return cache
 
         with torch.inference_mode(), enable(model):
@@ -246,7 +247,7 @@ def measure_overhead(
             for name, batch in (("step", 1), ("steps", _SEQUENCES)):
                 cache = read()
                 cache.batch_repeat_interleave(batch)
-                step = partial(model, tokens[:, :1].expand(batch, 1), past_key_values=cache)
+                step = partial(model, tokens[:, :1].expand(batch, 1), **{CACHE: cache})
                 seconds[name].append(median(Clock(device).samples(step)))
             seconds["prompt"].append(median(Clock(device).samples(read)))
     layer, many, read_once = (max(0.0, own[1] - own[0]) / 4 for own in seconds.values())

@@ -14,6 +14,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from h2okv.cache.argument import CACHE
 from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.scorer import (
     Pair,
@@ -109,9 +110,7 @@ class H2OLM(HFLM):
     def _model_generate(self, *args: Any, **options: Any) -> torch.Tensor:
         """Generates with a new cache for the batch; the budget is of each one's prompt."""
         with enable(self.model):
-            return super()._model_generate(
-                *args, past_key_values=self.scorer.new_cache(), **options
-            )
+            return super()._model_generate(*args, **{CACHE: self.scorer.new_cache()}, **options)
 
     def _loglikelihood_tokens(
         self,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import h2okv.provenance
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.validation import check_model
@@ -187,7 +188,7 @@ class Scorer:
         self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
     ) -> torch.Tensor:
         """Reads ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
-        how = {"attention_mask": mask, "past_key_values": cache, "logits_to_keep": keep}
+        how = {"attention_mask": mask, CACHE: cache, "logits_to_keep": keep}
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with enable(self.model), torch.no_grad():
             logits: torch.Tensor = self.model(ids, position_ids=positions, **how).logits
@@ -231,7 +232,7 @@ class EvictingModel:
     def generate(self, **inputs: Any) -> Any:
         cache = make_cache(self.config, self.model.config, self.config.seed)
         with enable(self.model):
-            return self.model.generate(past_key_values=cache, **inputs)
+            return self.model.generate(**{CACHE: cache}, **inputs)
 
     def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
         """Logits ``[B, T, V]`` of whole texts ``[B, T]`` without padding, evicting as it goes."""

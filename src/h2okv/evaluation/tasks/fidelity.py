@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from h2okv.cache import H2OCache
+from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.console import check_least
 from h2okv.engine.sampler import eos_token_ids
@@ -283,7 +284,7 @@ class _Comparison:
     def _forward(self, ids: torch.Tensor, cache: H2OCache, keep: int = 0) -> torch.Tensor:
         """Log-probabilities fp32 ``[B, T, V]``, or of the last token alone; on the CPU."""
         ids = ids.to(self.model.device)
-        logits = self.model(ids, past_key_values=cache, logits_to_keep=keep).logits
+        logits = self.model(ids, logits_to_keep=keep, **{CACHE: cache}).logits
         return logits.float().log_softmax(dim=-1).cpu()
 
 

@@ -4,16 +4,18 @@ import inspect
 from typing import Any
 
 import h2okv
+from h2okv.cache.argument import CACHE
 
 _OPTIONS = tuple(inspect.signature(h2okv.H2OCache).parameters)[1:]
 
 
-def generate(model: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwargs: Any) -> Any:
     """Runs ``model.generate`` with an ``H2OCache`` and H2O attention.
 
     Args:
         model: the model; its attention is H2O's during the call and its own again afterwards.
         past_key_values: an ``H2OCache`` to go on with (mutated); a new one if ``None``.
+        cache: the same, as transformers calls it from 5.24 on.
         **kwargs: what ``generate`` takes, and the options of a new ``H2OCache``: ``heavy``,
             ``recent``, ``sink``, ``policy``, ``scoring``, ``decay``, ``positions``,
             ``prefill_chunk``, ``simulate``, ``max_tokens``, ``kv_bits``, ``seed``.
@@ -26,18 +28,19 @@ def generate(model: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
             a cache that has its own.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-    cache = past_key_values
+    given = "past_key_values" if cache is None else "cache"
+    cache = past_key_values if cache is None else cache
     if cache is None:
         cache = h2okv.H2OCache(model, **options)
     elif not isinstance(cache, h2okv.H2OCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}; this recipe goes on with an "
-            "h2okv.H2OCache, or makes one if past_key_values is left out."
+            f"{given} is a {type(cache).__name__}; this recipe goes on with an "
+            f"h2okv.H2OCache, or makes one if {given} is left out."
         )
     elif options:
         raise ValueError(
-            f"{', '.join(options)} would have no effect on the cache in past_key_values; give them "
-            "to that H2OCache, or leave past_key_values out."
+            f"{', '.join(options)} would have no effect on the cache in {given}; give them to that "
+            f"H2OCache, or leave {given} out."
         )
     prompt = kwargs.get("input_ids", kwargs.get("inputs"))
     # The rows of a batch may be padded, and are then cut inside the layers, each by its own tokens.
@@ -45,4 +48,4 @@ def generate(model: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         kwargs.setdefault("prefill_chunk_size", cache.prefill_chunk)
         cache.expect(prompt.shape[1])
     with h2okv.enable(model):
-        return model.generate(past_key_values=cache, **kwargs)
+        return model.generate(**{CACHE: cache}, **kwargs)
