@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv.benchmarking.model import parse_shape
+from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.offload.profile import Clock
@@ -122,7 +123,7 @@ def rolling(subject: Subject) -> None:
             subject.ready(again, args.batch, length)
             runs["compiled" if name == "h2o" else "original, compiled"] = partial(
                 with_compiled_steps(subject.model),
-                input_ids=prompt_ids(subject.model, args.batch, 1), past_key_values=again.cache,
+                input_ids=prompt_ids(subject.model, args.batch, 1), **{CACHE: again.cache},
                 use_cache=True, logits_to_keep=1,
             )  # fmt: skip
     samples = interleave(runs, args.decode_rounds, 3, "rolling")

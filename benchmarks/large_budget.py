@@ -16,6 +16,7 @@ from record import Target, environment, interleave, load_pair, report, rows_for
 from transformers import DynamicCache, PreTrainedModel
 
 import h2okv
+from h2okv.cache.argument import CACHE
 
 RESULTS = Path(__file__).parent / "results" / "large_budget.csv"
 LIMIT = 1.1
@@ -33,7 +34,7 @@ class Writer:
     @torch.no_grad()
     def step(self) -> None:
         """Reads the last token and takes the likeliest next one."""
-        logits = self.model(self.token, past_key_values=self.cache, logits_to_keep=1).logits
+        logits = self.model(self.token, **{CACHE: self.cache}, logits_to_keep=1).logits
         self.token = logits.argmax(-1)
         self.text.append(int(self.token))
 

@@ -97,6 +97,8 @@ def run_accelerate(setting: dict[str, Any]) -> dict[str, Any]:
     """Accelerate's disk offload, as `from_pretrained` sets it up, with transformers' own cache."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
+    from h2okv.cache.argument import CACHE
+
     layers = {f"model.layers.{n}": "disk" for n in range(setting["layers"])}
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -112,7 +114,7 @@ def run_accelerate(setting: dict[str, Any]) -> dict[str, Any]:
             for _ in range(setting["new"]):
                 drop_pages(setting["folder"])
                 before = time.perf_counter()
-                logits = model(block, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                logits = model(block, **{CACHE: cache}, logits_to_keep=1).logits[:, -1]
                 block = logits.argmax(dim=-1, keepdim=True)
                 made.append(block)
                 passes.append((time.perf_counter() - before, 0))

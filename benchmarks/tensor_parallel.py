@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 import h2okv
+from h2okv.cache.argument import CACHE
 from h2okv.integration.loading import describe, load_weights
 
 PROMPT, STEPS = 1000, 200
@@ -25,14 +26,14 @@ def run(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
     cache = h2okv.H2OCache(model.config)
     prompt = ids[:, :PROMPT]
     with h2okv.enable(model):
-        logits = [model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]]
+        logits = [model(prompt, **{CACHE: cache}, logits_to_keep=1).logits[:, -1]]
         for place in range(PROMPT, PROMPT + STEPS):
             token = ids[:, place : place + 1]
-            logits.append(model(token, past_key_values=cache).logits[:, -1])
+            logits.append(model(token, **{CACHE: cache}).logits[:, -1])
         made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=h2okv.H2OCache(model.config),
+            **{CACHE: h2okv.H2OCache(model.config)},
             max_new_tokens=STEPS,
             do_sample=False,
         )

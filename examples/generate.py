@@ -18,7 +18,7 @@ inputs = tokenizer.apply_chat_template(
 )  # fmt: skip
 
 cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
-output = model.generate(**inputs, past_key_values=cache, max_new_tokens=48, do_sample=False)
+output = model.generate(**inputs, cache=cache, max_new_tokens=48, do_sample=False)
 
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print(f"\n{cache.nbytes:,} bytes held; a full cache would hold {cache.full_nbytes:,}.")

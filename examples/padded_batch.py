@@ -14,7 +14,7 @@ prompts = ["The old house stood", "She took the letter from the table and read i
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)
 cache = h2okv.H2OCache(model.config, heavy=8, recent=8)
 with h2okv.enable(model):  # for a model that is already loaded
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    output = model.generate(**inputs, cache=cache, max_new_tokens=30, do_sample=False)
 
 for text in tokenizer.batch_decode(output, skip_special_tokens=True):
     print("-", text.replace("\n", " "))

@@ -27,7 +27,7 @@ prompts = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in w
 many = cache.fork(len(words))
 output = model.generate(
     **many.next_turn(torch.tensor(prompts)),
-    past_key_values=many,
+    cache=many,
     max_new_tokens=20,
     do_sample=False,
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 import h2okv
+from h2okv.cache.argument import CACHE
 from training.data import Window
 from training.quality import answer_recalled, share, stack
 
@@ -71,7 +72,7 @@ def second_half(
     losses, hits = [], []
     block = tokens[:, :half]
     for target in tokens[:, half:].unbind(1):
-        output = net(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = net(input_ids=block, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float()
         losses.append(F.cross_entropy(logits, target, reduction="none"))
         hits.append(logits.argmax(-1) == target)

@@ -324,5 +324,7 @@ def test_sums_that_nobody_looks_at_are_not_made(dtype):
             *inputs, Visibility(past=20), 0.25, needs_sums=False
         )
         expected, _ = blockwise_attention_with_scores(*inputs, Visibility(past=20), 0.25)
-    torch.testing.assert_close(output, expected)  # by another kernel where that is faster
+    # By another kernel where that is faster, which in bf16 may round the weights.
+    atol, rtol = (1e-5, 1.3e-6) if dtype == torch.float32 else (5e-3, 1.6e-2)
+    torch.testing.assert_close(output, expected, atol=atol, rtol=rtol)
     assert not sums.any()

@@ -1,4 +1,4 @@
-"""The object that a user passes as ``past_key_values``."""
+"""The object that a user passes as ``cache``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class H2OCache(Cache):
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
         cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)
 
     Args:
         config: the model's config, or the model.
@@ -241,7 +241,7 @@ class H2OCache(Cache):
 
         For example::
 
-            model.generate(**cache.next_turn(new_ids), past_key_values=cache)
+            model.generate(**cache.next_turn(new_ids), cache=cache)
 
         The last token that a ``generate`` returned has not been read by the model yet, so a turn
         begins with it. The same goes without this method by giving ``generate`` the whole text.

@@ -193,7 +193,7 @@ def h2o_attention(
     if module.training and query.requires_grad and torch.is_grad_enabled():
         logger.warning_once(
             "Nothing is learned through an H2OCache: queries, keys and values get no gradient; "
-            "train without past_key_values (use_cache=False), which is plain SDPA."
+            "train without a cache (use_cache=False), which is plain SDPA."
         )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
     _check_causal(layer, module, query.shape[2], attention_mask, options)

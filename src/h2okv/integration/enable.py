@@ -263,7 +263,7 @@ def prefill(
     Then generate with the whole text, of which transformers takes the part not yet read::
 
         h2okv.prefill(model, input_ids[:, :-1], cache)
-        model.generate(input_ids, past_key_values=cache)
+        model.generate(input_ids, cache=cache)
 
     Args:
         model: a loaded model, with H2O attention or without.

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import h2okv
+from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.scorer import EvictingModel, Scorer, batches, split_settings
@@ -124,7 +125,7 @@ def test_scorers_of_a_group_read_a_context_once_and_answer_as_alone(make_llama):
         own.group = group
     read = []
     hook = model.register_forward_pre_hook(
-        lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
+        lambda _, __, given: read.append(type(cache_in(given)).__name__), with_kwargs=True
     )
     found = [in_order(own.after_prompts(pairs)) for own in group]
     hook.remove()
