@@ -48,6 +48,7 @@ BY_DESIGN = {
     "right_padding": "outputs at padding are not full attention's, and generate goes on from one",
     "can_set_attention_dynamically": 'asks for the name "sdpa", where this suite puts "h2o"',
     "sdpa_can_dispatch_non_composite_models": 'asks for the name "sdpa" too',
+    "bc_cache_name_forward": "leaves out whatever is not a DynamicCache",
 }
 LENGTH, NEW, TOLERANCE = 12, 8, {"atol": 2e-4, "rtol": 1e-4}
 # What generate must give with either cache; `rows`, `pad`, `embeds` and `assistant` are ours.
