@@ -75,7 +75,9 @@ def fingerprint(module: torch.nn.Module) -> str | None:
     for name, parameter in sorted(module.named_parameters()):
         if parameter.device.type == "meta":
             return None
-        flat = parameter.detach().reshape(-1)
+        # Packed linear layers have the same weights in another layout.
+        whole = parameter.to_dense() if parameter.is_mkldnn else parameter
+        flat = whole.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // _SAMPLE)].contiguous().cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())

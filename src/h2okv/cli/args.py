@@ -397,10 +397,10 @@ class ModelOptions:
         _ = self.device
         return describe(self.name)
 
-    def load(self, described: Described) -> PreTrainedModel:
+    def load(self, described: Described, packed: bool = True) -> PreTrainedModel:
         from h2okv.integration.loading import load_weights
 
-        return load_weights(described, self.dtype, self.device)
+        return load_weights(described, self.dtype, self.device, packed=packed)
 
 
 def model_options(**changed: Any) -> Any:

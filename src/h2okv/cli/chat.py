@@ -68,7 +68,7 @@ def chat(
     if load is not None:
         load = load.expanduser()
         read_chat(load, described.config)  # mistakes show before the weights load
-    loaded = model.load(described)
+    loaded = model.load(described, packed=not compile)
     with h2okv.enable(loaded, compile=compile):
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)

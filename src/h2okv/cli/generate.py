@@ -76,7 +76,11 @@ def generate(
     prompt_ids = described.encode(messages if is_chat else text)
     cache, note = args.with_least_entries(cache, len(prompt_ids))
     pins = message_spans(described.tokenizer, messages, pin)
-    loaded = model.load(described) if compare is None else _load(model, described)
+    packed = not compile
+    if compare is None:
+        loaded = model.load(described, packed)
+    else:
+        loaded = _load(model, described, packed)
     cache = with_own_budgets(cache, loaded, described)
     job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
@@ -110,10 +114,12 @@ def demo(
     return INTERRUPTED if found.interrupted else 0
 
 
-def _load(model: ModelOptions, described: Described) -> PreTrainedModel:
+def _load(
+    model: ModelOptions, described: Described, packed: bool = True
+) -> PreTrainedModel:
     """Loads the model of a comparison and tells how long that took: no row of it does."""
     begun = time.perf_counter()
-    loaded = model.load(described)
+    loaded = model.load(described, packed)
     write_remark(f"{described.name} loaded in {time.perf_counter() - begun:.1f} s")
     return loaded
 

@@ -83,7 +83,7 @@ class Engine:
         self._set_limits(probe, described.context)
         if isinstance(model, str):
             where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            model = load_weights(described, dtype, where, config.tensor_parallel)
+            model = load_weights(described, dtype, where, config.tensor_parallel, packed=True)
         self.model = model.eval()
         self._model_config = self.model.config
         if asked.layer_budgets == MEASURED:

@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 from h2okv.cache.validation import check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
+from h2okv.integration.packed_linear import pack_linear_layers
 from h2okv.records import first_line, refusing
 
 
@@ -65,8 +66,9 @@ def load_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     tensor_parallel: bool = False,
+    packed: bool = False,
 ) -> transformers.PreTrainedModel:
-    """Loads a described model, ready to generate."""
+    """Loads a described model, ready to generate; ``packed`` is for inference, not compiled."""
     dtype = dtype or default_dtype(described.name, device)
     options: dict[str, Any] = {"config": described.config, "dtype": dtype or "auto"}
     if tensor_parallel:
@@ -85,6 +87,8 @@ def load_weights(
         model.generation_config.cache_implementation = None
     if not tensor_parallel:
         model.to(device)
+        if packed:
+            pack_linear_layers(model)
     model.eval()
     return model
 
