@@ -31,8 +31,9 @@ def test_products_are_those_of_the_layer(dtype, bias):
     layer = nn.Linear(48, 80, bias=bias, dtype=dtype)
     states = torch.randn(3, 65, 48, dtype=dtype)
     inputs = [
-        states, states[:, -1:], states[0], states[0, 0], states[:, :0], states[:1].expand(4, -1, -1),
-        states.transpose(0, 1), torch.randn(65, 96, dtype=dtype)[:, ::2],
+        states, states[:, -1:], states[0], states[0, 0], states[:, :0],
+        states[:1].expand(4, -1, -1), states.transpose(0, 1),
+        torch.randn(65, 96, dtype=dtype)[:, ::2],
     ]  # fmt: skip
     expected = [layer(own) for own in inputs]
     weight = layer.weight.detach().clone()
