@@ -8,7 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.integration import packed_linear
-from h2okv.integration.packed_linear import PackedLinear, pack_linear_layers
+from h2okv.integration.packed_linear import (
+    Int4Linear,
+    PackedLinear,
+    check_weight_bits,
+    pack_linear_layers,
+)
 from h2okv.provenance import fingerprint
 
 pytestmark = pytest.mark.skipif(
@@ -89,3 +94,80 @@ def test_where_it_was_not_measured_nothing_is_packed(monkeypatch):
     monkeypatch.undo()
     assert pack_linear_layers(nn.Linear(8, 8, dtype=torch.float64)) == 0
     assert pack_linear_layers(nn.Linear(8, 8, device="meta")) == 0
+
+
+def on_a_grid(outputs, inputs):
+    """A weight whose groups of 32 have 16 values each, with steps that bf16 holds."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15  # both ends are there
+    steps = 2.0 ** torch.randint(-9, -4, (outputs, inputs // 32, 1), generator=generator)
+    return ((codes - 8) * steps).view(outputs, inputs).bfloat16()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(16, 32), (80, 64), (576, 1536)], ids=str)
+def test_weights_that_were_of_4_bits_stay_what_they_were(shape, bias):
+    outputs, inputs = shape
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    layer.weight.data = on_a_grid(outputs, inputs)
+    states = torch.randn(2, 9, inputs, dtype=torch.bfloat16)
+    rows = [states[:1, :1], states[:, :1], states[:, :2], states[0, 0], states, states[:, :0]]
+    expected = [layer(own) for own in rows]
+    weight = layer.weight.detach().clone()
+    assert pack_linear_layers(layer, 4) == 1
+    assert type(layer) is Int4Linear
+    assert torch.equal(layer.weight.to_dense(), weight)
+    for own, right in zip(rows, expected, strict=True):
+        torch.testing.assert_close(layer(own), right, atol=0.01, rtol=0.02)
+
+
+def test_any_weights_are_rounded_and_all_rows_see_the_same():
+    torch.manual_seed(3)
+    layer = nn.Linear(128, 96, dtype=torch.bfloat16)
+    layer.weight.data[5] = 0.25  # a row of one value has no step
+    before = layer.weight.detach().float()
+    states = torch.randn(5, 128, dtype=torch.bfloat16)
+    pack_linear_layers(layer, 4)
+    after = layer.weight.to_dense().float()
+    # At most half a step of 1/15 of the range, and what bf16 rounds.
+    span = before.view(96, 4, 32).aminmax(dim=-1)
+    step = (span.max - span.min).repeat_interleave(32, 1) / 15
+    assert ((after - before).abs() <= 0.55 * step + 0.01 * before.abs()).all()
+    assert 0.01 < (after - before).norm() / before.norm() < 0.1
+    assert torch.equal(after[5], before[5])
+    torch.testing.assert_close(layer(states[:2]), layer(states)[:2], atol=0.01, rtol=0.02)
+
+
+def test_sizes_that_do_not_fit_are_packed_only():
+    for sizes in ((48, 32), (64, 40)):
+        layer = nn.Linear(*sizes, dtype=torch.bfloat16)
+        assert pack_linear_layers(layer, 4) == 1
+        assert type(layer) is PackedLinear
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "device", "words"),
+    [
+        (8, None, "cpu", "--weight-bits 8 .*give 4"),
+        (4, torch.float32, "cpu", "in float32.*--dtype bfloat16"),
+        (4, None, "cuda", "not for cuda; leave out"),
+    ],
+)
+def test_where_few_bits_do_not_pay_they_are_refused(bits, dtype, device, words):
+    with pytest.raises(ValueError, match=words):
+        check_weight_bits(bits, dtype, torch.device(device))
+
+
+def test_the_engine_loads_them():
+    asked = h2okv.SamplingParams(max_tokens=6, temperature=0.0)
+    prompts = [[5, 6, 7], [8, 9]]
+    llm = h2okv.LLM("bundled", weight_bits=4, max_num_seqs=2)
+    layers = [own for own in llm.engine.model.modules() if isinstance(own, Int4Linear)]
+    assert llm.engine.model.dtype == torch.bfloat16
+    assert len(layers) > 0
+    assert all(len(own.completions[0].token_ids) == 6 for own in llm.generate(prompts, asked))
+    with pytest.raises(ValueError, match="weight_bits=4 is for a model that is loaded here"):
+        h2okv.LLM(llm.engine.model, weight_bits=4)
+    with pytest.raises(ValueError, match="exclude each other"):
+        h2okv.LLM("bundled", weight_bits=4, tensor_parallel=True)

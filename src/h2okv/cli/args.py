@@ -167,6 +167,9 @@ MEMORY_HELP = "Memory limit of the process (what is free), such as 4GiB; on a GP
 COMPILE = option(
     False, "Compile decode steps with torch.compile: slow to start, then faster.", "--compile"
 )
+WEIGHT_BITS = option(
+    None, "4: steps of few sequences read weights of 4 bits (x86 CPUs, bfloat16).", "--weight-bits"
+)
 
 
 class Bundle(NamedTuple):
@@ -397,10 +400,15 @@ class ModelOptions:
         _ = self.device
         return describe(self.name)
 
-    def load(self, described: Described, packed: bool = True) -> PreTrainedModel:
+    def load(
+        self, described: Described, compiled: bool = False, weight_bits: int | None = None
+    ) -> PreTrainedModel:
         from h2okv.integration.loading import load_weights
 
-        return load_weights(described, self.dtype, self.device, packed=packed)
+        if compiled and weight_bits is not None:
+            raise ValueError("--compile and --weight-bits exclude each other; choose one")
+        options: Any = {"packed": not compiled, "weight_bits": weight_bits}
+        return load_weights(described, self.dtype, self.device, **options)
 
 
 def model_options(**changed: Any) -> Any:

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h2okv
 from h2okv.cli import args
-from h2okv.cli.args import BUNDLED, COMPILE, PIN, ModelOptions, SamplingOptions, Typed, option
+from h2okv.cli.args import (
+    BUNDLED,
+    COMPILE,
+    PIN,
+    WEIGHT_BITS,
+    ModelOptions,
+    SamplingOptions,
+    Typed,
+    option,
+)
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -53,6 +62,7 @@ def chat(
     system: str = option("", "System message, before the first turn."),
     pin: Typed = PIN,
     compile: bool = COMPILE,
+    weight_bits: int | None = WEIGHT_BITS,
     load: Path | None = option(None, "Continue a saved chat."),
 ) -> int:
     from h2okv.chat.session import Chat, read_chat
@@ -68,7 +78,7 @@ def chat(
     if load is not None:
         load = load.expanduser()
         read_chat(load, described.config)  # mistakes show before the weights load
-    loaded = model.load(described, packed=not compile)
+    loaded = model.load(described, compile, weight_bits)
     with h2okv.enable(loaded, compile=compile):
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)

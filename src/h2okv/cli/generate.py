@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,17 @@ import typer
 import h2okv
 from h2okv.assets import sample_article, sample_prompt
 from h2okv.cli import args
-from h2okv.cli.args import COMPILE, JSON, PIN, RAW, ModelOptions, SamplingOptions, Typed, option
+from h2okv.cli.args import (
+    COMPILE,
+    JSON,
+    PIN,
+    RAW,
+    WEIGHT_BITS,
+    ModelOptions,
+    SamplingOptions,
+    Typed,
+    option,
+)
 from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -49,6 +60,7 @@ def generate(
     system: str = option("", "System message, for a chat template."),
     pin: Typed = PIN,
     compile: bool = COMPILE,
+    weight_bits: int | None = WEIGHT_BITS,
     compare: str | None = option(None, "full: run the full cache too and compare."),
     as_json: bool = JSON,
 ) -> int:
@@ -76,11 +88,8 @@ def generate(
     prompt_ids = described.encode(messages if is_chat else text)
     cache, note = args.with_least_entries(cache, len(prompt_ids))
     pins = message_spans(described.tokenizer, messages, pin)
-    packed = not compile
-    if compare is None:
-        loaded = model.load(described, packed)
-    else:
-        loaded = _load(model, described, packed)
+    load = model.load if compare is None else partial(_load, model)
+    loaded = load(described, compile, weight_bits)
     cache = with_own_budgets(cache, loaded, described)
     job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
     found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
@@ -114,12 +123,10 @@ def demo(
     return INTERRUPTED if found.interrupted else 0
 
 
-def _load(
-    model: ModelOptions, described: Described, packed: bool = True
-) -> PreTrainedModel:
+def _load(model: ModelOptions, described: Described, *how: Any) -> PreTrainedModel:
     """Loads the model of a comparison and tells how long that took: no row of it does."""
     begun = time.perf_counter()
-    loaded = model.load(described, packed)
+    loaded = model.load(described, *how)
     write_remark(f"{described.name} loaded in {time.perf_counter() - begun:.1f} s")
     return loaded
 

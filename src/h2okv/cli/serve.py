@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from h2okv.cli import args
-from h2okv.cli.args import MEMORY_HELP, ModelOptions, Typed, least, option
+from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, least, option
 from h2okv.config import CacheConfig
 from h2okv.console import optional
 
@@ -36,6 +36,7 @@ def serve(
     max_body: Typed = option("8MiB", "Largest request body.", read=args.memory),
     timeout: float = option(600.0, "Seconds that a request may take, waiting included."),
     drain: float = option(30.0, "Seconds for running requests to finish at shutdown."),
+    weight_bits: int | None = WEIGHT_BITS,
     prefix: list[Path] | None = option(
         None, "File with a prefix of many prompts; may be repeated."
     ),

@@ -30,6 +30,8 @@ class EngineConfig:
             others decode: a smaller one makes tokens come more evenly, and first tokens later.
         prefixes: Texts, or their tokens, that many prompts begin with. Each is read once; a prompt
             that begins with one goes on from its compressed cache, with that cache's budget.
+        weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
+            on an x86 CPU, of a model that is loaded by name; ``None``: as they are.
         tensor_parallel: Whether each process that ``torchrun`` has started holds a part of the
             model. All of them make the same calls, and only the first one gets outputs.
 
@@ -45,6 +47,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_prefill_time_fraction: float = 0.8
     prefixes: Sequence[str | Sequence[int]] = ()
+    weight_bits: int | None = None
     tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class EngineConfig:
                 f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is not a fraction of"
                 " the time; give a number between 0 and 1."
             )
+        if self.weight_bits is not None and self.tensor_parallel:
+            raise ValueError("weight_bits and tensor_parallel exclude each other; choose one.")
 
     @classmethod
     def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:

@@ -59,6 +59,11 @@ class Engine:
             if config.tensor_parallel:
                 check_divides(described.config)
         else:
+            if config.weight_bits is not None:
+                raise ValueError(
+                    f"weight_bits={config.weight_bits} is for a model that is loaded here; give its"
+                    " name or folder, or change yours by pack_linear_layers(model, 4)."
+                )
             name = str(model.config._name_or_path or model.config.model_type)
             own = tokenizer or describe(name).tokenizer
             described = Described(name, name, model.config, own, context_of(model.config))
@@ -83,7 +88,8 @@ class Engine:
         self._set_limits(probe, described.context)
         if isinstance(model, str):
             where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            model = load_weights(described, dtype, where, config.tensor_parallel, packed=True)
+            how = config.tensor_parallel, True, config.weight_bits
+            model = load_weights(described, dtype, where, *how)
         self.model = model.eval()
         self._model_config = self.model.config
         if asked.layer_budgets == MEASURED:

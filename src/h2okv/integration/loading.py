@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from h2okv.cache.validation import check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
-from h2okv.integration.packed_linear import pack_linear_layers
+from h2okv.integration.packed_linear import check_weight_bits, pack_linear_layers
 from h2okv.records import first_line, refusing
 
 
@@ -67,8 +67,15 @@ def load_weights(
     device: torch.device,
     tensor_parallel: bool = False,
     packed: bool = False,
+    weight_bits: int | None = None,
 ) -> transformers.PreTrainedModel:
-    """Loads a described model, ready to generate; ``packed`` is for inference, not compiled."""
+    """Loads a described model, ready to generate.
+
+    ``packed`` and ``weight_bits`` are for inference that is not compiled; see `packed_linear`.
+    """
+    if weight_bits is not None:
+        check_weight_bits(weight_bits, dtype, device)
+        dtype = torch.bfloat16
     dtype = dtype or default_dtype(described.name, device)
     options: dict[str, Any] = {"config": described.config, "dtype": dtype or "auto"}
     if tensor_parallel:
@@ -88,7 +95,7 @@ def load_weights(
     if not tensor_parallel:
         model.to(device)
         if packed:
-            pack_linear_layers(model)
+            pack_linear_layers(model, weight_bits)
     model.eval()
     return model
 

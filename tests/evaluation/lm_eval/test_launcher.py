@@ -3,6 +3,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval import launcher
 from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE, TASKS, HarnessTask, quietly
@@ -46,7 +47,7 @@ def test_caches_that_read_prompts_at_once_share_them(shared, subject, tmp_path):
     task.prepare(subject, configs)
     read = []
     hook = subject.model.register_forward_pre_hook(
-        lambda _, __, given: read.append(type(given["past_key_values"]).__name__), with_kwargs=True
+        lambda _, __, given: read.append(type(cache_in(given)).__name__), with_kwargs=True
     )
     found = dict(task.run(subject, configs, task.samples, 0))
     hook.remove()
