@@ -87,7 +87,7 @@ class VLLM:
 
 
 class Own:
-    """The engine behind ``h2okv serve``."""
+    """The engine behind ``h2okv serve``, also with its ``--weight-bits 4``."""
 
     def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
         import torch
@@ -95,6 +95,8 @@ class Own:
         import h2okv
 
         options = {"max_prompt_tokens": asked.prompt, "dtype": getattr(torch, asked.dtype)} | budget
+        if kind == "h2okv, 4 bits":
+            options["weight_bits"] = 4
         probe = h2okv.LLM(asked.model, max_num_seqs=1, **options)
         self.room = (asked.memory << 20) // probe.stats().reserved_bytes
         probe.close()
@@ -224,7 +226,7 @@ class LlamaCpp:
 
 
 KINDS: dict[str, Any] = {
-    "vllm": VLLM, "vllm+h2o": VLLM, "h2okv": Own,
+    "vllm": VLLM, "vllm+h2o": VLLM, "h2okv": Own, "h2okv, 4 bits": Own,
     "transformers": Transformers, "transformers, continuous batching": Transformers,
     "kvpress": Transformers, "llama.cpp": LlamaCpp,
 }  # fmt: skip

@@ -5,7 +5,8 @@ steps one by one, so that a slow moment of the machine hits all. "static" is a `
 many entries as H2O holds: what eviction would cost if it were free. ``--compile`` measures H2O's
 steps once more under ``h2okv.enable(model, compile=True)``, ``--layer-budgets`` those of a cache
 whose layers or heads hold different numbers, beside one where they are alike. ``--answer`` times a
-prompt with so many tokens after it too; "peak" is what a prompt takes beyond the model, in a
+prompt with so many tokens after it too; "weights" are prompts and steps of H2O with linear layers
+as they are loaded, packed and (in bf16) in 4 bits, as commands load them; "peak" is what a prompt takes beyond the model, in a
 process of its own; "import" is the CPU time of importing h2okv and a model's class, beside the
 class alone.
 Prompts are random tokens, the same on every machine, or with ``--text`` those of a book, whose
@@ -48,6 +49,7 @@ from h2okv.benchmarking.model import ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved
 from h2okv.config import CacheConfig
 from h2okv.integration.loading import describe
+from h2okv.integration.packed_linear import pack_linear_layers
 from h2okv.offload.profile import Clock
 from h2okv.records import read_csv
 
@@ -62,7 +64,8 @@ IMPORTS = {"h2o": f"from h2okv import H2OCache, enable; {MODEL_CLASS}", "transfo
 SHARE_OF_BYTES = 0.9  # of the speed-up that the bytes of a large batch of long texts allow
 WARMUP = 8
 ALSO_H2O = {"compiled": "h2o", "uneven": "h2o"}
-MEASURES = ("prompt", "step", "peak", "import")
+MEASURES = ("prompt", "step", "weights", "peak", "import")
+WEIGHTS = {"fp32": {"packed": None}, "bf16": {"packed": None, "int4": 4}}
 SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
 """The columns by which a recorded row is found again."""
 
@@ -96,6 +99,49 @@ def measure_steps(runners: dict[str, CacheRunner], ids: torch.Tensor, steps: int
     compiled = runners.get("compiled")
     with compiled.compiled_steps() if compiled else nullcontext():
         return interleave(runs, steps, WARMUP, f"steps after {ids.shape[1]}")
+
+
+def measure_weights(
+    twin: PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace, setting: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Prompts and steps of H2O by how the linear weights lie in memory."""
+    models = {"loaded": twin}
+    for name, bits in WEIGHTS[setting["dtype"]].items():
+        models[name] = twin_of(twin)
+        pack_linear_layers(models[name], bits)
+    spec = CacheSpec("h2o", CacheConfig.from_budget(0.2))
+    runners = {name: spec.runner(model) for name, model in models.items()}
+    _check_packed(runners, ids[:, :256])
+
+    def read(runner: CacheRunner) -> None:
+        runner.prepare(ids.shape[1])
+        runner.prefill(ids)
+
+    runs = {name: partial(read, runner) for name, runner in runners.items()}
+    prompts = interleave(runs, args.rounds, 1, f"prompt of {ids.shape[1]} tokens")
+    steps = measure_steps(runners, ids, args.steps)
+    rows = []
+    for measure, samples in (("prefill", prompts), ("step", steps)):
+        for name in WEIGHTS[setting["dtype"]]:
+            pair = {name: samples[name], "loaded": samples["loaded"]}
+            told = f"{measure}, weights"
+            rows += rows_for(told, "s", pair, [Target("loaded")], setting, own=name)
+    for runner in runners.values():
+        runner.release()
+    return rows
+
+
+def _check_packed(runners: dict[str, CacheRunner], ids: torch.Tensor) -> None:
+    """Ends the run if packed weights do not give the numbers of the loaded ones."""
+    found = {}
+    for name in ("loaded", "packed"):
+        runners[name].prepare(ids.shape[1])
+        runners[name].prefill(ids)
+        runners[name].step(ids[:, :1])
+        found[name] = runners[name].logits
+    gap = float((found["packed"] - found["loaded"]).abs().max())
+    if not gap < (1e-3 if found["loaded"].dtype == torch.float32 else 0.1):
+        raise SystemExit(f"logits of packed weights differ by {gap:.2g}; nothing was timed")
 
 
 def measure(
@@ -149,6 +195,8 @@ def measure(
                     both = {"h2o": uneven, "alike": seconds["h2o"]}
                     name = f"step, {specs['uneven'][1].policy_label.split(', ')[-1]}"
                     rows += rows_for(name, "s", both, [Target("alike", UNEVEN_LIMIT)], setting)
+            if "weights" in args.measures:
+                rows += measure_weights(twin, ids, args, setting)
             if "peak" in args.measures:
                 bytes_ = {
                     name: [peak_beyond_model(args.model, DTYPES[dtype], runners[name].spec, ids)]
