@@ -6,9 +6,9 @@ many entries as H2O holds: what eviction would cost if it were free. ``--compile
 steps once more under ``h2okv.enable(model, compile=True)``, ``--layer-budgets`` those of a cache
 whose layers or heads hold different numbers, beside one where they are alike. ``--answer`` times a
 prompt with so many tokens after it too; "weights" are prompts and steps of H2O with linear layers
-as they are loaded, packed and (in bf16) in 4 bits, as commands load them; "peak" is what a prompt takes beyond the model, in a
-process of its own; "import" is the CPU time of importing h2okv and a model's class, beside the
-class alone.
+as they are loaded, packed, and (in bf16) in 4 bits, as the commands load them; "peak" is what a
+prompt takes beyond the model, in a process of its own; "import" is the CPU time of importing h2okv
+and a model's class, beside the class alone.
 Prompts are random tokens, the same on every machine, or with ``--text`` those of a book, whose
 attention is as a user's is: its rows name the book.
 Correctness comes first: a failed check ends the run without a figure. ``--quick`` asks for little,
