@@ -166,6 +166,7 @@ def test_the_engine_loads_them():
     layers = [own for own in llm.engine.model.modules() if isinstance(own, Int4Linear)]
     assert llm.engine.model.dtype == torch.bfloat16
     assert len(layers) > 0
+    assert "bundled in bfloat16 and 4-bit weights on cpu" in llm.describe()
     assert all(len(own.completions[0].token_ids) == 6 for own in llm.generate(prompts, asked))
     with pytest.raises(ValueError, match="weight_bits=4 is for a model that is loaded here"):
         h2okv.LLM(llm.engine.model, weight_bits=4)

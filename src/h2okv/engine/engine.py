@@ -242,6 +242,8 @@ class Engine:
         """Says what is served with which memory, for people."""
         memory, pool, seqs = self.memory, self.runner.pool, self.max_num_seqs
         dtype = str(self.model.dtype).removeprefix("torch.")
+        if self.config.weight_bits is not None:
+            dtype += f" and {self.config.weight_bits}-bit weights"
         longest = self.max_context or self.max_prompt_tokens
         full = pool.full_bytes_of(longest)
         parts = "" if self.group is None else f" in {self.group.world_size} parts"
