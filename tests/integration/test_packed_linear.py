@@ -17,7 +17,8 @@ from h2okv.integration.packed_linear import (
 from h2okv.provenance import fingerprint
 
 pytestmark = pytest.mark.skipif(
-    pack_linear_layers(nn.Linear(8, 8)) == 0, reason="this processor's layers are not packed"
+    pack_linear_layers(nn.Linear(8, 8, dtype=torch.bfloat16)) == 0,
+    reason="this processor's layers are not packed, or not in bf16",
 )
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -172,3 +173,10 @@ def test_the_engine_loads_them():
         h2okv.LLM(llm.engine.model, weight_bits=4)
     with pytest.raises(ValueError, match="exclude each other"):
         h2okv.LLM("bundled", weight_bits=4, tensor_parallel=True)
+
+
+def test_a_cpu_without_bf16_is_refused(monkeypatch):
+    monkeypatch.setattr(packed_linear, "_multiplies", lambda dtype: dtype == torch.float32)
+    assert pack_linear_layers(nn.Linear(32, 16, dtype=torch.bfloat16), 4) == 0
+    with pytest.raises(ValueError, match="needs a CPU that multiplies bfloat16"):
+        check_weight_bits(4, None, torch.device("cpu"))

@@ -66,6 +66,10 @@ def check_weight_bits(bits: int, dtype: torch.dtype | None, device: torch.device
     if device.type != "cpu" or platform.machine() not in _X86:
         where = platform.machine() if device.type == "cpu" else device.type
         raise ValueError(f"--weight-bits 4 is for x86 CPUs, not for {where}; {remedy}")
+    if not _multiplies(torch.bfloat16):
+        raise ValueError(
+            f"--weight-bits 4 needs a CPU that multiplies bfloat16 (AVX-512); {remedy}"
+        )
     if dtype not in (None, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         raise ValueError(
@@ -94,7 +98,7 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
         How many layers were packed: none on processors other than x86, on devices other than the
         CPU, without oneDNN, and in dtypes that its products on this processor do not take.
     """
-    if platform.machine() not in _X86 or not torch.backends.mkldnn.is_available():
+    if platform.machine() not in _X86:
         return 0
     owners = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
@@ -146,12 +150,15 @@ def _give_back() -> None:
 
 
 def _fits(weight: Tensor) -> bool:
-    if weight.device.type != "cpu":
-        return False
+    return weight.device.type == "cpu" and _multiplies(weight.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of a dtype for this processor."""
     ops: Any = torch.ops.mkldnn
     supported = {
         torch.float32: lambda: True,
         torch.bfloat16: ops._is_mkldnn_bf16_supported,
         torch.float16: ops._is_mkldnn_fp16_supported,
     }
-    return weight.dtype in supported and supported[weight.dtype]()
+    return torch.backends.mkldnn.is_available() and dtype in supported and supported[dtype]()
