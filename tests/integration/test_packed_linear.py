@@ -142,9 +142,15 @@ def test_any_weights_are_rounded_and_all_rows_see_the_same():
 
 def test_sizes_that_do_not_fit_are_packed_only():
     for sizes in ((48, 32), (64, 40)):
-        layer = nn.Linear(*sizes, dtype=torch.bfloat16)
-        assert pack_linear_layers(layer, 4) == 1
-        assert type(layer) is PackedLinear
+        fitting = nn.Linear(32, 16, dtype=torch.bfloat16)
+        layers = nn.Sequential(nn.Linear(*sizes, dtype=torch.bfloat16), fitting)
+        assert pack_linear_layers(layers, 4) == 2
+        assert [type(own) for own in layers] == [PackedLinear, Int4Linear]
+
+
+def test_a_model_without_layers_that_fit_is_refused():
+    with pytest.raises(ValueError, match="Linear has no linear layers.*leave out --weight-bits"):
+        pack_linear_layers(nn.Linear(48, 32, dtype=torch.bfloat16), 4)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +183,6 @@ def test_the_engine_loads_them():
 
 def test_a_cpu_without_bf16_is_refused(monkeypatch):
     monkeypatch.setattr(packed_linear, "_multiplies", lambda dtype: dtype == torch.float32)
-    assert pack_linear_layers(nn.Linear(32, 16, dtype=torch.bfloat16), 4) == 0
+    assert pack_linear_layers(nn.Linear(32, 16, dtype=torch.bfloat16)) == 0
     with pytest.raises(ValueError, match="needs a CPU that multiplies bfloat16"):
         check_weight_bits(4, None, torch.device("cpu"))

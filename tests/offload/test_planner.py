@@ -161,7 +161,7 @@ def test_the_overhead_of_a_layer_is_measured(meta, options):
     found = measure_overhead(memory, 400, torch.bfloat16, CPU)
     # A step is of both; on a busy machine five layers may take no longer than one.
     assert found["layer_seconds"] + found["forward_seconds"] > 0
-    assert all(0 <= seconds < 10 for seconds in found.values())
+    assert all(0 <= seconds < 1 for seconds in found.values())
     assert found["token_seconds"] > 0
 
 

@@ -62,7 +62,8 @@ class Engine:
             if config.weight_bits is not None:
                 raise ValueError(
                     f"weight_bits={config.weight_bits} is for a model that is loaded here; give its"
-                    " name or folder, or change yours by pack_linear_layers(model, 4)."
+                    " name or folder, or change yours by"
+                    " h2okv.integration.packed_linear.pack_linear_layers(model, 4)."
                 )
             name = str(model.config._name_or_path or model.config.model_type)
             own = tokenizer or describe(name).tokenizer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _X86 = ("x86_64", "AMD64")  # elsewhere neither product was measured
-_LAYERS_BETWEEN = 32
+_LAYERS_BETWEEN = 32  # giving memory back: the peak is that of loading then
 _FEW_ROWS = 4  # from 8 on the product with 4 bits takes as long as that with 16
 _GROUP, _CODES, _MIDDLE = 32, 16, 8
 _OUTPUTS = 16  # the product takes multiples of it
@@ -92,11 +92,15 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
         weight_bits: 4 rounds the weights to 4 bits, with a scale and a zero for each 32 numbers of
             a row, where inputs are a multiple of 32 and outputs of 16. Steps of up to four
             sequences read these, more rows the packed weight, which stays: 0.31 of its bytes are
-            added. Without effect on weights that were rounded so before (GGUF's Q4_0 and Q4_1).
+            added. Weights that were rounded in the same way before (GGUF's Q4_1) change by the
+            rounding of their scales to bf16 only.
 
     Returns:
         How many layers were packed: none on processors other than x86, on devices other than the
         CPU, without oneDNN, and in dtypes that its products on this processor do not take.
+
+    Raises:
+        ValueError: If ``weight_bits`` is given and no layer can have them.
     """
     if platform.machine() not in _X86:
         return 0
@@ -122,6 +126,11 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
             if not parameter.is_mkldnn:  # it alone would keep the checkpoint's file in memory
                 parameter.data = parameter.data.clone()
         _give_back()
+    if weight_bits is not None and not any(type(own) is Int4Linear for own in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no linear layers whose weights could have {weight_bits}"
+            " bits; leave out --weight-bits"
+        )
     return packed
 
 
