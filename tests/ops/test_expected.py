@@ -52,6 +52,25 @@ def test_logits_whose_squares_would_leave_fp32(monkeypatch, softcap, seed):
     assert seen and not all(seen)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_threads_share_heads_and_their_queries(monkeypatch, threads):
+    monkeypatch.setattr(expected, "_TILE_ELEMENTS", 200)  # tiles of 5 queries
+    jobs, spread = [], expected.run_apart
+    monkeypatch.setattr(expected, "run_apart", lambda some: jobs.append(len(some)) or spread(some))
+    generator = torch.Generator().manual_seed(threads)
+    query = torch.randn(1, 6, 23, 8, generator=generator)
+    key = torch.randn(1, 3, 40, 8, generator=generator)
+    wanted = expected.expected_attention(query, key, None, None, 0.5)
+    monkeypatch.setattr(expected, "_MANY_LOGITS", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        found = expected.expected_attention(query, key, None, None, 0.5)
+    torch.set_num_threads(before)
+    assert jobs == [{2: 6, 3: 3, 4: 12}[threads]]
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_batch_of_none_is_zero():
     made = expected.expected_attention(
         torch.ones(1, 2, 3, 4), torch.ones(1, 1, 5, 4), None, torch.zeros(1, 3).bool(), 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -187,22 +188,31 @@ def _attend_row(
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
     many = length * reach * num_heads * groups >= _MANY_LOGITS
     if many and is_plain and threads > 1:
-        # A head each or, where threads cannot share heads evenly, every so manyth of its blocks.
-        parts = threads // math.gcd(num_heads, threads)
-        part_sums = sums.new_zeros(parts, *sums.shape)
-        run_apart([
-            functools.partial(
-                attend, slice(head, head + 1), slice(part, None, parts), part_sums[part],
-                _SCRATCH_ELEMENTS // threads,
-            )
-            for head in range(num_heads) for part in range(parts)
-        ])  # fmt: skip
-        sums += part_sums.sum(dim=0)
+        _spread_heads(
+            threads, sums, lambda head, share, own: attend(
+                slice(head, head + 1), share, own, _SCRATCH_ELEMENTS // threads
+            ),
+        )  # fmt: skip
         return
     few = _FEW_KEYS if dtype == torch.float32 else _FEW_KEYS_BF16
     step = num_heads if num_heads * key.shape[1] <= few else threads
     for start in range(0, num_heads, step):
         attend(slice(start, start + step), slice(None), sums, _SCRATCH_ELEMENTS)
+
+
+def _spread_heads(threads: int, sums: Tensor, attend: Callable[[int, slice, Tensor], None]) -> None:
+    """Has threads attend to a head each, and adds to the sums ``[H, N]``.
+
+    Where threads cannot share heads evenly, to every so manyth of its blocks of queries. Each call
+    has a head, a slice of these blocks and sums of its own, ``[H, N]``, to add the head's to.
+    """
+    parts = threads // math.gcd(len(sums), threads)
+    part_sums = sums.new_zeros(parts, *sums.shape)
+    run_apart([
+        functools.partial(attend, head, slice(part, None, parts), part_sums[part])
+        for head in range(len(sums)) for part in range(parts)
+    ])  # fmt: skip
+    sums += part_sums.sum(dim=0)
 
 
 def _is_plain(query: Tensor) -> bool:
@@ -415,27 +425,35 @@ def _expected_squares(
     asked, seen = query.float().flatten(1, 2) * factor, key.float().transpose(1, 2)
     if asked.shape[1] == 0:  # a sequence that is all padding in this block
         return sums
-    scratch = sums.new_empty(min(rows, asked.shape[1]) * count)
 
-    def powers(part: Tensor, head: int, shifts: bool) -> tuple[Tensor, Tensor]:
-        tile = scratch[: len(part) * count].view(len(part), count)
-        torch.mm(part, seen[head], out=tile)
-        if softcap is not None:
-            tile.tanh_().mul_(softcap * _LOG2_E)
-        if bias is not None:
-            tile += bias[head]
-        if shifts:
-            tile.sub_(tile.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST))
-        tile.exp2_()
-        return tile, tile.sum(dim=-1)
+    def ask(head: int, share: slice, own_sums: Tensor) -> None:
+        scratch = own_sums.new_empty(min(rows, asked.shape[1]) * count)
 
-    for head in range(heads):
-        for part in asked[head].split(rows):
+        def powers(part: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
+            tile = scratch[: len(part) * count].view(len(part), count)
+            torch.mm(part, seen[head], out=tile)
+            if softcap is not None:
+                tile.tanh_().mul_(softcap * _LOG2_E)
+            if bias is not None:
+                tile += bias[head]
+            if shifts:
+                tile.sub_(tile.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST))
+            tile.exp2_()
+            return tile, tile.sum(dim=-1)
+
+        for part in asked[head].split(rows)[share]:
             # As in tiles: a maximum only where squares would leave fp32. A GPU need not wait then.
-            tile, total = powers(part, head, key.is_cuda)
+            tile, total = powers(part, key.is_cuda)
             if not key.is_cuda and not _in_range(total, _LEAST_TO_SQUARE, _MOST_TO_SQUARE):
-                tile, total = powers(part, head, True)
-            sums[head].addmv_(tile.square_().T, total.square_().reciprocal_())
+                tile, total = powers(part, True)
+            own_sums[head].addmv_(tile.square_().T, total.square_().reciprocal_())
+
+    threads = torch.get_num_threads()
+    if threads > 1 and _is_plain(query) and asked.shape[:2].numel() * count >= _MANY_LOGITS:
+        _spread_heads(threads, sums, ask)
+    else:
+        for head in range(heads):
+            ask(head, slice(None), sums)
     return sums
 
 
