@@ -64,9 +64,11 @@ def test_threads_share_heads_and_their_queries(monkeypatch, threads):
     monkeypatch.setattr(expected, "_MANY_LOGITS", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    with torch.no_grad():
-        found = expected.expected_attention(query, key, None, None, 0.5)
-    torch.set_num_threads(before)
+    try:
+        with torch.no_grad():
+            found = expected.expected_attention(query, key, None, None, 0.5)
+    finally:
+        torch.set_num_threads(before)
     assert jobs == [{2: 6, 3: 3, 4: 12}[threads]]
     torch.testing.assert_close(found, wanted)
 
