@@ -1,0 +1,117 @@
+"""Check that names, docstrings and messages use the field's words.
+
+Usage:
+    python scripts/check_words.py [PATH ...]           # list every breach; exit 1 if there is one
+    python scripts/check_words.py --share [PATH ...]   # share of banned names among all bindings
+
+A variable, parameter, attribute or function must not be named by a word that says nothing of what it
+holds (`NAMES`). The docstring of a function begins with an imperative verb, that of a property or a
+class with a noun. Strings and comments must not contain the phrases of `PHRASES`, each of which has
+a plain equivalent. CONTRIBUTING.md has the table of words.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+NAMES = frozenset(
+    "own held told found made asked said taken wanted given whole known kept places place part parts"
+    " rest most what how worth which who one ones every thing things"
+    " anew behind beside nobody somebody whoever whatever way ways kin twin theirs".split()
+)
+# First words of a function's docstring that are no verbs.
+NOT_VERBS = frozenset(
+    "a all an and any are as at by each every for how if in is it its likewise most no none not of on"
+    " one only so such that the their them these they this those to what when where whether which who"
+    " whose why with".split()
+)
+PHRASES = {
+    r"\bis no more\b": "is gone, has ended",
+    r"\bare no more\b": "are gone, have ended",
+    r"\bis none\b": "must be ..., got ...",
+    r"\bare none\b": "must be ..., got ...",
+    r"\bis no (seed|folder|file|format|number|budget|model|policy|name|method)\b": "must be ..., got ...",
+    r"\bso many\b": "the number itself",
+    r"\banew\b": "again",
+    r"\bnobody('s)?\b": "unused, no one",
+    r"\bas though\b": "as if",
+    r"\basked again\b": "re-evaluated",
+    r"\bwhat is held\b": "entries",
+}
+_PHRASES = [(re.compile(pattern, re.IGNORECASE), remedy) for pattern, remedy in PHRASES.items()]
+Breach = tuple[Path, int, str]
+
+
+def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every name that a module binds, with its line: variables, parameters, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.name, node.lineno
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname, node.lineno
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    return bool(names & {"property", "cached_property", "setter"})
+
+
+def docstring_breaches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield functions whose docstring does not begin with a verb."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_property(node):
+            continue
+        text = ast.get_docstring(node)
+        if not text:
+            continue
+        word = re.split(r"[\s,.:;()]", text, maxsplit=1)[0].strip("`'\"").lower()
+        if word in NOT_VERBS:
+            yield node.body[0].lineno, f"docstring of {node.name} begins with {word!r}; use a verb"
+
+
+def check(path: Path) -> Iterator[Breach]:
+    """Yield the breaches of one Python file."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    for name, line in bindings(tree):
+        if name.strip("_") in NAMES:
+            yield path, line, f"name {name!r} says nothing of what it holds"
+    for line, message in docstring_breaches(tree):
+        yield path, line, message
+    for number, line_text in enumerate(text.splitlines(), 1):
+        for pattern, remedy in _PHRASES:
+            match = pattern.search(line_text)
+            if match:
+                yield path, number, f"{match[0]!r}: write {remedy!r}"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the check over files and folders; return the exit code."""
+    is_share = "--share" in arguments
+    roots = [Path(name) for name in arguments if name != "--share"] or [Path("src")]
+    files = sorted(file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py")))
+    if is_share:
+        names = [name for file in files for name, _ in bindings(ast.parse(file.read_text("utf-8")))]
+        banned = sum(name.strip("_") in NAMES for name in names)
+        print(f"{banned} of {len(names)} bindings: {100 * banned / max(1, len(names)):.2f} %")
+        return 0
+    breaches = [breach for file in files if file.name != Path(__file__).name for breach in check(file)]
+    for path, line, message in breaches:
+        print(f"{path}:{line}: {message}")
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
