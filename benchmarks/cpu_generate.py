@@ -55,12 +55,12 @@ class Subject:
         }  # fmt: skip
 
     def runner(self, name: str, budget: int | None = None, **options: Any) -> CacheRunner:
-        """Makes the runner of a cache."""
+        """Make the runner of a cache."""
         config = None if budget is None else CacheConfig.from_budget(budget, **options)
         return CacheSpec(name, config).runner(self.model)
 
     def ready(self, runner: CacheRunner, batch: int, length: int) -> Callable[[], None]:
-        """Reads a prompt; returns one decode step."""
+        """Read a prompt; returns one decode step."""
         progress(f"reading the prompt, {runner.spec.label}")
         token = prompt_ids(self.model, batch, 1)
         runner.prepare(length)
@@ -73,7 +73,7 @@ class Subject:
         return step
 
     def check(self, **options: Any) -> None:
-        """Ends the run if H2O does not compute what it must."""
+        """End the run if H2O does not compute what it must."""
         try:
             check = check_h2o(self.model, **options)
         except CheckFailedError as error:
@@ -82,7 +82,7 @@ class Subject:
         print(f"{self.dtype:>8}  checked{told}: error {check['full_error']:.1g}", flush=True)
 
     def report(self, measure: str, unit: str, samples: Samples, *targets: Target, **other: Any):
-        """Shows and keeps the rows of a measure."""
+        """Show and keeps the rows of a measure."""
         own = other.pop("own", "h2o")
         setting = self.setting | other
         report(self.args.csv, rows_for(measure, unit, samples, list(targets), setting, own))
@@ -132,7 +132,7 @@ def rolling(subject: Subject) -> None:
 
 
 def turns(subject: Subject) -> None:
-    """Turns 2 and 10 of whole conversations; turn 1 is the long one that fills the cache."""
+    """Turn 2 and 10 of whole conversations; turn 1 is the long one that fills the cache."""
     args, clock = subject.args, Clock(CPU)
     names = ("h2o", "turn 2", "turn 10, read anew", "turn 2, read anew")
     samples: Samples = {name: [] for name in names}
@@ -165,7 +165,7 @@ def turns(subject: Subject) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/cpu_generate.py --dtype bf16 --measure turns",
@@ -191,7 +191,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)

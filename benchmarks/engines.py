@@ -68,7 +68,7 @@ class VLLM:
         self.room = (pages.num_gpu_blocks - 1) // each
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generates; yields the number of each request whose first token is there."""
+        """Generate; yields the number of each request whose first token is there."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True)
@@ -82,7 +82,7 @@ class VLLM:
                     yield int(output.request_id)
 
     def close(self) -> None:
-        """Ends the engine's processes."""
+        """End the engine's processes."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -105,7 +105,7 @@ class Own:
         )
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generates; yields the number of each request whose first token is there."""
+        """Generate; yields the number of each request whose first token is there."""
         from h2okv import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
@@ -128,7 +128,7 @@ class Own:
             told = len(begun)
 
     def close(self) -> None:
-        """Gives the model back."""
+        """Give the model back."""
         self.llm.close()
 
 
@@ -150,7 +150,7 @@ class Transformers:
         ).eval()
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generates; yields the numbers of the requests once all are answered."""
+        """Generate; yields the numbers of the requests once all are answered."""
         import torch
         from transformers import GenerationConfig
 
@@ -197,7 +197,7 @@ class LlamaCpp:
         self.server = Server(params)
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generates; yields the number of each request whose first token is there."""
+        """Generate; yields the number of each request whose first token is there."""
         first: queue.Queue[int] = queue.Queue()
 
         def ask(number: int) -> None:
@@ -260,7 +260,7 @@ def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]], rows
 
 
 def write(row: dict[str, Any], out: Path) -> None:
-    """Adds a row to the table, or puts it in place of an older one of the same setting."""
+    """Add a row to the table, or puts it in place of an older one of the same setting."""
     rows = []
     if out.exists():
         with out.open(newline="") as file:
@@ -273,7 +273,7 @@ def write(row: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    """Measures all kinds and writes the table."""
+    """Measure all kinds and writes the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,7 +40,7 @@ TILES = [
 def time_in_turn(
     runs: dict[str, Callable[[], Any]], rounds: int, device: torch.device, label: str
 ) -> dict[str, list[float]]:
-    """Samples by name; what does not fit the device is left out, and said."""
+    """Sample by name; what does not fit the device is left out, and said."""
     able = {}
     for name, run in runs.items():
         try:
@@ -52,7 +52,7 @@ def time_in_turn(
 
 
 def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
-    """Times the sums of a prompt for each tile, beside attention alone."""
+    """Time the sums of a prompt for each tile, beside attention alone."""
 
     def draw(heads: int) -> torch.Tensor:
         states = torch.randn(args.batch, length, heads, SIZE, device=args.device)
@@ -80,7 +80,7 @@ def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
 
 
 def step(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
-    """Times the step of one layer whose slots are all taken; samples, and the bytes it reads."""
+    """Time the step of one layer whose slots are all taken; samples, and the bytes it reads."""
     batch, count, device = args.step_batch, args.entries + 1, args.device
     shape = batch, KV_HEADS, count
     positions = torch.arange(count, dtype=torch.int32, device=device).repeat(*shape[:2], 1)
@@ -113,7 +113,7 @@ def step(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
 
 
 def record(run: Callable[[], Any]) -> Callable[[], None]:
-    """Records a CUDA graph of a call; twenty of them in one replay, as a model has layers."""
+    """Record a CUDA graph of a call; twenty of them in one replay, as a model has layers."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def record(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog="example: python benchmarks/gpu_kernels.py --tune",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Checks, measures, shows and writes."""
+    """Check, measures, shows and writes."""
     groups = QUERY_HEADS // KV_HEADS
     chosen = dispatch.operations(args.device, torch.bfloat16, SIZE, SIZE, groups)
     if chosen.name != "triton":

@@ -49,7 +49,7 @@ MEASURES = ("kl", "agreement", "nll", "full_nll")
 
 
 def write_tokens(args: argparse.Namespace) -> None:
-    """Writes the samples of ``fidelity`` as token ids, in its order."""
+    """Write the samples of ``fidelity`` as token ids, in its order."""
     from h2okv.evaluation.model import ModelUnderTest
     from h2okv.evaluation.tasks.fidelity import Fidelity, Source
     from h2okv.integration.loading import describe
@@ -110,7 +110,7 @@ class Compressed:
 
 @torch.no_grad()
 def read_prompt(model: Any, prompt: list[int], found: list[Compressed]) -> None:
-    """Reads a prompt once; each of those compresses every layer."""
+    """Read a prompt once; each of those compresses every layer."""
     from transformers import DynamicCache
 
     def look(attention: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
@@ -150,7 +150,7 @@ def compare(full: torch.Tensor, own: torch.Tensor, targets: torch.Tensor) -> lis
 
 
 def run_presses(args: argparse.Namespace) -> None:
-    """Adds a row for each prompt and press that has none yet."""
+    """Add a row for each prompt and press that has none yet."""
     import kvpress  # noqa: F401  changes attention, so that hidden entries are hidden
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM
@@ -264,7 +264,7 @@ def make_table(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

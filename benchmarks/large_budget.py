@@ -33,14 +33,14 @@ class Writer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Reads the last token and takes the likeliest next one."""
+        """Read the last token and takes the likeliest next one."""
         logits = self.model(self.token, **{CACHE: self.cache}, logits_to_keep=1).logits
         self.token = logits.argmax(-1)
         self.text.append(int(self.token))
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/large_budget.py --model smollm2 --threads 1",

@@ -46,7 +46,7 @@ ACCELERATE_STEPS = 16
 
 
 def make_checkpoint(args: argparse.Namespace, folder: str) -> int:
-    """Writes the model; returns its parameters."""
+    """Write the model; returns its parameters."""
     config = LlamaConfig(
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
@@ -78,7 +78,7 @@ class Runs:
         }  # fmt: skip
 
     def __call__(self, kind: str, label: str, **setting: Any) -> dict[str, Any]:
-        """Runs one in a process of its own."""
+        """Run one in a process of its own."""
         progress(label)
         done = subprocess.run(
             [sys.executable, str(CHILD)],
@@ -186,7 +186,7 @@ def told_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]
 
 
 def main() -> None:
-    """Runs the parts and adds their rows to the CSV file."""
+    """Run the parts and adds their rows to the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = {"equal": equal, "best": best}
     parser.add_argument("--parts", nargs="+", choices=known, default=list(known))

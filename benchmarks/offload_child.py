@@ -26,7 +26,7 @@ def prompts_of(setting: dict[str, Any], vocabulary: int) -> torch.Tensor:
 
 
 def drop_pages(folder: str) -> None:
-    """Makes the system forget what it holds of the checkpoint."""
+    """Make the system forget what it holds of the checkpoint."""
     for path in Path(folder).glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -154,7 +154,7 @@ KINDS = {"h2okv": run_engine, "accelerate": run_accelerate, "reading": run_readi
 
 
 def main() -> None:
-    """Runs one setting."""
+    """Run one setting."""
     setting = json.load(sys.stdin)
     torch.set_num_threads(setting["threads"])
     if setting["limit"]:

@@ -91,7 +91,7 @@ def row(
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", type=float, default=15.0, help="GiB of the card in use")
     parser.add_argument("--host", type=float, default=200.0, help="GiB of the CPU's memory")

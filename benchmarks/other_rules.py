@@ -106,7 +106,7 @@ RULES: dict[str, Callable[[Prompt, Tensor], Tensor]] = {
 
 
 def install(rule: str) -> None:
-    """Has prompts scored by a rule from now on."""
+    """Have prompts scored by a rule from now on."""
 
     def scored(
         layer: Any, block: Any, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
@@ -122,7 +122,7 @@ def install(rule: str) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Scores the prompts by each rule in turn, and writes the table."""
+    """Score the prompts by each rule in turn, and writes the table."""
     sources = [Source.read(path) for path in args.data]
     config = CacheConfig.from_budget(args.budget, policy="best")
     tested = under_test(describe(args.model), getattr(torch, args.dtype))
@@ -159,7 +159,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/other_rules.py out --data moby_dick.txt --texts 6"

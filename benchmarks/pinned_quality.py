@@ -43,7 +43,7 @@ def pins_of(tokenizer: Any, messages: Any, length: int, seed: int) -> dict[str, 
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace) -> None:
-    """Reads the chats onto all caches, and writes the table."""
+    """Read the chats onto all caches, and writes the table."""
     tested = under_test(describe(args.model), getattr(torch, args.dtype))
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     skipped = 0
@@ -86,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/pinned_quality.py chats.jsonl --csv pins.csv",

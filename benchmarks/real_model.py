@@ -132,7 +132,7 @@ def measure_weights(
 
 
 def _check_packed(runners: dict[str, CacheRunner], ids: torch.Tensor) -> None:
-    """Ends the run if packed weights do not give the numbers of the loaded ones."""
+    """End the run if packed weights do not give the numbers of the loaded ones."""
     found = {}
     for name in ("loaded", "packed"):
         runners[name].prepare(ids.shape[1])
@@ -244,7 +244,7 @@ def measure_imports(rounds: int) -> dict[str, list[float]]:
 
 
 def compare(rows: list[dict[str, Any]], path: Path) -> None:
-    """Prints today's ratios beside the newest recorded ones of the same setting."""
+    """Print today's ratios beside the newest recorded ones of the same setting."""
     recorded = {_key(row): row for row in (read_csv(path) if path.exists() else [])}
     print(f"\n{'':40} {'today':>24}   recorded")
     for row in rows:
@@ -261,7 +261,7 @@ def _key(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/real_model.py --threads 1 --prompts 1024,4096",

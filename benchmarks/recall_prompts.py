@@ -93,7 +93,7 @@ TASKS: dict[str, tuple[Callable[[random.Random], Item], bool]] = {
 
 
 def hide(rng: random.Random, sentences: list[str], facts: list[str], ordered: bool) -> str:
-    """Puts facts between sentences, none of them among the last tenth."""
+    """Put facts between sentences, none of them among the last tenth."""
     places = [rng.randrange(1, max(2, len(sentences) * 9 // 10)) for _ in facts]
     if ordered:
         places.sort()
@@ -106,7 +106,7 @@ def hide(rng: random.Random, sentences: list[str], facts: list[str], ordered: bo
 
 
 def write_prompts(book: Path, out: Path, tokens: int, items: int) -> None:
-    """Writes two files of each task into a folder; the first items are always the same."""
+    """Write two files of each task into a folder; the first items are always the same."""
     text = re.sub(r"\s+", " ", book.read_text(encoding="utf-8"))
     sentences = [s for s in re.split(r"(?<=[.!?])\s+", text) if 30 < len(s) < 250][500:]
     out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def write_prompts(book: Path, out: Path, tokens: int, items: int) -> None:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/recall_prompts.py moby_dick.txt prompts --tokens 1024",

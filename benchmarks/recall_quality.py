@@ -95,7 +95,7 @@ def under_test(described: Any, dtype: torch.dtype) -> ModelUnderTest:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Reads the prompts onto all caches, and writes the table."""
+    """Read the prompts onto all caches, and writes the table."""
     factors = [json.loads(path.read_text(encoding="utf-8")) for path in args.layer_budgets]
     described, dtype = describe(args.model), getattr(torch, args.dtype)
     tested = under_test(described, dtype)
@@ -126,7 +126,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/recall_quality.py moby_dick.txt out --tokens 1024"

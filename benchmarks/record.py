@@ -52,7 +52,7 @@ def interleave(
     label: str,
     device: torch.device | None = None,
 ) -> dict[str, list[float]]:
-    """Times callables in turn, after ``warmup`` calls of each; name to seconds by round."""
+    """Time callables in turn, after ``warmup`` calls of each; name to seconds by round."""
     clock = Clock(device or torch.device("cpu"))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for number, name in interleaved(list(runs), warmup + rounds):
@@ -65,7 +65,7 @@ def interleave(
 
 
 def progress(text: str) -> None:
-    """Shows one line on stderr that the next one overwrites."""
+    """Show one line on stderr that the next one overwrites."""
     print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
@@ -77,7 +77,7 @@ def rows_for(
     setting: dict[str, Any],
     own: str = "h2o",
 ) -> list[dict[str, Any]]:
-    """Makes the CSV rows of one measure, one for each implementation.
+    """Make the CSV rows of one measure, one for each implementation.
 
     The row of an implementation that a target names carries the ratio with ``own``: the median,
     and the quartiles, of the ratios within one round.
@@ -105,7 +105,7 @@ def rows_for(
 
 
 def report(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Shows rows, and adds them to a CSV file; an older file gets its new columns, empty."""
+    """Show rows, and adds them to a CSV file; an older file gets its new columns, empty."""
     show(rows)
     before = read_csv(path) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def report(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints rows for a reader."""
+    """Print rows for a reader."""
     for row in rows:
         text = (
             f"{row['dtype']:>8}  {row['measure']:<22} {row['implementation']:<8} "
@@ -129,7 +129,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Returns the columns that say where a benchmark ran, and on which code."""
+    """Return the columns that say where a benchmark ran, and on which code."""
     told = describe(torch.device("cpu"))
     return {name: told[name] for name in FIELDS if name in told} | {"ops": wanted()}
 

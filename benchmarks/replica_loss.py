@@ -40,7 +40,7 @@ def ask(client: openai.OpenAI, tokens: int, streams: bool) -> tuple[str, str]:
 
 
 def replicas(process: subprocess.Popen) -> list[psutil.Process]:
-    """Processes with a copy of the model."""
+    """Process with a copy of the model."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
@@ -52,7 +52,7 @@ def replicas(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def main() -> None:
-    """Runs it and prints the counts."""
+    """Run it and prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")

@@ -296,7 +296,7 @@ def llama_70b() -> Subject:
 
 
 def filled(page: str) -> str:
-    """Puts the tables between their marks in a page."""
+    """Put the tables between their marks in a page."""
     subject, assumed = llama_70b(), Assumed()
 
     def fill(found: re.Match[str]) -> str:
@@ -307,7 +307,7 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Prints the tables, or writes them into the page."""
+    """Print the tables, or writes them into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the tables into docs/scaling.md")
     parser.add_argument("--model", help="a folder with a config.json; default: Llama 3.1 70B")

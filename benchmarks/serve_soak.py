@@ -102,7 +102,7 @@ class Clients:
 
 
 async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: str) -> Clients:
-    """Runs clients and reads the server's memory; writes one line for every reading."""
+    """Run clients and reads the server's memory; writes one line for every reading."""
     begun = time.monotonic()
     clients = Clients(f"{url}/v1/completions", begun + args.minutes * 60)
     connector = aiohttp.TCPConnector(limit=0)
@@ -136,7 +136,7 @@ async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: 
 
 
 async def answers(url: str) -> None:
-    """Waits until the server answers."""
+    """Wait until the server answers."""
     async with aiohttp.ClientSession() as session:
         while True:
             try:
@@ -148,7 +148,7 @@ async def answers(url: str) -> None:
 
 
 def main() -> None:
-    """Runs the soak and adds its row to the CSV file."""
+    """Run the soak and adds its row to the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--clients", type=int, default=24)

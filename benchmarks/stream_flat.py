@@ -41,7 +41,7 @@ class Reader:
         self._tenth = (0, time.perf_counter())
 
     def read(self, count: int, chunk: int) -> None:
-        """Reads `count` further tokens in blocks; one large draw would take memory of its own."""
+        """Read `count` further tokens in blocks; one large draw would take memory of its own."""
         total = self.cache.num_seen_tokens + count
         while count > 0:
             size = min(count, chunk)
@@ -54,7 +54,7 @@ class Reader:
                 self._tell(total - count, total)
 
     def _tell(self, done: int, total: int) -> None:
-        """Prints a line for each tenth."""
+        """Print a line for each tenth."""
         progress(f"reading: {done:,} of {total:,} tokens")
         before, began = self._tenth
         if 10 * done // total > 10 * before // total:
@@ -67,7 +67,7 @@ class Reader:
 
 
 def resident_after_steps(reader: Reader, position: int, args: argparse.Namespace) -> list[float]:
-    """Reads up to a position, the last tokens one by one, and returns resident GiB after each."""
+    """Read up to a position, the last tokens one by one, and returns resident GiB after each."""
     reader.read(position - args.rounds - reader.cache.num_seen_tokens, args.chunk)
     samples = []
     for _ in range(args.rounds):
@@ -80,7 +80,7 @@ def resident_after_steps(reader: Reader, position: int, args: argparse.Namespace
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Measures both positions: resident memory in GiB and step time in seconds."""
+    """Measure both positions: resident memory in GiB and step time in seconds."""
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=DTYPES[args.dtype])
     model.eval()
     cache = h2okv.H2OCache(model.config, heavy=args.heavy, recent=args.recent, positions="rolling")
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
 
 def check(cache: h2okv.H2OCache, args: argparse.Namespace) -> None:
-    """Ends the run without a figure if the cache is not what it should be."""
+    """End the run without a figure if the cache is not what it should be."""
     cache.check_integrity()
     held, seen = cache.num_cached_tokens, cache.num_seen_tokens
     if (held, seen) != (args.heavy + args.recent, args.tokens):
@@ -110,7 +110,7 @@ def check(cache: h2okv.H2OCache, args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/stream_flat.py --tokens 1000000",
@@ -133,7 +133,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run what the command line asks for."""
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -41,7 +41,7 @@ def run(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def main() -> None:
-    """Runs the model both ways on every rank; the first one prints."""
+    """Run the model both ways on every rank; the first one prints."""
     described, device = describe("bundled"), torch.device("cpu")
     split = load_weights(described, torch.float32, device, tensor_parallel=True)
     ids = torch.randint(5, 4000, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))

@@ -35,7 +35,7 @@ def packed(bits: int, weight: torch.Tensor) -> tuple[torch.nn.Linear, int]:
 
 
 def main() -> None:
-    """Checks, measures, shows and writes the rows."""
+    """Check, measures, shows and writes the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/weight_bits.py --rounds 40",

@@ -55,7 +55,7 @@ def block_attention(
 
 
 def register() -> str:
-    """Makes the attention known to transformers.
+    """Make the attention known to transformers.
 
     Returns:
         The name to give as `attn_implementation`.

@@ -56,7 +56,7 @@ class Settings:
 
 
 def load(settings: Settings, attention: str) -> transformers.PreTrainedModel:
-    """Loads the exported weights in fp32 with one of transformers' attentions."""
+    """Load the exported weights in fp32 with one of transformers' attentions."""
     net = AutoModelForCausalLM.from_pretrained(
         settings.model, dtype=torch.float32, attn_implementation=attention
     )
@@ -64,7 +64,7 @@ def load(settings: Settings, attention: str) -> transformers.PreTrainedModel:
 
 
 def measure(settings: Settings, console: Console) -> dict[str, list[Row]]:
-    """Measures everything that the card tells.
+    """Measure everything that the card tells.
 
     Args:
         settings: What to measure.
@@ -101,7 +101,7 @@ def measure(settings: Settings, console: Console) -> dict[str, list[Row]]:
 
 
 def verdict(rows: list[Row]) -> str:
-    """Says whether the aim is met: H2O near the full cache and ahead of the recent window."""
+    """Say whether the aim is met: H2O near the full cache and ahead of the recent window."""
     full = next(row for row in rows if row["policy"] == "full")
     lines = []
     for share, budget in AIM_SHARES.items():
@@ -120,7 +120,7 @@ def verdict(rows: list[Row]) -> str:
 
 
 def training_summary(log: Path) -> str:
-    """Tells from the log of the run what it took."""
+    """Tell from the log of the run what it took."""
     with log.open(newline="") as file:
         last = list(csv.DictReader(file))[-1]
     tokens, seconds = int(last["tokens"]), float(last["seconds"])
@@ -132,7 +132,7 @@ def training_summary(log: Path) -> str:
 
 
 def write_card(settings: Settings, tables: dict[str, list[Row]], seconds: float) -> str:
-    """Writes the text of the card."""
+    """Write the text of the card."""
     net = load(settings, "sdpa")
     config = net.config
     parameters = sum(parameter.numel() for parameter in net.parameters())
@@ -225,7 +225,7 @@ Measured by `python -m training.card` in {seconds / 60:.0f} minutes on {platform
 
 
 def parse_arguments() -> Settings:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -242,7 +242,7 @@ def parse_arguments() -> Settings:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     settings = parse_arguments()
     torch.set_num_threads(settings.threads)
     console = Console()

@@ -29,7 +29,7 @@ class Progress:
 
 
 def save(folder: Path, progress: Progress, **states: object) -> None:
-    """Writes the checkpoint of a run atomically.
+    """Write the checkpoint of a run atomically.
 
     Args:
         folder: The folder of the run.
@@ -46,7 +46,7 @@ def save(folder: Path, progress: Progress, **states: object) -> None:
 
 
 def load(folder: Path) -> tuple[Progress, dict]:
-    """Reads the checkpoint of a run.
+    """Read the checkpoint of a run.
 
     Args:
         folder: The folder of the run.
@@ -62,5 +62,5 @@ def load(folder: Path) -> tuple[Progress, dict]:
 
 
 def exists(folder: Path) -> bool:
-    """Tells whether the run has a checkpoint."""
+    """Tell whether the run has a checkpoint."""
     return (folder / FILE).exists()

@@ -66,7 +66,7 @@ class Corpus:
 
     @classmethod
     def from_books(cls, books: list[str], tokenizer: PreTrainedTokenizerFast) -> Corpus:
-        """Tokenizes books, one EOS after each."""
+        """Tokenize books, one EOS after each."""
         parts = []
         for book in books:
             ids = tokenizer.encode(book, add_special_tokens=False, verbose=False)
@@ -77,7 +77,7 @@ class Corpus:
     def training(
         cls, folder: Path, tokenizer: PreTrainedTokenizerFast, cache: Path | None = None
     ) -> Corpus:
-        """Tokenizes the training books.
+        """Tokenize the training books.
 
         Args:
             folder: The folder that holds the archive.
@@ -98,11 +98,11 @@ class Corpus:
     def held_out(
         cls, folder: Path, names: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
     ) -> Corpus:
-        """Tokenizes some of the held-out books."""
+        """Tokenize some of the held-out books."""
         return cls.from_books([read_held_out_book(folder, name) for name in names], tokenizer)
 
     def passage(self, at: float, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cuts a passage that begins where a sentence begins.
+        """Cut a passage that begins where a sentence begins.
 
         Args:
             at: Where to cut, from 0 (start of the corpus) to 1 (its end).
@@ -120,7 +120,7 @@ class Corpus:
 
 
 def _find_breaks(tokens: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """Finds the offsets between a sentence end and a token that begins with a space or line."""
+    """Find the offsets between a sentence end and a token that begins with a space or line."""
     size = len(tokenizer)
     texts = [tokenizer.decode([index]) for index in range(size)]
     ends = np.array([text.endswith(SENTENCE_ENDS) for text in texts])
@@ -131,7 +131,7 @@ def _find_breaks(tokens: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.n
 
 
 def plain_window(corpus: Corpus, at: float, length: int) -> Window:
-    """Cuts a window of book text.
+    """Cut a window of book text.
 
     Args:
         corpus: The text.
@@ -178,7 +178,7 @@ def fact_window(
     held_out: bool = False,
     one_property: bool = False,
 ) -> Window:
-    """Cuts a window and weaves facts into it at sentence ends.
+    """Cut a window and weaves facts into it at sentence ends.
 
     Args:
         corpus: The text.
@@ -262,7 +262,7 @@ class TrainingWindows:
         self.one_property_share = one_property_share
 
     def window(self, number: int, length: int) -> Window:
-        """Makes window `number` of `length` tokens."""
+        """Make window `number` of `length` tokens."""
         rng = np.random.default_rng((self.seed, number))
         at = (number * GOLDEN) % 1.0
         if rng.random() < self.fact_share:
@@ -271,14 +271,14 @@ class TrainingWindows:
         return plain_window(self.corpus, at, length)
 
     def batch(self, number: int, count: int, length: int) -> np.ndarray:
-        """Makes windows `number` to `number + count - 1` as one int64 array [count, length]."""
+        """Make windows `number` to `number + count - 1` as one int64 array [count, length]."""
         return np.stack([self.window(number + i, length).tokens for i in range(count)])
 
 
 def held_out_windows(
     corpus: Corpus, count: int, length: int, seed: int = 0, facts: bool = False
 ) -> list[Window]:
-    """Makes evaluation windows, spread evenly over the corpus.
+    """Make evaluation windows, spread evenly over the corpus.
 
     Args:
         corpus: Held-out text.

@@ -50,7 +50,7 @@ class Measured:
 
 
 def make_cache(net: LlamaForCausalLM, policy: str, tokens: int) -> h2okv.H2OCache:
-    """Makes a cache that keeps `tokens` entries, half of them recent where the policy has both."""
+    """Make a cache that keeps `tokens` entries, half of them recent where the policy has both."""
     return h2okv.H2OCache(net.config, heavy=tokens - tokens // 2, recent=tokens // 2, policy=policy)
 
 
@@ -58,7 +58,7 @@ def make_cache(net: LlamaForCausalLM, policy: str, tokens: int) -> h2okv.H2OCach
 def second_half(
     net: LlamaForCausalLM, tokens: torch.Tensor, cache: h2okv.H2OCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads the first half at once, then feeds the second half one token at a time.
+    """Read the first half at once, then feeds the second half one token at a time.
 
     Args:
         net: A model whose attention is "h2o".
@@ -83,7 +83,7 @@ def second_half(
 def measure(
     net: LlamaForCausalLM, plain: list[Window], facts: list[Window], policy: str, budget: float
 ) -> Measured:
-    """Measures one policy at one budget.
+    """Measure one policy at one budget.
 
     Args:
         net: A model whose attention is "h2o".
@@ -128,7 +128,7 @@ def measure(
 
 
 def heavy_positions(net: LlamaForCausalLM, windows: list[Window], budget: float) -> list[dict]:
-    """Tells where in the window the entries stand that H2O holds at its end.
+    """Tell where in the window the entries stand that H2O holds at its end.
 
     Args:
         net: A model whose attention is "h2o".

@@ -26,7 +26,7 @@ CARD = "CARD.md"
 def load_model(
     run: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[LlamaForCausalLM, checkpoint.Progress]:
-    """Builds the model of a run with the weights of its last checkpoint.
+    """Build the model of a run with the weights of its last checkpoint.
 
     Args:
         run: The folder of the run.
@@ -52,7 +52,7 @@ def load_model(
 
 
 def export(run: Path, tokenizer: PreTrainedTokenizerFast, out: Path) -> checkpoint.Progress:
-    """Writes the model folder and puts it in place; a card that is there stays.
+    """Write the model folder and puts it in place; a card that is there stays.
 
     Args:
         run: The folder of the run.
@@ -80,7 +80,7 @@ def export(run: Path, tokenizer: PreTrainedTokenizerFast, out: Path) -> checkpoi
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

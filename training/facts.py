@@ -84,7 +84,7 @@ class Fact:
         return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
 
     def sentence(self, template: str) -> tuple[str, str, str]:
-        """Fills a template.
+        """Fill a template.
 
         Args:
             template: A sentence of `STATEMENTS`, `USES` or `QUESTIONS`.
@@ -100,7 +100,7 @@ class Fact:
 
 
 def invented_word(rng: np.random.Generator) -> str:
-    """Makes a word that no book holds, such as "Trondale".
+    """Make a word that no book holds, such as "Trondale".
 
     Args:
         rng: Where chance comes from.
@@ -116,14 +116,14 @@ def invented_word(rng: np.random.Generator) -> str:
 
 
 def draw_name(rng: np.random.Generator) -> str:
-    """Draws whom a fact is about: mostly a given name, else an invented one."""
+    """Draw whom a fact is about: mostly a given name, else an invented one."""
     return invented_word(rng) if rng.random() < 0.2 else str(rng.choice(words.GIVEN_NAMES))
 
 
 def draw_facts(
     rng: np.random.Generator, count: int, held_out: bool, one_property: bool = False
 ) -> list[Fact]:
-    """Draws facts that only their whole question tells apart.
+    """Draw facts that only their whole question tells apart.
 
     Names and properties repeat among the facts, but no two facts have both in common.
 

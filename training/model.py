@@ -12,7 +12,7 @@ MAX_POSITIONS = 2048
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast, layers: int = 6) -> LlamaConfig:
-    """Describes a small Llama: grouped queries, few heads of 64, tied embeddings.
+    """Describe a small Llama: grouped queries, few heads of 64, tied embeddings.
 
     Args:
         tokenizer: Gives the vocabulary and the special tokens.
@@ -39,7 +39,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, layers: int = 6) -> LlamaCo
 
 
 def build_model(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
-    """Makes the model with fresh weights and the training attention."""
+    """Make the model with fresh weights and the training attention."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention.register())
     # No gradient may reach the padding row by itself: EOS pads, and it is a real token here.
@@ -48,7 +48,7 @@ def build_model(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
 
 
 def head_loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Computes the mean loss of `target` [B, T] from the last hidden states [B, T, hidden]."""
+    """Compute the mean loss of `target` [B, T] from the last hidden states [B, T, hidden]."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -73,7 +73,7 @@ class NextTokenLoss:
                 layer.compile(dynamic=False)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Computes the loss of windows [B, T + 1]."""
+        """Compute the loss of windows [B, T + 1]."""
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
             return self.head(hidden, self.model.lm_head.weight, tokens[:, 1:])
@@ -83,7 +83,7 @@ class NextTokenLoss:
 def loss_and_hits(
     model: LlamaForCausalLM, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes for every token after the first its loss and whether it was the first choice.
+    """Compute for every token after the first its loss and whether it was the first choice.
 
     Args:
         model: The model.

@@ -46,7 +46,7 @@ class Optimizers:
         self.peaks = (rate, embedding_rate)
 
     def step(self, share: float) -> None:
-        """Updates the weights at `share` of the peak rates and clears the gradients."""
+        """Update the weights at `share` of the peak rates and clears the gradients."""
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * share
@@ -54,10 +54,10 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict]:
-        """Gives the state of all parts."""
+        """Give the state of all parts."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Takes the state that `state_dict` gave."""
+        """Take the state that `state_dict` gave."""
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)

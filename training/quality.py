@@ -26,7 +26,7 @@ def stack(windows: list[Window]) -> torch.Tensor:
 def loss_and_hits(
     net: LlamaForCausalLM, tokens: torch.Tensor, batch: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes, for every token after the first, its loss and whether it was the first choice.
+    """Compute, for every token after the first, its loss and whether it was the first choice.
 
     Args:
         net: The model.
@@ -51,7 +51,7 @@ def perplexity_by_book(
     windows: int,
     length: int,
 ) -> list[dict]:
-    """Measures the held-out books.
+    """Measure the held-out books.
 
     Args:
         net: The model.
@@ -86,12 +86,12 @@ def _perplexity_row(name: str, loss: torch.Tensor, size: int) -> dict:
 
 
 def answer_recalled(hits: torch.Tensor, row: int, start: int, stop: int) -> bool:
-    """Tells whether every token of an answer was the model's first choice."""
+    """Tell whether every token of an answer was the model's first choice."""
     return bool(hits[row, start - 1 : stop - 1].all())
 
 
 def recall_by_distance(net: LlamaForCausalLM, windows: list[Window]) -> list[dict]:
-    """Measures how often a fact is recalled, by the distance from its statement.
+    """Measure how often a fact is recalled, by the distance from its statement.
 
     Args:
         net: The model.
@@ -129,7 +129,7 @@ def recall_by_distance(net: LlamaForCausalLM, windows: list[Window]) -> list[dic
 
 
 def share(hits: list[bool]) -> float:
-    """Gives the share of hits, not a number if there is nothing to count."""
+    """Give the share of hits, not a number if there is nothing to count."""
     return sum(hits) / len(hits) if hits else math.nan
 
 
@@ -137,7 +137,7 @@ def share(hits: list[bool]) -> float:
 def first_position_mass(
     net: LlamaForCausalLM, windows: list[Window], from_query: int = 128
 ) -> list[dict]:
-    """Measures how much attention each layer gives to the first position.
+    """Measure how much attention each layer gives to the first position.
 
     Args:
         net: The model, with attention that returns its weights ("eager").

@@ -8,7 +8,7 @@ DECAY_FROM = 0.35
 
 
 def learning_rate_share(progress: float) -> float:
-    """Gives the learning rate as share of its peak: up, flat, then straight down to zero.
+    """Give the learning rate as share of its peak: up, flat, then straight down to zero.
 
     Args:
         progress: Share of the training time that is spent, 0 to 1.
@@ -24,5 +24,5 @@ def learning_rate_share(progress: float) -> float:
 
 
 def context(progress: float) -> int:
-    """Gives the window length at this share of the time."""
+    """Give the window length at this share of the time."""
     return next(length for until, length in STAGES if progress < until)

@@ -52,7 +52,7 @@ HEAVY: Columns = {
 
 
 def markdown(rows: list[Row], columns: Columns) -> str:
-    """Makes a table.
+    """Make a table.
 
     Args:
         rows: What to show, one dict for each line.
@@ -70,7 +70,7 @@ def markdown(rows: list[Row], columns: Columns) -> str:
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
-    """Writes rows of equal keys, numbers with six digits.
+    """Write rows of equal keys, numbers with six digits.
 
     Args:
         path: The file.

@@ -22,7 +22,7 @@ _LINE_WRAP = re.compile(r"(?<=\S)[ ]*\n[ ]*(?=\S)")
 
 
 def read_training_books(folder: Path) -> list[str]:
-    """Reads the training books.
+    """Read the training books.
 
     Args:
         folder: The folder that holds `books_train.txt.xz`.
@@ -36,7 +36,7 @@ def read_training_books(folder: Path) -> list[str]:
 
 
 def read_held_out_book(folder: Path, name: str) -> str:
-    """Reads a held-out book, its wrapped lines joined as in the training archive.
+    """Read a held-out book, its wrapped lines joined as in the training archive.
 
     Args:
         folder: The folder that holds the held-out books.

@@ -19,7 +19,7 @@ EOS = SEPARATOR
 
 
 def train_tokenizer(books: list[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE whose `encode` puts BOS first.
+    """Train a byte-level BPE whose `encode` puts BOS first.
 
     Args:
         books: The text to learn the merges from.
@@ -54,7 +54,7 @@ def train_tokenizer(books: list[str], vocab_size: int = 4096) -> PreTrainedToken
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

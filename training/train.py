@@ -64,7 +64,7 @@ class HeldOut:
         self.windows: dict[int, tuple[list[Window], list[Window]]] = {}
 
     def measure(self, net: torch.nn.Module, context: int) -> tuple[float, float]:
-        """Measures at one context.
+        """Measure at one context.
 
         Args:
             net: The model.
@@ -124,7 +124,7 @@ class Trainer:
         return self.progress.seconds / (self.settings.hours * 3600)
 
     def save(self) -> None:
-        """Writes a checkpoint."""
+        """Write a checkpoint."""
         checkpoint.save(
             self.settings.run,
             self.progress,
@@ -134,7 +134,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Trains until the time is over; Ctrl-C writes a checkpoint and leaves."""
+        """Train until the time is over; Ctrl-C writes a checkpoint and leaves."""
         saved = time.monotonic()
         recent: list[float] = []
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -196,7 +196,7 @@ class Trainer:
         return self.settings.run / LOG_FILE
 
     def _cut_log(self) -> None:
-        """Drops the rows after the checkpoint, which are trained again."""
+        """Drop the rows after the checkpoint, which are trained again."""
         rows: list[list[str]] = []
         if self.log_path.exists():
             with self.log_path.open(newline="") as file:
@@ -208,7 +208,7 @@ class Trainer:
 
 
 def parse_arguments() -> Settings:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -232,7 +232,7 @@ def parse_arguments() -> Settings:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     settings = parse_arguments()
     torch.set_num_threads(settings.threads)
     for number in (signal.SIGINT, signal.SIGTERM):  # a background process ignores Ctrl-C

@@ -24,7 +24,7 @@ def source() -> ModelSource:
 
 @pytest.fixture(scope="session")
 def build(source):
-    """Builds the model; shared by all tests, which set its attention before they use it."""
+    """Build the model; shared by all tests, which set its attention before they use it."""
     models = {}
 
     def make(dtype=torch.float32):

@@ -36,7 +36,7 @@ def test_noise_below_zero_counts_as_none():
 
 @pytest.fixture
 def find(source, build, monkeypatch):
-    """Finds batches with peaks that follow a rule, so that the right answer is known."""
+    """Find batches with peaks that follow a rule, so that the right answer is known."""
 
     def call(batch_of_full, surplus=0, most=64, failing=None):
         weights = Footprint(source.config(), torch.float32).weight_bytes

@@ -35,7 +35,7 @@ def make_task(novel, tmp_path):
 
 
 def evaluate(subject, path, task, stop_after=None, configs=CONFIGS, seed=0):
-    """Runs an evaluation, interrupted after some batches."""
+    """Run an evaluation, interrupted after some batches."""
     batches = []
 
     def on_results(run, count):

@@ -28,7 +28,7 @@ ROLLING = {"heavy": 12, "recent": 12, "positions": "rolling"}
 
 @pytest.fixture
 def begin(make_llama):
-    """Makes a stream on a tiny model; the same one for the same options."""
+    """Make a stream on a tiny model; the same one for the same options."""
     model = make_llama(attention="sdpa")
 
     def make(source, settings, budget=ROLLING, **options):
@@ -39,7 +39,7 @@ def begin(make_llama):
 
 
 def drain(stream):
-    """Reads to the end: all rows, the unfinished one among them, and the answers."""
+    """Read to the end: all rows, the unfinished one among them, and the answers."""
     rows, answers = [], []
     for step in stream.blocks():
         rows += step.rows

@@ -101,7 +101,7 @@ class Request:
 
 
 def run_batch(layer, batch, extra=0):
-    """Runs a step of ``(request, count)``; compares the output of each with its own cache's."""
+    """Run a step of ``(request, count)``; compares the output of each with its own cache's."""
     parts = [request.next(count) for request, count in batch]
     wanted = [request.expected(*part) for (request, _), part in zip(batch, parts, strict=True)]
     counts = [count for _, count in batch]

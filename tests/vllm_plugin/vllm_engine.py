@@ -145,7 +145,7 @@ def _add(llm, prompts, name):
 
 
 def _finish(llm):
-    """Runs until all is done; new tokens by the request's name."""
+    """Run until all is done; new tokens by the request's name."""
     done = {}
     while llm.llm_engine.has_unfinished_requests():
         for one in llm.llm_engine.step():

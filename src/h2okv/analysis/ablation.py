@@ -28,7 +28,7 @@ def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> np.ndarray:
 
 @torch.inference_mode()
 def dense_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
-    """Computes the losses with full attention; see `token_losses`."""
+    """Compute the losses with full attention; see `token_losses`."""
     logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits
     return token_losses(logits, input_ids)
 
@@ -47,7 +47,7 @@ def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0
 
 
 def heaviest(scores: np.ndarray, count: int) -> np.ndarray:
-    """Marks the ``count`` tokens with the highest of scores ``[L, H, T]``; bool ``[L, H, T]``."""
+    """Mark the ``count`` tokens with the highest of scores ``[L, H, T]``; bool ``[L, H, T]``."""
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     chosen = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(chosen, order, True, axis=-1)
@@ -55,7 +55,7 @@ def heaviest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def drawn(shape: tuple[int, ...], count: int, seed: int) -> np.ndarray:
-    """Marks as many random tokens, for each layer and head on its own; bool ``[L, H, T]``."""
+    """Mark as many random tokens, for each layer and head on its own; bool ``[L, H, T]``."""
     return heaviest(np.random.default_rng(seed).random(shape), count)
 
 
@@ -80,7 +80,7 @@ SHARE_OF_LARGEST = 0.1
 
 
 def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Finds the linear maps that read the neurons, one for each layer."""
+    """Find the linear maps that read the neurons, one for each layer."""
     found = [
         module
         for name, module in model.named_modules()

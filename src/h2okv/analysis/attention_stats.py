@@ -53,7 +53,7 @@ class LayerAttention:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def rows(self, hidden: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the attention probabilities by blocks of queries; memory grows with T only.
+        """Yield the attention probabilities by blocks of queries; memory grows with T only.
 
         Each is ``(first, probabilities)``: the block's first query, and fp32 ``[H, G, R, first +
         R]``, 0 for a key after its query. ``hidden``, bool ``[H, T]``, marks keys that no query
@@ -109,13 +109,13 @@ AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)
 
 
 def full_attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Returns the indices of the layers whose entries H2O evicts."""
+    """Return the indices of the layers whose entries H2O evicts."""
     layers = H2OCache(config).layers
     return tuple(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
 
 
 def check_layer(config: PreTrainedConfig, layer_idx: int, head: int) -> None:
-    """Refuses a layer or KV head that the model does not have."""
+    """Refuse a layer or KV head that the model does not have."""
     layers = full_attention_layers(config)
     if layer_idx not in layers:
         raise ValueError(
@@ -128,7 +128,7 @@ def check_layer(config: PreTrainedConfig, layer_idx: int, head: int) -> None:
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Returns the number of KV heads of a layer."""
+    """Return the number of KV heads of a layer."""
     config = config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 1 if getattr(config, "multi_query", False) else int(heads)
@@ -138,7 +138,7 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 def read_observed(
     model: PreTrainedModel, input_ids: torch.Tensor, handler: Handler, **options: Any
 ) -> Any:
-    """Lets a model read ``[1, T]`` tokens; every full-attention layer is shown to a handler."""
+    """Let a model read ``[1, T]`` tokens; every full-attention layer is shown to a handler."""
     check_model(model)
     reached = []
 
@@ -167,7 +167,7 @@ Tick = Callable[[float], None]
 
 
 def no_tick(fraction: float) -> None:
-    """Tells nobody."""
+    """Tell nobody."""
 
 
 def of_layers(
@@ -176,7 +176,7 @@ def of_layers(
     look: Callable[[LayerAttention], Any],
     tick: Tick = no_tick,
 ) -> np.ndarray:
-    """Lets a model read ``[1, T]`` tokens; what ``look`` finds in each full-attention layer."""
+    """Let a model read ``[1, T]`` tokens; what ``look`` finds in each full-attention layer."""
     found: dict[int, Any] = {}
     total = model.config.get_text_config(decoder=True).num_hidden_layers
 
@@ -190,7 +190,7 @@ def of_layers(
 
 
 def small_entries(layer: LayerAttention, threshold: float = 0.01) -> np.ndarray:
-    """Counts visible entries below 1 % of their row's maximum (paper, 3.1): int64 ``[HQ, T]``."""
+    """Count visible entries below 1 % of their row's maximum (paper, 3.1): int64 ``[HQ, T]``."""
     parts = []
     for first, probabilities in layer.rows():
         top = probabilities.amax(dim=-1, keepdim=True)
@@ -202,7 +202,7 @@ def small_entries(layer: LayerAttention, threshold: float = 0.01) -> np.ndarray:
 
 
 def accumulated(layer: LayerAttention) -> np.ndarray:
-    """Adds up the attention that each key receives (H2O's scores): float32 ``[H, G, T]``."""
+    """Add up the attention that each key receives (H2O's scores): float32 ``[H, G, T]``."""
     groups = layer.query.shape[0] // layer.key.shape[0]
     total = torch.zeros(layer.key.shape[0], groups, layer.key.shape[1], device=layer.key.device)
     for _, probabilities in layer.rows():

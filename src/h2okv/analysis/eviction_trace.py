@@ -36,7 +36,7 @@ class Trace:
 
 
 def split_budget(total: int) -> TokenBudget:
-    """Divides a budget in halves, as the paper does: heavy hitters and recent tokens."""
+    """Divide a budget in halves, as the paper does: heavy hitters and recent tokens."""
     return TokenBudget(sink=0, heavy=total - total // 2, recent=total // 2)
 
 
@@ -51,7 +51,7 @@ def follow(
     tick: Tick = no_tick,
     block: int = 1,
 ) -> Trace:
-    """Reads a text token by token through an `H2OCache` and notes what it holds at every step.
+    """Read a text token by token through an `H2OCache` and notes what it holds at every step.
 
     Args:
         model: a loaded model; its attention implementation is changed and restored.
@@ -118,7 +118,7 @@ def follow(
 
 
 def held_after(gone_at: np.ndarray, step: int) -> np.ndarray:
-    """Tells which tokens were held after a step: bool ``[L, H, step + 1]``."""
+    """Tell which tokens were held after a step: bool ``[L, H, step + 1]``."""
     return gone_at[..., : step + 1] > step + 1
 
 

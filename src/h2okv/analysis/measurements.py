@@ -255,7 +255,7 @@ OnProgress = Callable[[Measurement, float], None]
 def choose_measurements(
     only: Sequence[str] = (), quick: bool = False, neurons: bool = False
 ) -> tuple[Measurement, ...]:
-    """Finds the measurements that the options name."""
+    """Find the measurements that the options name."""
     by_name = {measurement.name: measurement for measurement in MEASUREMENTS}
     for name in only:
         if name not in by_name:
@@ -272,7 +272,7 @@ def choose_measurements(
 
 
 def is_finished(folder: Path, measurement: Measurement) -> bool:
-    """Tells whether all tables of a measurement are there."""
+    """Tell whether all tables of a measurement are there."""
     return all((folder / f"{table}.csv").is_file() for table in measurement.tables)
 
 
@@ -283,7 +283,7 @@ def analyze(
     measurements: Sequence[Measurement],
     on_progress: OnProgress = lambda measurement, fraction: None,
 ) -> None:
-    """Runs every measurement whose tables are not in the folder yet, and writes them there."""
+    """Run every measurement whose tables are not in the folder yet, and writes them there."""
     study = Study(model, sample, folder / KEPT_FOLDER)
     for measurement in measurements:
         if not is_finished(folder, measurement):

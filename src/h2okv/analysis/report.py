@@ -46,7 +46,7 @@ class Section:
         return figure
 
     def tell(self, tables: Tables) -> tuple[str, str]:
-        """Says what the tables hold, and gives the verdict on the paper's finding."""
+        """Say what the tables hold, and gives the verdict on the paper's finding."""
         found = getattr(sections, f"find_{self.name}")(tables)
         parts = self.joint.join(self.each.format(**own) for own in found.get("each", ()))
         verdict = (
@@ -62,7 +62,7 @@ SECTIONS = tuple(
 
 
 def write_report(folder: Path) -> list[str]:
-    """Draws what there are tables for, and writes the figures and the page; what is missing."""
+    """Draw what there are tables for, and writes the figures and the page; what is missing."""
     settings = {name: escape(str(value)) for name, value in read_settings(folder).items()}
     tables = {
         path.stem: read_csv(path, text=TEXT_COLUMNS)

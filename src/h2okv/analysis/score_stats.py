@@ -17,7 +17,7 @@ _DRAWS = 200
 
 
 def load_scipy(module: str) -> Any:
-    """Imports a part of scipy."""
+    """Import a part of scipy."""
     return optional(f"scipy.{module}", "the analysis", "analysis")
 
 
@@ -54,7 +54,7 @@ def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row
 
 
 def _best_tail(ordered: np.ndarray) -> tuple[int, float, float]:
-    """Chooses where the tail begins: first index, exponent, distance."""
+    """Choose where the tail begins: first index, exponent, distance."""
     count = len(ordered)
     logs = np.log(ordered)
     sums = np.cumsum(logs[::-1])[::-1]
@@ -113,7 +113,7 @@ class Words:
 
 
 def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
-    """Counts the words of token ids ``[T]``, and what stands within ``reach`` tokens of them."""
+    """Count the words of token ids ``[T]``, and what stands within ``reach`` tokens of them."""
     found, place, count = np.unique(token_ids, return_inverse=True, return_counts=True)
     size, pairs = len(found), []
     for distance in range(1, reach + 1):
@@ -127,7 +127,7 @@ def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
 
 
 def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
-    """Adds up the scores ``[..., T]`` of a word's tokens: float64 ``[..., W]``."""
+    """Add up the scores ``[..., T]`` of a word's tokens: float64 ``[..., W]``."""
     size = len(words.count)
     return np.apply_along_axis(lambda row: np.bincount(words.place, row, size), -1, scores)
 

@@ -45,7 +45,7 @@ LABELS = {
 def new_figure(
     size: Sequence[float] = (8, 3.6), panels: Sequence[Mapping[str, Any]] = ({},)
 ) -> tuple[Any, list[Any]]:
-    """Makes an empty figure with panels side by side, each with its properties."""
+    """Make an empty figure with panels side by side, each with its properties."""
     with optional("matplotlib", "a picture", "analysis").rc_context(fname=_STYLE_SHEET):
         figure = plots.new_figure(size[0], size[1])
         axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
@@ -55,7 +55,7 @@ def new_figure(
 
 
 def put_legend(figure: Any, panels: Iterable[Any]) -> None:
-    """Puts one legend for all panels below them, where it covers no point."""
+    """Put one legend for all panels below them, where it covers no point."""
     found: dict[str, Any] = {}
     for axes in panels:
         found |= {label: h for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -67,17 +67,17 @@ def put_legend(figure: Any, panels: Iterable[Any]) -> None:
 
 
 def distinct(rows: Rows, key: str) -> list[Any]:
-    """Returns a column's different values in the order of their first appearance."""
+    """Return a column's different values in the order of their first appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def where(rows: Rows, **values: Any) -> Rows:
-    """Returns the rows with these values."""
+    """Return the rows with these values."""
     return [row for row in rows if all(row[key] == value for key, value in values.items())]
 
 
 def column(rows: Rows, key: str) -> np.ndarray:
-    """Returns a column as float64."""
+    """Return a column as float64."""
     return np.array([row[key] for row in rows], dtype=np.float64)
 
 
@@ -88,7 +88,7 @@ def mean_by(rows: Rows, key: str, value: str) -> tuple[list[Any], np.ndarray]:
 
 
 def percent(fraction: float) -> str:
-    """Writes a fraction with three digits."""
+    """Write a fraction with three digits."""
     return f"{100 * fraction:.3g} %"
 
 
@@ -101,7 +101,7 @@ def _range(values: Any) -> dict[str, str]:
 
 
 def draw_lines(axes: Any, rows: Rows, x: str, y: str, factor: float = 1.0) -> None:
-    """Draws a line for each policy, means of the rows with the same place."""
+    """Draw a line for each policy, means of the rows with the same place."""
     for policy in distinct(rows, "policy"):
         places, means = mean_by(where(rows, policy=policy), x, y)
         axes.plot(places, factor * means, label=LABELS.get(policy, policy), **STYLES[policy])

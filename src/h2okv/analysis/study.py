@@ -45,7 +45,7 @@ _CHARACTERS_A_TOKEN, _TOKENS_AT_A_CUT = 8, 64
 def make_sample(
     tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, min_tokens: int = LEAST_TOKENS
 ) -> Sample:
-    """Turns the beginning of a text into tokens."""
+    """Turn the beginning of a text into tokens."""
     if not text.strip():
         raise ValueError("the text is empty; give a text file with some pages of running text.")
     # All of a novel would take seconds. The tokens at a cut may not be those of the whole text.
@@ -66,7 +66,7 @@ def make_sample(
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> tuple[str, ...]:
-    """Decodes each token on its own, with the space that belongs to it."""
+    """Decode each token on its own, with the space that belongs to it."""
     pieces = []
     for token in token_ids:
         # Decoders that drop a leading space drop it from the first token only.
@@ -93,7 +93,7 @@ class Study:
         self._known: dict[str, dict[str, np.ndarray]] = {}
 
     def tokens(self, share: float) -> int:
-        """Turns a fraction of the text into tokens, at least 2."""
+        """Turn a fraction of the text into tokens, at least 2."""
         return max(2, int(share * self.length))
 
     def recent(self, share: float) -> int:
@@ -134,7 +134,7 @@ class Study:
     def _once(
         self, name: str, compute: Callable[[], dict[str, np.ndarray]]
     ) -> dict[str, np.ndarray]:
-        """Computes arrays, or finds them from before in memory or in the folder."""
+        """Compute arrays, or finds them from before in memory or in the folder."""
         path = None if self.folder is None else self.folder / f"{name}.npz"
         if name not in self._known and path is not None and path.is_file():
             with np.load(path) as held:
@@ -164,7 +164,7 @@ TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a report's folder that cannot be made or written, before a model is loaded."""
+    """Refuse a report's folder that cannot be made or written, before a model is loaded."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     # Whether a folder can be written is only told by writing: access() knows no read-only file
     # systems, and nothing can be made in /proc.
@@ -173,7 +173,7 @@ def check_folder(folder: Path) -> None:
 
 
 def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
-    """Makes a report's folder, or enters one that an earlier run of the same kind has left."""
+    """Make a report's folder, or enters one that an earlier run of the same kind has left."""
     settings = {
         "model": model_name, "text_sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "tokens": tokens, "h2okv": h2okv.__version__,
@@ -186,7 +186,7 @@ def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Reads what a report's folder is about."""
+    """Read what a report's folder is about."""
     path = folder / SETTINGS_FILE
     with refusing(f"'{path}' cannot be read", f"{_OTHER_FOLDER}, or delete this one", OSError):
         return Record.parse(path.read_bytes(), f"'{path}'", "the settings of a report").fields

@@ -35,7 +35,7 @@ Case = tuple[Row, np.ndarray]
 def real_cases(
     model: PreTrainedModel, input_ids: torch.Tensor, size: int, excerpts: int
 ) -> list[Case]:
-    """Reads short excerpts, so that each row of attention is there from its first token on."""
+    """Read short excerpts, so that each row of attention is there from its first token on."""
 
     def look(layer: LayerAttention) -> np.ndarray:
         return layer.logits(0, size, torch.float64).cpu().numpy()
@@ -53,7 +53,7 @@ def real_cases(
 
 
 def adversarial_cases(size: int, kept: int) -> list[Case]:
-    """Makes attention on which eviction by what has been must fail, or is put to the test."""
+    """Make attention on which eviction by what has been must fail, or is put to the test."""
     # A token that nobody looks at on arrival, and everybody afterwards; first tokens that draw all
     # attention, and then none; the same few tokens with half of each row, the rest on one token
     # that is another one each time, so that all of the few cover no row better than one.
@@ -95,7 +95,7 @@ def set_values(
 
 
 def attention_rows(logits: np.ndarray) -> np.ndarray:
-    """Turns logits ``[G, n, n]`` into rows of causal attention, float64 ``[G, n, n]``."""
+    """Turn logits ``[G, n, n]`` into rows of causal attention, float64 ``[G, n, n]``."""
     masked = np.where(np.tri(logits.shape[-1], dtype=bool), logits, -np.inf)
     return torch.from_numpy(masked).softmax(dim=-1).numpy()
 
@@ -151,7 +151,7 @@ def _evict(size: int, kept: int, without: Callable[[np.ndarray, int], np.ndarray
 
 @lru_cache(maxsize=64)
 def all_sets(size: int, kept: int, width: int) -> np.ndarray:
-    """Lists every set of tokens, bool ``[C(size, kept), width]``; shared, so do not change it."""
+    """List every set of tokens, bool ``[C(size, kept), width]``; shared, so do not change it."""
     sets = combinations(np.eye(width, dtype=bool)[:size], kept)
     return np.array([np.any(members, axis=0) for members in sets])
 
@@ -159,7 +159,7 @@ def all_sets(size: int, kept: int, width: int) -> np.ndarray:
 def best_value(
     rows: np.ndarray, kept: int, step: int, objective: str, h: str
 ) -> tuple[float, np.ndarray]:
-    """Finds the best of all sets of a size after a step: its worth, and the set as bool ``[n]``."""
+    """Find the best of all sets of a size after a step: its worth, and the set as bool ``[n]``."""
     members = all_sets(step + 1, kept, rows.shape[-1])
     values = set_values(rows, members, step, objective, h)
     return float(values.max()), members[values.argmax()]
@@ -199,7 +199,7 @@ _TOLERANCE = 1e-9
 def check_bound(
     rows: np.ndarray, held: np.ndarray, kept: int, objective: str, h: str
 ) -> tuple[np.ndarray, Row]:
-    """Compares what is held, bool ``[n, n]``, with the best sets after every step that evicts.
+    """Compare what is held, bool ``[n, n]``, with the best sets after every step that evicts.
 
     The ratios of its worth to the best's, float ``[n - k]``, and the columns of docs/theory.md.
     """
@@ -224,7 +224,7 @@ def check_bound(
 
 
 def measure_theory(study: Study, tick: Tick = no_tick) -> Tables:
-    """Tests the theorem on real and on adversarial attention."""
+    """Test the theorem on real and on adversarial attention."""
     cases = real_cases(study.model, study.sample.input_ids, SIZE, EXCERPTS)
     cases += adversarial_cases(SIZE, KEPT)
     tables: Tables = {"theory": [], "theory_steps": [], "theory_mass": []}
@@ -258,7 +258,7 @@ _STEPS = 8
 def worth_of_kept(
     layer: LayerAttention, gone_at: np.ndarray, kept: int, steps: list[int]
 ) -> np.ndarray:
-    """Compares what a policy holds, ``gone_at`` int ``[H, T]``, with the highest scores.
+    """Compare what a policy holds, ``gone_at`` int ``[H, T]``, with the highest scores.
 
     The steps, the newest tokens at which to compare, ascend: float ``[steps, H]``.
     """
@@ -279,7 +279,7 @@ def worth_of_kept(
 
 
 def measure_long(study: Study, tick: Tick = no_tick) -> Tables:
-    """Compares greedy eviction with the best sets on the whole text, at a 20 % budget."""
+    """Compare greedy eviction with the best sets on the whole text, at a 20 % budget."""
     kept = study.tokens(DEFAULT_BUDGET)
     steps = np.linspace(kept, study.length - 1, _STEPS).round().astype(int).tolist()
     rows: list[Row] = []

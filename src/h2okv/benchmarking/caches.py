@@ -101,23 +101,23 @@ class CacheRunner:
         return None
 
     def new_cache(self, context: int) -> Any:
-        """Makes an empty cache for a prompt of so many tokens."""
+        """Make an empty cache for a prompt of so many tokens."""
         return DynamicCache(config=self.model.config)
 
     def prepare(self, context: int) -> None:
-        """Gets ready for a prompt; not timed."""
+        """Get ready for a prompt; not timed."""
         self.cache = None
         self.cache = self.new_cache(context)
         self.model.set_attn_implementation(self.attention)
 
     def prefill(self, ids: torch.Tensor) -> None:
-        """Reads a prompt, int64 ``[B, T]``; timed."""
+        """Read a prompt, int64 ``[B, T]``; timed."""
         for block in ids.split(self.prefill_chunk or ids.shape[1], dim=1):
             self.logits = self.forward(block)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Gets the model ready for decode steps inside a ``with`` block; not timed."""
+        """Get the model ready for decode steps inside a ``with`` block; not timed."""
         self.model.set_attn_implementation(self.attention)
         with self.compiled_steps() if self.compiled else nullcontext():
             yield
@@ -127,11 +127,11 @@ class CacheRunner:
         return nullcontext()
 
     def step(self, token: torch.Tensor) -> None:
-        """Reads one token of each sequence, int64 ``[B, 1]``; timed."""
+        """Read one token of each sequence, int64 ``[B, 1]``; timed."""
         self.logits = self.forward(token)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Runs the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
+        """Run the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
         how = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         with torch.no_grad():
             return self.model(ids, **how).logits
@@ -215,7 +215,7 @@ RUNNERS: dict[str, type[CacheRunner]] = {
 
 
 def held_bytes(cache: Any) -> int:
-    """Counts the bytes of keys and values in a cache of transformers, packed ones too."""
+    """Count the bytes of keys and values in a cache of transformers, packed ones too."""
     stored = ("keys", "values", "quantized_keys", "quantized_values")
     parts = [v for layer in cache.layers for n, v in vars(layer).items() if n.lstrip("_") in stored]
     return sum(map(_nbytes, tree_leaves(parts)))
@@ -229,7 +229,7 @@ def _nbytes(value: Any) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """Says what happened, on one line of at most 200 characters."""
+    """Say what happened, on one line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
@@ -264,7 +264,7 @@ class Peak:
 
 
 def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
-    """Draws token ids, int64 ``[B, T]``, the same every time, on the model's device."""
+    """Draw token ids, int64 ``[B, T]``, the same every time, on the model's device."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(1)
     return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
@@ -297,7 +297,7 @@ def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | N
 
 
 def _run(model: PreTrainedModel, run: PeakRun) -> None:
-    """Reads the prompt and takes two steps."""
+    """Read the prompt and takes two steps."""
     runner = run.spec.runner(model, run.prefill_chunk)
     ids = prompt_ids(model, run.batch, run.context)
     runner.prepare(run.context)

@@ -101,7 +101,7 @@ class Settings:
         return 4 if self.compiled else 1
 
     def check_window(self, window: int | None) -> None:
-        """Refuses contexts that the model cannot read with all steps after them."""
+        """Refuse contexts that the model cannot read with all steps after them."""
         context = max(self.contexts)
         steps = self.rounds * (self.uncounted_steps + self.steps)
         if window is not None and context + steps > window:
@@ -123,7 +123,7 @@ class CheckFailedError(Exception):
 
 
 def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
-    """Holds H2O to full attention, with K >= length, and to its masking simulation.
+    """Hold H2O to full attention, with K >= length, and to its masking simulation.
 
     Returns the largest differences of logits, relative to the largest logit, and the fraction of
     the entries kept that masking does not keep. Half precision has no ``drop_error``, for two right
@@ -246,7 +246,7 @@ class Bench(ABC):
                 )
 
     def rows(self, report: Callable[[int, str], None], bandwidth: float) -> Iterator[Row]:
-        """Builds the model, checks H2O on it, and only then measures; reports `num_units`."""
+        """Build the model, checks H2O on it, and only then measures; reports `num_units`."""
         self.report, self.bandwidth = partial(report, 1), bandwidth
         report(0, "building the model")
         self.model = self.source.build(self.dtype, self.device)
@@ -265,7 +265,7 @@ class Bench(ABC):
 
     @abstractmethod
     def measured(self) -> Iterator[Row]:
-        """Measures on the model that `rows` has checked."""
+        """Measure on the model that `rows` has checked."""
 
     def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
         """The columns that say what ran, and how."""
@@ -343,7 +343,7 @@ class Comparison(Bench):
                 yield row if own.failure else row | self._figures(spec, context, batch, samples)
 
     def _time(self, samples: dict[CacheSpec, _Samples], context: int, batch: int) -> None:
-        """Times prompts, then steps on the caches of the last prompts."""
+        """Time prompts, then steps on the caches of the last prompts."""
         settings, ids = self.settings, prompt_ids(self.model, batch, context)
         able = (spec for spec, own in samples.items() if not own.failure)
         how = settings.prefill_chunk, settings.compiled
@@ -429,7 +429,7 @@ class BatchMemory:
 
     @classmethod
     def of_peaks(cls, weights: int, cache: int, peaks: dict[int, Peak]) -> BatchMemory:
-        """Finds the measured parts from the peaks of the smallest and the largest batch."""
+        """Find the measured parts from the peaks of the smallest and the largest batch."""
         few, many = min(peaks), max(peaks)
         slope = (peaks[many].peak - peaks[few].peak) / (many - few)
         activation = max(0, round(slope) - cache)
@@ -515,7 +515,7 @@ class MaxBatch(Bench):
                 yield self._row(candidate, candidates[0], context)
 
     def _candidate(self, spec: CacheSpec, context: int) -> _Candidate:
-        """Finds the largest batch by arithmetic, and corrects it by running it."""
+        """Find the largest batch by arithmetic, and corrects it by running it."""
         cache = self.footprint.cache_bytes(spec, 1, context)
         weights = self.footprint.weight_bytes
         peaks = {batch: self._peak(spec, context, batch) for batch in (1, 2)}

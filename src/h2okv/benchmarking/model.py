@@ -55,7 +55,7 @@ class ModelSource:
         return kind(**sizes, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 
     def build(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Makes the model in evaluation mode, directly in its dtype and on its device."""
+        """Make the model in evaluation mode, directly in its dtype and on its device."""
         if self.shape is None:
             return load_weights(describe(self.name), dtype, device)
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class ModelSource:
 
 
 def parse_shape(text: str, layers: int | None = None) -> ModelSource:
-    """Reads a shape: a name, sizes such as ``hidden=768``, or both; ``layers`` cuts the depth."""
+    """Read a shape: a name, sizes such as ``hidden=768``, or both; ``layers`` cuts the depth."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     base = parts.pop(0).lower() if parts and "=" not in parts[0] else ""
     if base and base not in SHAPES:

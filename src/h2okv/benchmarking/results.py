@@ -19,7 +19,7 @@ POINTS = ("_p50", "_p95", "_p99")  # the columns of a distribution, behind its n
 
 
 def interleaved(items: Sequence[_T], rounds: int) -> Iterator[tuple[int, _T]]:
-    """Gives all items in every round, backwards in every other one: none is favoured."""
+    """Give all items in every round, backwards in every other one: none is favoured."""
     for number in range(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield number, item
@@ -130,7 +130,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
 
 
 def missing_figures(rows: Sequence[Row]) -> list[str]:
-    """Says which caches gave no figure, and why, each once."""
+    """Say which caches gave no figure, and why, each once."""
     missing = [row for row in rows if row["status"] != "ok"]
     return list(dict.fromkeys(f"{row['cache']}: {row['status']}" for row in missing))
 
@@ -152,14 +152,14 @@ def _tables(cells: Mapping[str, Cell], rows: Sequence[Row], title: str) -> str:
 
 
 def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] = ("cache",)) -> str:
-    """Renders a table at most 100 columns wide; columns without any figure are left out."""
+    """Render a table at most 100 columns wide; columns without any figure are left out."""
     texts = {heading: [cell(row) for row in rows] for heading, cell in cells.items()}
     shown = {heading: own for heading, own in texts.items() if set(own) != {_NONE}}
     return format_table(list(shown), zip(*shown.values(), strict=True), left)
 
 
 def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
-    """Draws steps by context and, dashed, what reading takes; a panel for each dtype and batch."""
+    """Draw steps by context and, dashed, what reading takes; a panel for each dtype and batch."""
     timed = [row for row in rows if row["decode"] is not None]
     panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))
     columns = min(3, len(panels))
@@ -187,7 +187,7 @@ def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _draw(axes: Any, rows: Sequence[Row], label: str, number: int) -> None:
-    """Draws one cache's points and its limit; mutates the axes."""
+    """Draw one cache's points and its limit; mutates the axes."""
     rows = sorted(rows, key=lambda row: row["context"])
     contexts = [row["context"] for row in rows]
     medians, lower, upper = (

@@ -59,7 +59,7 @@ class Server:
 
     @asynccontextmanager
     async def running(self, patience: float = 180.0) -> AsyncIterator[tuple[str, int | None]]:
-        """Starts it if need be, waits until it answers, and stops it; its URL and process."""
+        """Start it if need be, waits until it answers, and stops it; its URL and process."""
         if not self.words:
             yield self.url, None
             return
@@ -103,7 +103,7 @@ class Server:
 
 
 def free_port() -> int:
-    """Returns a port of this machine on which nothing listens now."""
+    """Return a port of this machine on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
@@ -153,7 +153,7 @@ def choose_servers(
     loads: Sequence[Load],
     workload: Workload,
 ) -> tuple[Server, ...]:
-    """Finds out which servers to measure: a running one, or one to start and others beside it."""
+    """Find out which servers to measure: a running one, or one to start and others beside it."""
     if (url is None) == (model is None):
         raise ValueError(
             "give either --url of a running server or --model, for which one is started"
@@ -198,7 +198,7 @@ class ServeRun:
     progress: Progress
 
     async def all(self) -> None:
-        """Measures every server."""
+        """Measure every server."""
         for server in self.servers:
             self.progress.advance(0, f"{server.name}: starting")
             async with (

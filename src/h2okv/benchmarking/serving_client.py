@@ -59,7 +59,7 @@ class Workload:
         return self.new_tokens * (_LONGEST_ANSWER if self.spread else 1)
 
     def request(self, number: int, cut: Cut) -> tuple[str, int]:
-        """Makes one request: its prompt, and the most new tokens."""
+        """Make one request: its prompt, and the most new tokens."""
         source = random.Random(f"{self.seed}:{number}")
         text = self.texts[number % len(self.texts)]
         length = None if self.context is None else source.randint(*self.context)
@@ -75,12 +75,12 @@ class Workload:
 
 
 def by_ratio(characters_per_token: float) -> Cut:
-    """Cuts by the number of characters that a token has on average."""
+    """Cut by the number of characters that a token has on average."""
     return lambda text, tokens: text[: max(1, round(tokens * characters_per_token))]
 
 
 def by_tokenizer(model: str) -> Cut:
-    """Cuts with a model's own tokenizer."""
+    """Cut with a model's own tokenizer."""
     tokenizer = describe(model).tokenizer
 
     def cut(text: str, tokens: int) -> str:
@@ -92,13 +92,13 @@ def by_tokenizer(model: str) -> Cut:
 
 
 def default_texts() -> list[str]:
-    """Returns the paragraphs of the text in the package, long enough to be a prompt."""
+    """Return the paragraphs of the text in the package, long enough to be a prompt."""
     paragraphs = (part.strip() for part in sample_prompt().splitlines())
     return [part for part in paragraphs if len(part.split()) >= _SHORTEST_PROMPT]
 
 
 def read_texts(path: Path) -> list[str]:
-    """Reads questions from a file of JSON lines."""
+    """Read questions from a file of JSON lines."""
     texts = []
     for record in read_jsonl(path, "an object with turns, prompt, question or text"):
         name = next((n for n in ("prompt", "question", "text") if n in record.fields), "turns")
@@ -142,7 +142,7 @@ class Outcome:
         return [b - a for a, b in pairwise(self.arrivals)]
 
     async def read(self, lines: AsyncIterable[bytes]) -> None:
-        """Reads a stream of server-sent events to its end."""
+        """Read a stream of server-sent events to its end."""
         is_whole = False
         async for raw in lines:
             line = raw.decode("utf-8", "replace").strip()
@@ -177,7 +177,7 @@ class AnswerFailedError(RuntimeError):
 
 
 def load_aiohttp() -> Any:
-    """Imports the HTTP client."""
+    """Import the HTTP client."""
     return optional("aiohttp", "h2okv bench serve", "serve")
 
 
@@ -210,7 +210,7 @@ class Client:
         await self._session.close()
 
     async def connect(self, text: str) -> float | None:
-        """Finds out the model's name, and how many characters a token has if the server tells."""
+        """Find out the model's name, and how many characters a token has if the server tells."""
         if self.model is None:
             self.model = await self._first_model()
         outcome = await self.send(text, 1)
@@ -232,7 +232,7 @@ class Client:
         due: float | None = None,
         outcomes: list[Outcome] | None = None,
     ) -> Outcome:
-        """Sends a request and reads its answer; an outcome is listed as soon as it is sent."""
+        """Send a request and reads its answer; an outcome is listed as soon as it is sent."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0}
         body["prompt"] = prompt
         if self.is_chat:
@@ -301,7 +301,7 @@ class Load:
         done: Callable[[], None] = lambda: None,
         seed: int = 0,
     ) -> None:
-        """Sends prompts with their numbers of new tokens, and waits for the last answer."""
+        """Send prompts with their numbers of new tokens, and waits for the last answer."""
         start = time.perf_counter()
         times = repeat(0.0) if self.rate is None else arrival_times(self.rate, seed)
         gate = asyncio.Semaphore(self.clients or max(1, len(requests)))
@@ -319,7 +319,7 @@ class Load:
 
 
 def arrival_times(rate: float, seed: int) -> Iterator[float]:
-    """Draws when requests of a Poisson process come, in seconds from the start, without end."""
+    """Draw when requests of a Poisson process come, in seconds from the start, without end."""
     source = random.Random(seed)
     return accumulate(source.expovariate(rate) for _ in repeat(None))
 
@@ -327,7 +327,7 @@ def arrival_times(rate: float, seed: int) -> Iterator[float]:
 def make_loads(
     clients: Sequence[int], rates: Sequence[float], requests: int | None
 ) -> Iterator[Load]:
-    """Makes the loads that the options name, closed loops first."""
+    """Make the loads that the options name, closed loops first."""
     check_least(requests=requests)
     for number in clients:
         check_least(clients=number)
@@ -341,7 +341,7 @@ def make_loads(
 
 
 def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
-    """Sums up what a load gave; rates and times are of the requests answered in full."""
+    """Sum up what a load gave; rates and times are of the requests answered in full."""
     good = [own for own in outcomes if own.error is None]
     bad = [own for own in outcomes if own.error not in (None, INTERRUPTED)]
     ends, starts = [own.ended for own in outcomes], [own.due for own in outcomes]

@@ -17,7 +17,7 @@ _BATCHES = 8
 
 
 def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> Summary:
-    """Runs a job on ``actors`` models; ``device`` is auto, cpu or cuda on their machines."""
+    """Run a job on ``actors`` models; ``device`` is auto, cpu or cuda on their machines."""
     import_ray()
 
     def execute(request: BatchRequest, described: Described, job: Job) -> Summary:

@@ -18,7 +18,7 @@ _RAISED = re.compile(r"^[\w.]*(?:Error|Exception): (.+)$", re.MULTILINE)
 
 
 def import_ray() -> Any:
-    """Imports Ray."""
+    """Import Ray."""
     # Nothing is reported to anyone unless the user has said so.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # What its C++ parts have to say stands in its log files; stderr is the command's.
@@ -28,7 +28,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def cluster() -> Iterator[ModuleType]:
-    """Joins the cluster of RAY_ADDRESS or of this machine; without one, starts and ends one."""
+    """Join the cluster of RAY_ADDRESS or of this machine; without one, starts and ends one."""
     ray = import_ray()
     # Ray tells at length of every actor that ends; its log files have that too.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

@@ -97,7 +97,7 @@ class _Answer:
         self.status, self.is_over, self._streams = 0, False, False
 
     async def take(self, messages: list[Message]) -> None:
-        """Takes what a replica says; a stream is passed on as soon as it has its first text."""
+        """Take what a replica says; a stream is passed on as soon as it has its first text."""
         for message in messages:
             self._held.append(message)
             if message["type"] == "http.response.start":
@@ -117,7 +117,7 @@ class _Answer:
 
 
 async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
-    """Runs an application for one request, on the side of the replica."""
+    """Run an application for one request, on the side of the replica."""
     coming: asyncio.Queue[Message | None] = asyncio.Queue()
     request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -54,7 +54,7 @@ class ReplicaNumbers(NamedTuple):
 
 
 def merge_stats(numbers: Sequence[ReplicaNumbers], router: Router) -> dict[str, Any]:
-    """Adds up the numbers of ``/stats``."""
+    """Add up the numbers of ``/stats``."""
     merged: dict[str, Any] = {"replicas": len(numbers)}
     merged |= {"retried": router.retried, "broken": router.broken}
     for one in numbers:
@@ -104,7 +104,7 @@ class Replica:
         return self._engine.describe(), self._engine.stats().max_num_seqs
 
     async def check_health(self) -> None:
-        """Tells the front how it is doing, and Serve to replace it if its engine has stopped."""
+        """Tell the front how it is doing, and Serve to replace it if its engine has stopped."""
         if not self._engine.is_healthy:
             raise RuntimeError("the engine has stopped")
         name = serve.get_replica_context().replica_id.unique_id
@@ -114,7 +114,7 @@ class Replica:
         front.put.remote(ReplicaNumbers(name, handlers.stats(), page))
 
     async def __del__(self) -> None:
-        """Stops the engine; Serve calls this after the replica's last request."""
+        """Stop the engine; Serve calls this after the replica's last request."""
         if hasattr(self, "_engine"):
             await self._engine.aclose(drain=0)
 
@@ -134,14 +134,14 @@ class Front:
         self._app = guarded(self._route, settings)
 
     async def __call__(self, request: Request) -> Response:
-        """Answers a request that Serve's proxy brings, which wants a response."""
+        """Answer a request that Serve's proxy brings, which wants a response."""
         return _AppResponse(self._app)
 
     async def put(self, numbers: ReplicaNumbers) -> None:
         self._numbers[numbers.replica] = time.monotonic(), numbers
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers what is about all replicas; what is about one text goes to one of them."""
+        """Answer what is about all replicas; what is about one text goes to one of them."""
         path = scope["path"]
         answer: ASGIApp = self._router
         if scope["method"] == "GET" and path in ("/health", "/stats", "/metrics"):
@@ -198,7 +198,7 @@ class _AppResponse(Response):
 def application(
     request: ServeRequest, copies: int, resources: dict[str, float], max_num_seqs: int
 ) -> Application:
-    """Puts the application together; each copy of the model runs so many requests at once."""
+    """Put the application together; each copy of the model runs so many requests at once."""
     settings, waiting = request.server, request.engine.max_waiting
     common: dict[str, Any] = {
         "health_check_period_s": 1.0,
@@ -224,7 +224,7 @@ def application(
 
 
 def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
-    """Serves on a Ray cluster until a signal; by default one replica a GPU or machine."""
+    """Serve on a Ray cluster until a signal; by default one replica a GPU or machine."""
     settings, engine = request.server, request.engine_config()
     request = replace(request, engine=engine)
     # Serve's proxy, a process of its own, opens it again.
@@ -255,7 +255,7 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
 
 
 def _start(host: str, port: int, is_local: bool) -> None:
-    """Starts Serve, unless it runs already."""
+    """Start Serve, unless it runs already."""
     # Its progress stays away from the command's own remarks; its log files have it.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     if serve.status().proxies:
@@ -271,7 +271,7 @@ def _start(host: str, port: int, is_local: bool) -> None:
 
 
 def _deploy(make: Callable[[int], Application], expected: int) -> tuple[str, int]:
-    """Loads the models, and begins to take requests; tells how many each runs at once."""
+    """Load the models, and begins to take requests; tells how many each runs at once."""
     try:
         serve.run(make(expected), name=APP, logging_config=_LOGGING)
         handle = serve.get_deployment_handle(REPLICA, APP)

@@ -63,7 +63,7 @@ class H2OClient(HuggingFaceClient):
         return super().make_request(replace(request, model=known_as))
 
     def _load(self, known_as: str, path: str) -> None:
-        """Loads the model once, where HELM looks for loaded models; writes the record."""
+        """Load the model once, where HELM looks for loaded models; writes the record."""
         factory = HuggingFaceServerFactory
         with factory._servers_lock:
             if known_as not in factory._servers:

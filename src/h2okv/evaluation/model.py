@@ -44,7 +44,7 @@ def settled(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
 
 
 def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
-    """Makes an empty cache; where each query chooses for itself, by masking."""
+    """Make an empty cache; where each query chooses for itself, by masking."""
     # Nothing can be dropped that another query may choose.
     simulate = get_policy(config.policy).per_query
     own = settled(config, model_config).seeded(seed)
@@ -139,7 +139,7 @@ def answer_batch(
     prompts: Sequence[Prompt],
     seed: int = 0,
 ) -> list[list[Answer]]:
-    """Answers prompts with several caches, in one left-padded batch each.
+    """Answer prompts with several caches, in one left-padded batch each.
 
     Each prompt gets what it would get alone with that cache; the prompts are read once for all
     caches that can share them, where nothing is drawn.
@@ -168,7 +168,7 @@ def answer_question(
     query_aware: bool,
     seed: int = 0,
 ) -> list[Answer]:
-    """Answers a question about a context with several caches, each compressing it for itself."""
+    """Answer a question about a context with several caches, each compressing it for itself."""
     whole = question._replace(ids=[*context, *question.ids])
     # The last token is read alone, so that the whole answer comes from the compressed cache.
     ids, last = torch.tensor([whole.ids]), len(whole.ids) - 1
@@ -193,7 +193,7 @@ def _generate(
     prompts: Sequence[Prompt],
     begun: Sequence[list[int]] | None = None,
 ) -> list[Answer]:
-    """Generates from prompts, of which the cache may hold the beginning.
+    """Generate from prompts, of which the cache may hold the beginning.
 
     If the first token of each answer is known, the cache holds all of the prompts.
     """

@@ -29,7 +29,7 @@ def _look(number: int) -> dict[str, Any]:
 
 
 def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title: str) -> None:
-    """Draws one stream: perplexity above, time of a step and memory below."""
+    """Draw one stream: perplexity above, time of a step and memory below."""
     if not rows:
         raise ValueError("there are no rows to draw; read more tokens, or give a smaller --every")
     figure = new_figure(8, 8)
@@ -65,7 +65,7 @@ def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title
 
 
 def _plain_numbers(axis: Any, between_decades: bool) -> None:
-    """Writes 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
+    """Write 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
     from matplotlib.ticker import LogFormatter, NullFormatter
 
     axis.set_major_formatter("{x:,g}")
@@ -74,7 +74,7 @@ def _plain_numbers(axis: Any, between_decades: bool) -> None:
 
 
 def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
-    """Draws scores against budgets, with the full cache as a dashed line."""
+    """Draw scores against budgets, with the full cache as a dashed line."""
     tasks = list(dict.fromkeys(line.task for line in lines))
     policies = list(dict.fromkeys(line.policy for line in lines if set(line.values) - {FULL}))
     columns = min(_PANEL_COLUMNS, len(tasks))
@@ -123,7 +123,7 @@ def sorted_budgets(lines: Sequence[Line]) -> list[str]:
 
 
 def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws which fraction of the needles was found: a line for each way to compress."""
+    """Draw which fraction of the needles was found: a line for each way to compress."""
     panels: dict[tuple[str, str], dict[tuple[int, float], float]] = {}
     for row in rows:
         cache = FULL if row["policy"] == FULL else f"{row['policy']} {row['budget']}"
@@ -157,7 +157,7 @@ def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
 
 
 def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws the divergence from the full cache against bytes, and the line of the best caches."""
+    """Draw the divergence from the full cache against bytes, and the line of the best caches."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
     ordered = sorted(rows, key=lambda row: (row["bytes_fraction"], row["kl"]))

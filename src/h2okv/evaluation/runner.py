@@ -82,7 +82,7 @@ class SampleFile(ResultFile):
         return {name: " ".join(dict.fromkeys(one.get(name, "") for one in found)) for name in names}
 
     def add(self, run: str, results: Mapping[int, Result]) -> None:
-        """Appends results; they are on the disk when it returns."""
+        """Append results; they are on the disk when it returns."""
         self.append({"run": run, "sample": n, "result": dict(r)} for n, r in results.items())
 
 

@@ -133,7 +133,7 @@ class SharedLayer(CacheLayer):
         return torch.cat(outputs)
 
     def _read_prompt(self, block: Block) -> Tensor:
-        """Has every cache take the prompt, each by its own budget and its own scores."""
+        """Have every cache take the prompt, each by its own budget and its own scores."""
         query, real, how = block.query, block.real, (block.scale, block.softcap)
         shared, outputs = _Attention(), []
         for part in self.parts:
@@ -172,7 +172,7 @@ class SharedPrefill(H2OCache):
         self._scored = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
     def split(self) -> None:
-        """Ends the prompt; every cache may then go on by itself."""
+        """End the prompt; every cache may then go on by itself."""
         part: Any = self.caches[0].layers[self._scored[0].layer_idx]
         # Cache by cache, and of each all sequences of the prompt.
         order: Any = torch.arange(part.batch_size, device=part.device).repeat(len(self.caches))
@@ -186,7 +186,7 @@ class SharedPrefill(H2OCache):
 
 
 def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
-    """Reads a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
+    """Read a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) > 1:
         shared = SharedPrefill(sharing)

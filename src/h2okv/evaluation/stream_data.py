@@ -26,7 +26,7 @@ Conversation = tuple[Message, ...]
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Reads JSONL of ``turns`` (what the user says) or ``messages`` (role and content)."""
+    """Read JSONL of ``turns`` (what the user says) or ``messages`` (role and content)."""
     return [_conversation(line) for line in read_jsonl(path, "an object with turns or messages")]
 
 
@@ -52,7 +52,7 @@ def _conversation(line: Record) -> Conversation:
 
 
 def _message(entry: Any, place: str, before: str | None) -> Message:
-    """Reads one of ``messages``, after one of the role ``before``."""
+    """Read one of ``messages``, after one of the role ``before``."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place} is not an object; give one with role and content")
     role = entry.get("role")
@@ -73,7 +73,7 @@ _ANSWER = "h2okvAnswerStandsHere"
 def chat_segments(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 ) -> list[tuple[str, bool]]:
-    """Cuts a conversation into texts that are read at once, and whether the model answers each."""
+    """Cut a conversation into texts that are read at once, and whether the model answers each."""
     messages: list[dict[str, str]] = []
     segments: list[tuple[str, bool]] = []
     roles = [*(message.role for message in conversation), None]

@@ -141,7 +141,7 @@ class Stream:
         settings: StreamSettings,
         identity: Mapping[str, Any] | None = None,
     ) -> Stream:
-        """Goes on from a checkpoint; refuses one that was begun with other settings."""
+        """Go on from a checkpoint; refuses one that was begun with other settings."""
         if not path.is_file():
             raise ValueError(f"'{path}' does not exist: nothing to go on with; omit --resume")
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
@@ -161,7 +161,7 @@ class Stream:
         return stream
 
     def save(self, path: Path) -> None:
-        """Writes cache and state into one file, which is complete or not there; between blocks."""
+        """Write cache and state into one file, which is complete or not there; between blocks."""
         state = {**vars(self.state), "rows": [row._asdict() for row in self.state.rows]}
         content = {"version": _VERSION, "settings": self._fixed(), "state": state}
         self.cache.save(path, notes={_KEY: json.dumps(content)})
@@ -192,7 +192,7 @@ class Stream:
         return None if limit is None else max(limit - self.state.position, 0)
 
     def _read_segment(self, segment: Segment) -> Iterator[Step]:
-        """Reads what is given and, where it is wanted, answers."""
+        """Read what is given and, where it is wanted, answers."""
         state = self.state
         ids = segment.ids
         if state.pending:
@@ -216,7 +216,7 @@ class Stream:
             state.segment += 1
 
     def _read(self, ids: torch.Tensor, end: int, own: bool = False) -> Iterator[Step]:
-        """Reads `ids [T]`, the segment's or the newest of the model's own, on to `end`."""
+        """Read `ids [T]`, the segment's or the newest of the model's own, on to `end`."""
         start = 0 if own else self.state.read
         if start >= end:
             return
@@ -245,7 +245,7 @@ class Stream:
             began = time.perf_counter()
 
     def _score(self, logits: torch.Tensor, following: list[int], began: float) -> list[StreamRow]:
-        """Scores a block, `logits [c, V]`, by the tokens after it; the rows that it completes."""
+        """Score a block, `logits [c, V]`, by the tokens after it; the rows that it completes."""
         state = self.state
         targets = torch.tensor(following, device=logits.device)
         # Numbers wait for the device, so that the time is the block's.
@@ -291,7 +291,7 @@ def run_stream(
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[Step], None] = lambda _: None,
 ) -> bool:
-    """Reads a stream until it ends or is stopped; at the end, an incomplete row is written too.
+    """Read a stream until it ends or is stopped; at the end, an incomplete row is written too.
 
     The last checkpoint is older than that row, and than a block that the stream's limit cut short,
     so that a stream can be made longer as if it had been so from the start.

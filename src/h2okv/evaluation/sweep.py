@@ -201,7 +201,7 @@ Part = TypeVar("Part")
 
 
 def _checked(kind: type[Part], content: Any, where: str) -> Part:
-    """Reads a part of a file; what is wrong with it is one sentence with its place."""
+    """Read a part of a file; what is wrong with it is one sentence with its place."""
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
@@ -219,7 +219,7 @@ def experiment_names() -> list[str]:
 
 
 def load_experiment(name: str) -> Experiment:
-    """Reads an experiment that comes with the package, or a YAML file."""
+    """Read an experiment that comes with the package, or a YAML file."""
     yaml = optional("yaml", "an experiment file")
     path = Path(name).expanduser()
     if name in experiment_names():
@@ -252,7 +252,7 @@ class Line:
 
 
 def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Puts the results that there are in lines."""
+    """Put the results that there are in lines."""
     lines: dict[tuple[str, str], Line] = {}
     for run, row in ((run, rows[run.label]) for run in runs if run.label in rows):
         key = run.task.label, run.config.policy_label
@@ -266,7 +266,7 @@ def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Li
 
 
 def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]) -> str:
-    """Writes the page: where the results come from, the results, and what was published."""
+    """Write the page: where the results come from, the results, and what was published."""
     made = (
         f"Model {row['model']} ({row['revision']}, {row['dtype']}); h2okv {row['h2okv']}"
         f" ({row['commit'] or 'no checkout'}), torch {row['torch']}, transformers"
@@ -289,7 +289,7 @@ def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]
 def results_table(
     lines: Sequence[Line], names: Sequence[str] = ("task", "samples", "metric", "policy")
 ) -> str:
-    """Sets results side by side: a line for each task and policy, a column for each budget."""
+    """Set results side by side: a line for each task and policy, a column for each budget."""
     budgets = sorted_budgets(lines)
     rows = [[*(getattr(x, name) for name in names), *map(x.values.get, budgets)] for x in lines]
     return markdown_table([*names, *budgets], rows)

@@ -53,13 +53,13 @@ class Task(ABC):
 
     @abstractmethod
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Makes the samples ready for a model, whose weights need not be loaded."""
+        """Make the samples ready for a model, whose weights need not be loaded."""
 
     @abstractmethod
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
-        """Evaluates samples with several caches, which may share what they read."""
+        """Evaluate samples with several caches, which may share what they read."""
 
     def within_window(
         self,
@@ -103,7 +103,7 @@ class Task(ABC):
 
 
 def mean(values: Iterable[float]) -> Score:
-    """Averages a figure over samples."""
+    """Average a figure over samples."""
     found = [float(value) for value in values]
     if len(found) < 2:
         return Score(found[0])
@@ -149,7 +149,7 @@ class GenerationTask(Task):
 
     @abstractmethod
     def result(self, sample: int, answer: Answer) -> Result:
-        """Scores an answer."""
+        """Score an answer."""
 
     def identity(self) -> Mapping[str, Any]:
         asked: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
@@ -174,7 +174,7 @@ class GenerationTask(Task):
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
-        """Answers prompts, those of about the same length together."""
+        """Answer prompts, those of about the same length together."""
         stops = {n: self._encoded[n].params.stop for n in samples}
         order = sorted(samples, key=lambda n: (stops[n], -len(self._encoded[n].ids)))
         alike = [list(own) for _, own in groupby(order, stops.__getitem__)]

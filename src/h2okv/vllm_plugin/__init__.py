@@ -43,7 +43,7 @@ def moved_names() -> list[str]:
 
 
 def register() -> None:
-    """Lets h2okv see the configuration of every engine; the entry point of vLLM's plug-ins."""
+    """Let h2okv see the configuration of every engine; the entry point of vLLM's plug-ins."""
     try:
         from vllm.model_executor.models import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -72,7 +72,7 @@ def _with_h2o(own: Any) -> Any:
 
 
 def prepare(vllm_config: Any, cache: CacheConfig) -> None:
-    """Turns the configuration of an engine into that of one with H2O; mutates it."""
+    """Turn the configuration of an engine into that of one with H2O; mutates it."""
     version = importlib.import_module("vllm").__version__
     missing = moved_names()
     if missing:

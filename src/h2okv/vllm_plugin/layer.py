@@ -55,7 +55,7 @@ class H2OAttention(nn.Module, MambaBase):
         return tuple(dtype for _, dtype in self.spec.values())
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Takes the memory of all requests' blocks, of which the first is nobody's."""
+        """Take the memory of all requests' blocks, of which the first is nobody's."""
         super().bind_kv_cache(kv_cache)
         cut: Any = self.kv_cache
         self.state.blocks = dict(zip(self.spec, cut, strict=True))
@@ -87,7 +87,7 @@ class H2OAttention(nn.Module, MambaBase):
 
 
 def replace_attention(model: nn.Module, vllm_config: Any) -> None:
-    """Puts H2O in the place of every attention layer of a model; mutates it."""
+    """Put H2O in the place of every attention layer of a model; mutates it."""
     cache = parse(vllm_config.additional_config)
     assert cache is not None
     layers = vllm_config.compilation_config.static_forward_context
@@ -123,7 +123,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
 
 
 def _check_layer(attention: Attention) -> None:
-    """Refuses attention that is not softmax over all that came before."""
+    """Refuse attention that is not softmax over all that came before."""
     troubles = {
         f"is a {type(attention).__name__}": type(attention) is not Attention,
         f"has a sliding window of {attention.sliding_window}": attention.sliding_window is not None,
@@ -143,7 +143,7 @@ def _check_layer(attention: Attention) -> None:
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """Makes the class of an architecture with H2O, of vLLM's own, when it is asked for."""
+    """Make the class of an architecture with H2O, of vLLM's own, when it is asked for."""
     if not name.startswith(PREFIX):
         raise AttributeError(name)
     own: Any = ModelRegistry.models[name.removeprefix(PREFIX)].load_model_cls()

@@ -32,7 +32,7 @@ UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(additional_config: Any) -> CacheConfig | None:
-    """Reads the settings; ``None`` where there are none, and vLLM is to be left alone."""
+    """Read the settings; ``None`` where there are none, and vLLM is to be left alone."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
     values = additional_config[KEY]
@@ -83,7 +83,7 @@ def _check_cache(config: CacheConfig) -> None:
 
 
 def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
-    """Refuses what H2O cannot keep exact, or what nobody has tried."""
+    """Refuse what H2O cannot keep exact, or what nobody has tried."""
     model, length = vllm_config.model_config, vllm_config.model_config.max_model_len
     total = cache.budget.resolve(0).total
     if model.architecture not in FAMILIES:

@@ -63,7 +63,7 @@ class Browser:
         return json.loads(line)
 
     def run(self, script):
-        """Evaluates JavaScript, awaits it, returns its value."""
+        """Evaluate JavaScript, awaits it, returns its value."""
         result = self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -71,7 +71,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, condition):
-        """Waits until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + TIMEOUT
         while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {condition}"

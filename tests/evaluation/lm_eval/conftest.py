@@ -94,7 +94,7 @@ def bundled():
 
 @pytest.fixture
 def harness_model(bundled):
-    """Makes the harness's model: ours with settings, its own without."""
+    """Make the harness's model: ours with settings, its own without."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
     from lm_eval.models.huggingface import HFLM
 
@@ -113,7 +113,7 @@ def harness_model(bundled):
 
 @pytest.fixture
 def evaluate(monkeypatch):
-    """Runs tasks through the harness; gives its results and each sample's log-probabilities."""
+    """Run tasks through the harness; gives its results and each sample's log-probabilities."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     from lm_eval.tasks import TaskManager
 

@@ -57,7 +57,7 @@ def pack_trace(trace: Trace, highest: float) -> dict[str, Any]:
 
 
 def quantise(scores: np.ndarray, highest: float) -> np.ndarray:
-    """Turns scores into 255 levels, even in their logarithm."""
+    """Turn scores into 255 levels, even in their logarithm."""
     span = np.log(highest / LOWEST_SCORE)
     place = np.log(np.maximum(scores, LOWEST_SCORE) / LOWEST_SCORE) / span
     levels = 1 + np.rint(_LEVELS * np.clip(place, 0, 1))
@@ -83,7 +83,7 @@ def tokens_a_step(length: int) -> int:
 
 
 def check_new_tokens(new_tokens: int, most: int) -> None:
-    """Refuses more than a text leaves room for."""
+    """Refuse more than a text leaves room for."""
     if not 0 <= new_tokens <= most - LEAST_TOKENS:
         raise ValueError(
             f"{new_tokens} new tokens is out of range; choose 0 to {most - LEAST_TOKENS}."
@@ -100,7 +100,7 @@ class Reader:
     make_cache: Callable[[str, str], CacheConfig]  # of a policy and a budget, as the user says them
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
-        """Turns a text into tokens and lets the model go on from it, with the full cache."""
+        """Turn a text into tokens and lets the model go on from it, with the full cache."""
         tokenizer = self.described.tokenizer
         most = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
         check_new_tokens(new_tokens, most)
@@ -145,7 +145,7 @@ class Reading:
         }
 
     def trace(self, policy: str, budget: str, tick: Tick = no_tick) -> dict[str, Any]:
-        """Follows a policy through the text, as a JSON object."""
+        """Follow a policy through the text, as a JSON object."""
         reader = self.reader
         config = reader.make_cache(policy, budget)
         tokens = config.budget.resolve(self.length)
@@ -183,7 +183,7 @@ class Desk:
         self._count = 0
 
     def read(self, body: Any) -> dict[str, Any]:
-        """Reads a text: ``{"text": "...", "new_tokens": 0}``; see `Reader.read`."""
+        """Read a text: ``{"text": "...", "new_tokens": 0}``; see `Reader.read`."""
         body = body if isinstance(body, dict) else {}
         text, new_tokens = body.get("text"), body.get("new_tokens", 0)
         if not isinstance(text, str) or not isinstance(new_tokens, int):
@@ -195,7 +195,7 @@ class Desk:
             return {"id": self._count, **reading.content}
 
     def trace(self, query: dict[str, str]) -> dict[str, Any]:
-        """Follows a policy: ``text`` (a number from `read`), ``policy`` and ``budget``."""
+        """Follow a policy: ``text`` (a number from `read`), ``policy`` and ``budget``."""
         try:
             number, policy, budget = int(query["text"]), query["policy"], query["budget"]
         except (KeyError, ValueError) as error:
@@ -213,7 +213,7 @@ class Desk:
 
 
 def _keep(held: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Puts a value behind the others, of which the oldest goes if there are too many."""
+    """Put a value behind the others, of which the oldest goes if there are too many."""
     held[key] = value
     if len(held) > most:
         del held[next(iter(held))]

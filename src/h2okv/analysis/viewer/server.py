@@ -33,7 +33,7 @@ _HEADERS = {
 
 
 def build_page(content: dict[str, Any]) -> str:
-    """Makes the page, with its style, its scripts and what it shows inside."""
+    """Make the page, with its style, its scripts and what it shows inside."""
     page, style, *scripts = (
         (_FOLDER / name).read_text("utf-8") for name in ("index.html", "style.css", *_SCRIPTS)
     )
@@ -57,7 +57,7 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing about a page that was closed before its answer came."""
+        """Say nothing about a page that was closed before its answer came."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -110,4 +110,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing; the terminal is the user's."""
+        """Say nothing; the terminal is the user's."""

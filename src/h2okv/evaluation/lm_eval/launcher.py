@@ -49,7 +49,7 @@ _FEWSHOT_SEED = 1234
 
 
 def data_file(name: str, folder: Path | None = None) -> Path:
-    """Finds a data file of a task, by default in the folder that the environment names."""
+    """Find a data file of a task, by default in the folder that the environment names."""
     place = folder or os.environ.get(DATA_VARIABLE, "")
     if not place:
         raise ValueError(
@@ -66,7 +66,7 @@ def data_file(name: str, folder: Path | None = None) -> Path:
 
 
 def check_arguments(names: Iterable[str]) -> None:
-    """Refuses names that look like one of `SETTINGS`."""
+    """Refuse names that look like one of `SETTINGS`."""
     for name in names:
         near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.7)
         if near and name not in SETTINGS:
@@ -74,7 +74,7 @@ def check_arguments(names: Iterable[str]) -> None:
 
 
 def run_harness(args: Sequence[str], data: Path | None = None) -> int:
-    """Registers model and tasks, which releases up to 0.4.13 do not look for, and hands over."""
+    """Register model and tasks, which releases up to 0.4.13 do not look for, and hands over."""
     command = optional("lm_eval._cli", "h2okv lm-eval")
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
@@ -94,7 +94,7 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
 
 
 def _check_early(asked: Namespace) -> None:
-    """Refuses what is plainly wrong before the harness, and the model, are loaded."""
+    """Refuse what is plainly wrong before the harness, and the model, are loaded."""
     if not asked.config:
         asked.model = asked.model or MODEL
     if asked.model == MODEL:
@@ -126,7 +126,7 @@ def _evaluate(asked: Namespace) -> None:
 
 
 def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
-    """Lets the harness find the six tasks beside its own and the user's."""
+    """Let the harness find the six tasks beside its own and the user's."""
     import lm_eval.tasks
 
     class Tasks(lm_eval.tasks.TaskManager):
@@ -152,7 +152,7 @@ def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
 
 
 def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
-    """Names the data folder to the tasks, where one is given."""
+    """Name the data folder to the tasks, where one is given."""
     return patch.dict(os.environ, {} if folder is None else {DATA_VARIABLE: str(folder)})
 
 
@@ -197,7 +197,7 @@ class HarnessTask(Task):
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> Found:
-        """Runs the task with each cache; contexts that are read at once are read once for all."""
+        """Run the task with each cache; contexts that are read at once are read once for all."""
         from h2okv.evaluation.lm_eval.scorer import Scorer
 
         scorers = {
@@ -267,7 +267,7 @@ class HarnessTask(Task):
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keeps the harness's bars and remarks back, and what it would find out about the machine."""
+    """Keep the harness's bars and remarks back, and what it would find out about the machine."""
     from lm_eval import evaluator
 
     logger, init = logging.getLogger("lm_eval"), tqdm.__init__

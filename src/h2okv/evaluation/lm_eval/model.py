@@ -66,7 +66,7 @@ class H2OLM(HFLM):
         return super().max_length
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuses answers stored under other settings: the harness looks at the request alone."""
+        """Refuse answers stored under other settings: the harness looks at the request alone."""
         super().set_cache_hook(cache_hook)
         store = getattr(cache_hook, "dbdict", None)
         if store is None:
@@ -108,7 +108,7 @@ class H2OLM(HFLM):
         return self.scorer.logits(inps)
 
     def _model_generate(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Generates with a new cache for the batch; the budget is of each one's prompt."""
+        """Generate with a new cache for the batch; the budget is of each one's prompt."""
         with enable(self.model):
             return super()._model_generate(*args, **{CACHE: self.scorer.new_cache()}, **options)
 

@@ -38,7 +38,7 @@ Protocol = Literal["prompt", "whole"]
 def provenance(
     model: PreTrainedModel, name: str, config: CacheConfig, protocol: Protocol
 ) -> dict[str, Any]:
-    """Describes model, cache and software of a run."""
+    """Describe model, cache and software of a run."""
     versions = {"python": platform.python_version()} | h2okv.provenance.versions()
     commit = versions.pop("commit")
     for package in ("tokenizers", "lm_eval", "crfm-helm"):
@@ -56,7 +56,7 @@ def provenance(
 
 
 def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
-    """Takes cache and protocol, those of `SETTINGS`, out of a model's arguments."""
+    """Take cache and protocol, those of `SETTINGS`, out of a model's arguments."""
     given = {name: options.pop(name) for name in SETTINGS if name in options}
     protocol = given.pop("protocol", None)
     config = CacheConfig.from_dict(given)
@@ -111,7 +111,7 @@ class Scorer:
         self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
 
     def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
-        """Scores continuations on what eviction left of their contexts, each of which is read once.
+        """Score continuations on what eviction left of their contexts, each of which is read once.
 
         A context's last token is read again with the continuation, which is one block (of at most
         ``prefill_chunk`` tokens), so that its first token too is predicted from the evicted cache.
@@ -141,7 +141,7 @@ class Scorer:
     def _read(
         self, contexts: Sequence[Sequence[int]], jobs: Sequence[tuple[int, _Key]], size: int
     ) -> None:
-        """Reads contexts onto empty caches of the group; each scores the continuations after it."""
+        """Read contexts onto empty caches of the group; each scores the continuations after it."""
         caches = [scorer.new_cache() for scorer in self.group]
         ids, mask = left_padded(contexts, self.model.device)
         if ids.shape[1] and len(caches) == 1:
@@ -156,7 +156,7 @@ class Scorer:
     def _continue(
         self, cache: H2OCache, seen: torch.Tensor, jobs: Sequence[tuple[int, _Key]], size: int
     ) -> None:
-        """Scores continuations of the contexts that a cache has read, so many at a time."""
+        """Score continuations of the contexts that a cache has read, so many at a time."""
         for start in range(0, len(jobs), size):
             slots, keys = zip(*jobs[start : start + size], strict=True)
             branch = cache if start + size >= len(jobs) else cache.fork(1)
@@ -167,7 +167,7 @@ class Scorer:
             self._known.update(zip(keys, scores, strict=True))
 
     def whole(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
-        """Scores continuations in texts that the layers evict from every ``prefill_chunk`` tokens.
+        """Score continuations in texts that the layers evict from every ``prefill_chunk`` tokens.
 
         The budget is of the tokens read, all but the text's last one, which nothing follows.
         """
@@ -187,7 +187,7 @@ class Scorer:
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
     ) -> torch.Tensor:
-        """Reads ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
+        """Read ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
         how = {"attention_mask": mask, CACHE: cache, "logits_to_keep": keep}
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with enable(self.model), torch.no_grad():
@@ -240,7 +240,7 @@ class EvictingModel:
 
 
 def prepare_model(model: PreTrainedModel) -> None:
-    """Gives a supported model H2O attention, and takes back a cache that its checkpoint wants."""
+    """Give a supported model H2O attention, and takes back a cache that its checkpoint wants."""
     check_model(model)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.generation_config is not None:
@@ -248,7 +248,7 @@ def prepare_model(model: PreTrainedModel) -> None:
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Puts texts of like lengths together, the longest first, so that memory ends early."""
+    """Put texts of like lengths together, the longest first, so that memory ends early."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for start in range(0, len(order), size):
         yield order[start : start + size]

@@ -30,7 +30,7 @@ _BLANK = re.compile(
 
 
 def _splits(convert: Callable[[Record], Document | None], **files: str) -> Splits:
-    """Reads each split's file; a record that is none of the task's is converted to None."""
+    """Read each split's file; a record that is none of the task's is converted to None."""
     found = {}
     for split, name in files.items():
         path = data_file(name)
@@ -53,13 +53,13 @@ def _read_json_list(path: Path) -> list[Record]:
 
 
 def _read_tsv(path: Path) -> list[Record]:
-    """Reads a table with tabs between the columns and their names in the first line."""
+    """Read a table with tabs between the columns and their names in the first line."""
     rows = csv.DictReader(read_text_file(path).split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
     return [Record(dict(row), f"line {rows.line_num} of '{path}'") for row in rows]
 
 
 def _read_items(path: Path) -> list[Record]:
-    """Reads an XML file's ``item`` elements: attributes and the texts of its children."""
+    """Read an XML file's ``item`` elements: attributes and the texts of its children."""
     found = []
     for number, item in enumerate(ElementTree.parse(path).getroot().iter("item"), start=1):
         fields = dict(item.attrib) | {child.tag: child.text for child in item}

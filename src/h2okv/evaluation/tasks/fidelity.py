@@ -180,7 +180,7 @@ class Fidelity(Task):
     def _ask(
         self, model: ModelUnderTest, source: Source, question: _Question, as_message: bool
     ) -> _Sample:
-        """Cuts a question behind its context, or before its last token, which predicts."""
+        """Cut a question behind its context, or before its last token, which predicts."""
         ids = model.encode(_asked(question.context + question.prompt, as_message))
         read = ids[:-1]
         if question.context:

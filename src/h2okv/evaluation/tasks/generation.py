@@ -28,7 +28,7 @@ _WANTED = "an object with article and summary_gt, or with context and answers"
 def read_articles(
     path: Path, references: Path | None = None, template: str | None = None
 ) -> list[TextPrompt]:
-    """Reads articles in the recipe's form, in LongBench's, or one a line with their references."""
+    """Read articles in the recipe's form, in LongBench's, or one a line with their references."""
     if template is not None and _PLACE not in template:
         raise ValueError(f"--template {template!r} has no {_PLACE} to put the article in; add it")
     if references is not None:
@@ -73,7 +73,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def load_rouge(stemmer: bool = False) -> Any:
-    """Finds ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) in rouge-score."""
+    """Find ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) in rouge-score."""
     return optional("rouge_score.rouge_scorer", "ROUGE").RougeScorer(list(ROUGE), stemmer)
 
 
@@ -136,7 +136,7 @@ class Diversity(GenerationTask):
         return {"prompt": sample // self.copies, "tokens": answer.tokens, "text": answer.text}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """Averages Self-BLEU over the prompts; 0 to 100, as BLEU is counted."""
+        """Average Self-BLEU over the prompts; 0 to 100, as BLEU is counted."""
         answers: dict[int, list[str]] = {}
         for result in results.values():
             answers.setdefault(result["prompt"], []).append(result["text"])

@@ -77,7 +77,7 @@ class Question(NamedTuple):
 
 
 def read_ruler(path: Path) -> list[Question]:
-    """Reads a file of RULER (arXiv 2404.06654), as its scripts write it."""
+    """Read a file of RULER (arXiv 2404.06654), as its scripts write it."""
     questions = []
     for line in read_jsonl(path, "an object with input and outputs"):
         context, end, question = line.text("input").rpartition("\n")
@@ -185,7 +185,7 @@ class NeedleTask(QuestionTask):
         self.samples = range(len(self._asked))
 
     def _check_room(self, length: int, room: int, tokens: int) -> None:
-        """Refuses a length with too little room for the text, or too much."""
+        """Refuse a length with too little room for the text, or too much."""
         if room < 1:
             raise ValueError(
                 f"--lengths {length} has no room for the needle and the question; give"
