@@ -4,11 +4,11 @@ Usage:
     python scripts/check_words.py [PATH ...]           # list every breach; exit 1 if there is one
     python scripts/check_words.py --share [PATH ...]   # share of banned names among all bindings
 
-A variable, parameter, attribute or function must not be named by a word that says nothing of what it
-holds (`NAMES`). The docstring of a function begins with an imperative verb, that of a property or a
-class with a noun. Strings and comments must not contain the phrases of `PHRASES`, each of which has
-a plain equivalent. CONTRIBUTING.md has the table of words. A line with `word-ok` may bind a name that a
-file format or an option fixes.
+A variable, parameter, attribute or function must not be named by a word that says nothing of what
+it holds (`NAMES`). The docstring of a function begins with an imperative verb, that of a property
+or a class with a noun. Strings and comments must not contain the phrases of `PHRASES`, each of
+which has a plain equivalent. CONTRIBUTING.md has the table of words. A line with `word-ok` may
+bind a name that a file format or an option fixes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NAMES = frozenset(
-    "own held told found made asked said taken wanted given whole known kept places place part parts"
-    " rest most what how worth which who one ones thing things"
-    " anew behind beside nobody somebody whoever whatever way ways kin twin theirs".split()
+    """
+    own held told found made asked said taken wanted given whole known kept places place part
+    parts rest most what how worth which who one ones thing things anew behind beside nobody
+    somebody whoever whatever way ways kin twin theirs
+    """.split()  # noqa: SIM905
 )
 # First words of a function's docstring that are no verbs.
 NOT_VERBS = frozenset(
-    "a all an and any are as at by each every for how if in is it its likewise most no none not of on"
-    " one only so such that the their them these they this those to what when where whether which who"
-    " whose why with".split()
+    """
+    a all an and any are as at by each every for how if in is it its likewise most no none not
+    of on one only so such that the their them these they this those to what when where whether
+    which who whose why with
+    """.split()  # noqa: SIM905
 )
 PHRASES = {
     r"\bis no more\b": "is gone, has ended",
     r"\bare no more\b": "are gone, have ended",
     r"\b(?-i:is none)\b": "must be ..., got ...",
     r"\b(?-i:are none)\b": "must be ..., got ...",
-    r"\bis no (seed|folder|file|format|number|budget|model|policy|name|method)\b": "must be ..., got ...",
+    r"\bis no (seed|folder|file|format|number|budget|model|policy|name|method)\b": "is not a ...",
     r"\bso many\b": "the number itself",
     r"\banew\b": "again",
     r"\bnobody('s)?\b": "unused, no one",
@@ -56,10 +60,8 @@ def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.arg, node.lineno
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr, node.lineno
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, node.lineno
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler):
+            yield node.name or "", node.lineno
         elif isinstance(node, ast.alias) and node.asname:
             yield node.asname, node.lineno
 
@@ -103,13 +105,17 @@ def main(arguments: list[str]) -> int:
     """Run the check over files and folders; return the exit code."""
     is_share = "--share" in arguments
     roots = [Path(name) for name in arguments if name != "--share"] or [Path("src")]
-    files = sorted(file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py")))
+    files = sorted(
+        file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))
+    )
     if is_share:
         names = [name for file in files for name, _ in bindings(ast.parse(file.read_text("utf-8")))]
         banned = sum(name.strip("_") in NAMES for name in names)
         print(f"{banned} of {len(names)} bindings: {100 * banned / max(1, len(names)):.2f} %")
         return 0
-    breaches = [breach for file in files if file.name != Path(__file__).name for breach in check(file)]
+    breaches = [
+        breach for file in files if file.name != Path(__file__).name for breach in check(file)
+    ]
     for path, line, message in breaches:
         print(f"{path}:{line}: {message}")
     return 1 if breaches else 0
