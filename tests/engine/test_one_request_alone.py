@@ -13,8 +13,8 @@ import h2okv
 from h2okv.engine import engine as core
 from h2okv.engine.model_runner import ModelRunner
 from h2okv.engine.outputs import RequestFailedError
+from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler, sample
-from h2okv.engine.scheduler import Output
 
 OTHERS = (
     h2okv.SamplingParams(max_tokens=8, temperature=0),

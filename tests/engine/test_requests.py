@@ -7,8 +7,8 @@ import torch
 
 import h2okv
 from h2okv.engine.outputs import OutputDelta, PromptTooLongError, QueueFullError, RequestFailedError
+from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler
-from h2okv.engine.scheduler import Output
 
 
 def run(llm):

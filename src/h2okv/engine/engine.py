@@ -19,9 +19,7 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
-from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
-from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number, short_repr
-from h2okv.engine.scheduler import (
+from h2okv.engine.request import (
     Event,
     Output,
     Pins,
@@ -29,8 +27,10 @@ from h2okv.engine.scheduler import (
     PromptStart,
     Request,
     ScheduledStep,
-    Scheduler,
 )
+from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
+from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number, short_repr
+from h2okv.engine.scheduler import Scheduler
 from h2okv.integration import enable
 from h2okv.integration.layer_budgets import with_own_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights

@@ -18,9 +18,9 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
 from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, RequestOutput
+from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.engine.scheduler import Event, Pins, Request
 from h2okv.integration.chat_template import encode, message_spans
 
 _Events = asyncio.Queue[Event]

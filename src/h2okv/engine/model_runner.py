@@ -19,8 +19,8 @@ from h2okv.cache import H2OCache, slot_pool
 from h2okv.cache.argument import CACHE
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
+from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
 from h2okv.engine.sampling_params import UNLIMITED
-from h2okv.engine.scheduler import PrefillChunk, PromptStart, ScheduledStep
 
 _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time
 

@@ -1,159 +1,16 @@
-"""Requests, their outputs, and which of them are prefilled and decode next."""
+"""Which requests are prefilled and decode next."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
-
-from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.detokenizer import Detokenizer, StopText
-from h2okv.engine.outputs import (
-    Completion,
-    OutputDelta,
-    PromptRead,
-    QueueFullError,
-    RequestFailedError,
-    RequestOutput,
-    TokenLogprob,
-)
-from h2okv.engine.sampler import Sampler
-from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.outputs import QueueFullError
+from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 
 _LEAST_WAIT, _MOST_WAIT = 1.0, 60.0
 """Seconds that a refused client is told to wait; the least before the pace is known."""
-
-Event = OutputDelta | Exception | None
-"""What a client is told: a delta, why its request failed, or ``None`` when all is finished."""
-Pins = Sequence[tuple[int, int]]
-"""Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
-
-
-@dataclass(frozen=True)
-class PromptStart:
-    """How a prompt begins: its length, a budget of its own, the saved prefix it goes on from."""
-
-    length: int
-    budget: Budget | None = None
-    prefix: tuple[int, ...] = ()
-    pins: Pins = ()
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Tokens of a prompt, the first of them at ``position``."""
-
-    tokens: tuple[int, ...]
-    position: int
-    is_last: bool
-    start: PromptStart | None = None  # with the first chunk
-    wants_all_logits: bool = False  # else those of the prompt's last token
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """One step of the engine, in the order of the fields; sent to all ranks."""
-
-    # Sequences that give their slots back, one after the other; the last takes each one's place.
-    release: tuple[int, ...] = ()
-    # Of the prefilled prompts, the number of each that gets slots, once for each of its outputs;
-    # they are dropped then. None before they are prefilled.
-    admit: tuple[int, ...] | None = None
-    # The newest token of each running sequence, and its position.
-    decode: tuple[int, ...] = ()
-    positions: tuple[int, ...] = ()
-    # A chunk of one prompt, or several whole prompts with one budget.
-    prefill: tuple[PrefillChunk, ...] = ()
-
-
-class Output:
-    """One of the outputs of a request."""
-
-    def __init__(
-        self, request: Request, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.request, self.sampler = request, sampler
-        self.completion = Completion(index)
-        self.tokens = self.completion.token_ids
-        self._detokenizer = Detokenizer(tokenizer, request.prompt)
-        self._text = StopText(request.params.stop, strips_start=False)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether its last token is there."""
-        return self.completion.finish_reason is not None
-
-    def append(
-        self, token: int, eos: frozenset[int], logprobs: tuple[TokenLogprob, ...]
-    ) -> OutputDelta:
-        """Takes the next token; mutates the output."""
-        params, text = self.request.params, self._text
-        is_last = len(self.tokens) + 1 >= self.request.max_new_tokens
-        reason: str | None = "length" if is_last else None
-        ended_by: str | int | None = token if token in params.stop_token_ids else None
-        if ended_by is not None or (token in eos and not params.ignore_eos):
-            reason = "stop"
-            piece = ""
-        else:
-            piece = text.add(self._detokenizer.add([token]))
-        if reason is not None:
-            piece += text.add(self._detokenizer.end()) + text.end()
-        if text.stopped is not None:
-            reason, ended_by = "stop", text.stopped
-        delta = OutputDelta(self.completion.index, piece, (token,), logprobs, reason, ended_by)
-        self.completion.add(delta)
-        return delta
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt, what is wanted of it, and how far it is."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    max_new_tokens: int
-    start: PromptStart
-    notify: Callable[[Event], None]  # called in the engine's thread
-    kept_every: int | None = None  # new tokens between two reports of what the cache holds
-    num_prefilled: int = 0
-    outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
-    error: RequestFailedError | None = None  # why it has failed
-    is_over: bool = False
-    is_alone: bool = False  # whether its prompt is prefilled by itself
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that it needs."""
-        return self.params.n if self.max_new_tokens > 0 else 0
-
-    @property
-    def can_batch(self) -> bool:
-        """Whether others may be prefilled in the same forward, if all are short enough."""
-        special = self.is_alone or self.params.prompt_logprobs is not None
-        return not special and self.start == PromptStart(self.start.length)
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the cache has seen the whole prompt."""
-        return self.num_prefilled == len(self.prompt)
-
-    def prompt_read(self) -> PromptRead:
-        """What the client is told of the prompt."""
-        asked = self.params.prompt_logprobs is not None
-        logprobs = tuple(self.logprobs) if asked else None
-        return PromptRead(self.prompt, len(self.start.prefix), logprobs)
-
-    def output(self) -> RequestOutput | None:
-        """All that it got, once it is over; ``None`` if it has failed."""
-        completions = [own.completion for own in self.outputs]
-        if self.max_new_tokens == 0:
-            completions = [Completion(n, finish_reason="length") for n in range(self.params.n)]
-        return None if self.error else RequestOutput(self.prompt_read(), completions)
 
 
 class Scheduler:
