@@ -32,7 +32,7 @@ from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.offload.profile import Clock
 from h2okv.ops import dispatch
-from h2okv.ops.attention import Visibility
+from h2okv.ops.reference import Visibility
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURES = ("attention", "rolling", "turns")

@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from h2okv.ops import triton_decode, triton_prefill
-from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.indexed import Indexed
+from h2okv.ops.reference import Visibility
 from h2okv.ops.rope import relative
 
 POINTERS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from h2okv.ops import attention as blockwise
-from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.attention import blockwise_attention_with_scores
+from h2okv.ops.reference import Visibility, attention_with_scores
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from h2okv.ops import dispatch, flash
+from h2okv.ops import dispatch, flash, flash_varlen
 from h2okv.ops.attention import (
     Visibility,
     blockwise_attention_with_scores,
@@ -41,10 +41,10 @@ def varlen_attn(
 @pytest.mark.parametrize("past", [0, 20])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_block_by_flash_and_sums(monkeypatch, past, groups):
-    monkeypatch.setattr(flash, "_varlen", lambda: (varlen_attn, "lse"))
+    monkeypatch.setattr(flash_varlen, "_varlen", lambda: (varlen_attn, "lse"))
     query = torch.randn(2, 50, 2 * groups, 16).transpose(1, 2)
     key, value = torch.randn(2, 2, past + 50, 16), torch.randn(2, 2, past + 50, 16)
-    output, limits = flash.forward(query, key, value, 0.3)
+    output, limits = flash_varlen.forward(query, key, value, 0.3)
     expected, sums = blockwise_attention_with_scores(query, key, value, Visibility(past), 0.3)
     torch.testing.assert_close(output, expected)
     keys = key.repeat_interleave(groups, dim=1)
@@ -56,11 +56,11 @@ def test_a_block_by_flash_and_sums(monkeypatch, past, groups):
 
 def test_a_cpu_has_no_flash():
     states = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
-    assert not flash.applies(states, states, Visibility(), None)
+    assert not flash_varlen.applies(states, states, Visibility(), None)
 
 
 def test_this_release_of_pytorch_has_it():
-    assert flash._varlen() is not None
+    assert flash_varlen._varlen() is not None
 
 
 def other_signature(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
@@ -68,8 +68,8 @@ def other_signature(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_caus
 
 
 def test_flash_of_another_signature_is_left_out(monkeypatch):
-    monkeypatch.setattr(flash, "_varlen", lambda: (other_signature, "lse"))
-    monkeypatch.setattr(flash, "applies", lambda *_: True)
+    monkeypatch.setattr(flash_varlen, "_varlen", lambda: (other_signature, "lse"))
+    monkeypatch.setattr(flash_varlen, "applies", lambda *_: True)
     case = torch.device("cpu"), torch.float32, 16, 16, 2
     assert dispatch._flash_agrees.__wrapped__(case) is False
 
@@ -80,8 +80,8 @@ def test_flash_is_tried_on_a_block_before_it_is_used(monkeypatch, fault):
         output, limits = varlen_attn(*args, **options)
         return output + fault, limits
 
-    monkeypatch.setattr(flash, "_varlen", lambda: (attend, "lse"))
-    monkeypatch.setattr(flash, "applies", lambda *_: True)
+    monkeypatch.setattr(flash_varlen, "_varlen", lambda: (attend, "lse"))
+    monkeypatch.setattr(flash_varlen, "applies", lambda *_: True)
     case = torch.device("cpu"), torch.float32, 16, 16, 2
     assert dispatch._flash_agrees.__wrapped__(case) is (not fault)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from h2okv.ops import triton_prefill
-from h2okv.ops.attention import Visibility
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.reference import Visibility, attention_with_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -12,7 +12,6 @@ from h2okv.cache.layer import Block, CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import MIN_GROWN_SLOTS, SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
-from h2okv.ops.attention import Visibility
 from h2okv.ops.decode import (
     RotaryTables,
     StepRules,
@@ -24,6 +23,7 @@ from h2okv.ops.decode import (
 )
 from h2okv.ops.deferred import Segments, evict_segments, evict_together
 from h2okv.ops.dispatch import Operations, operations
+from h2okv.ops.reference import Visibility
 from h2okv.ops.rope import relative
 
 pad = torch.nn.functional.pad

@@ -17,7 +17,7 @@ from h2okv.cache.layer import LAYER_ATTRIBUTE, Block, CacheLayer
 from h2okv.cache.rope import Rotation
 from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
-from h2okv.ops.attention import Visibility
+from h2okv.ops.reference import Visibility
 
 Attended = tuple[Tensor, Tensor]
 

@@ -14,8 +14,8 @@ from transformers.utils import logging
 from h2okv.cache.layer import LAYER_ATTRIBUTE, CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.validation import check_follows
-from h2okv.ops.attention import Visibility, blockwise_attention_with_scores, windowed_attention
-from h2okv.ops.reference import attention_with_scores, causal
+from h2okv.ops.attention import blockwise_attention_with_scores, windowed_attention
+from h2okv.ops.reference import Visibility, attention_with_scores, causal
 
 ATTENTION_NAME = "h2o"
 logger = logging.get_logger(__name__)

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from h2okv.ops import flash
+from h2okv.ops.reference import Visibility
 from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
@@ -39,20 +39,6 @@ _MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 # For each shape of a tile oneDNN makes a kernel. Where it keeps fewer (`engine/memory.py` asks for
 # that), making them takes longer than they save.
 _LEAST_KERNELS = 128
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """Which keys a block's queries see, in O(T) numbers."""
-
-    # Number of leading keys that are kept entries; every query sees them.
-    past: int = 0
-    # bool, broadcastable to [B, H, N]: keys that are entries (not empty slots, not padding).
-    entries: Tensor | None = None
-    # bool [B, T]: queries that are real tokens. The keys of the other tokens are no entries.
-    queries: Tensor | None = None
-    # If given, a query sees only this many newest keys up to itself (sliding window).
-    window: int | None = None
 
 
 def blockwise_attention_with_scores(

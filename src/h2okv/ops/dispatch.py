@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2okv.ops import flash
-from h2okv.ops.attention import Visibility, blockwise_attention_with_scores
+from h2okv.ops import flash_varlen
+from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.decode import Slots, StepRules, decode_step
-from h2okv.ops.reference import attention_with_scores, causal
+from h2okv.ops.reference import Visibility, attention_with_scores, causal
 
 VARIABLE = "H2OKV_OPS"  # of the environment: the implementation for a whole process
 IMPLEMENTATIONS = ("auto", "plain", "triton")
@@ -149,7 +149,7 @@ def _flash_agrees(case: Case) -> bool:
     query, key, value, _ = _example_block(case)
     scale = query.shape[-1] ** -0.5
     visibility = Visibility(key.shape[2] - query.shape[2])
-    if not flash.applies(query, value, visibility, None):
+    if not flash_varlen.applies(query, value, visibility, None):
         return False
     try:
         attend = _load_kernels(case[0]).attend

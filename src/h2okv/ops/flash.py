@@ -1,4 +1,4 @@
-"""PyTorch's own fused attention, and the score sums that can be had with it.
+"""PyTorch's fused attention on a CPU, and the score sums that it can compute.
 
 A key's score is the sum over the queries of ``exp(q . k * scale - L[q])``, with L the log-sum-exp
 that fused attention gives for each query. It is an exponential of a log-sum-exp itself, that of
@@ -10,18 +10,16 @@ queries from its own on.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2okv.ops.reference import attention_with_scores, causal
 
-if TYPE_CHECKING:
-    from h2okv.ops.attention import Visibility
-
 # Columns behind a head's own, of which three hold minus L in bf16 parts of 8 bits each.
 _MORE_COLUMNS, _PARTS = 8, 3
+LARGEST_HEAD = 256
 # Of fewer queries the tiles are as fast.
 _LEAST_QUERIES = 128
 # Instead of minus infinity for the logarithm of a weight of zero, which has no parts.
@@ -39,7 +37,7 @@ def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = Tru
         and query.dtype == key.dtype == value.dtype
         and query.is_cpu
         and query.shape[2] >= _LEAST_QUERIES
-        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
+        and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
         and (not needs_sums or torch.cpu._is_amx_tile_supported())
         and _sums_agree(query.shape[-1])
     )
@@ -168,57 +166,3 @@ def _sums_agree(size: int) -> bool:
         torch.allclose(one.flatten().float(), other.flatten().float(), atol=3e-2, rtol=3e-2)
         for one, other in zip(made, expected, strict=True)
     )
-
-
-_LARGEST_HEAD = 256
-
-
-@functools.cache
-def _varlen() -> tuple[Any, Any] | None:
-    """`varlen_attn` and the request for the log-sum-exp; ``None`` in releases without it."""
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn, AuxRequest(lse=True)
-
-
-def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float | None) -> bool:
-    """Says whether `forward` can do a block of queries ``[B, HQ, T, D]``."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
-        and query.shape[-1] % 8 == 0
-        and visibility.entries is None
-        and visibility.queries is None
-        and softcap is None
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and _varlen() is not None
-    )
-
-
-def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Fused attention that keeps the log-sum-exp of each row, by PyTorch's own kernel.
-
-    As `h2okv.ops.triton_prefill.forward`, for queries that are the last of the keys' tokens.
-    """
-    found = _varlen()
-    assert found is not None, "applies() was not asked"
-    attend, request = found
-    batch, num_heads, length, size = query.shape
-    num_kv_heads, num_keys = key.shape[1], key.shape[2]
-    edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    # The last query sees the last key: shorter blocks stand at the end of what is held.
-    output, limits = attend(
-        query.transpose(1, 2).reshape(-1, num_heads, size),
-        key.transpose(1, 2).reshape(-1, num_kv_heads, size),
-        value.transpose(1, 2).reshape(-1, num_kv_heads, size),
-        edges * length, edges * num_keys, length, num_keys,
-        return_aux=request, scale=scale, window_size=(-1, 0),
-        enable_gqa=num_heads != num_kv_heads,
-    )  # fmt: skip
-    if limits.shape[0] != num_heads:  # as it is documented, and not as it is
-        limits = limits.T
-    limits = limits.view(num_heads, batch, length).transpose(0, 1).contiguous()
-    return output.view(batch, length, num_heads, size).transpose(1, 2), limits

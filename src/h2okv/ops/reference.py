@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a block's queries see, in O(T) numbers."""
+
+    # Number of leading keys that are kept entries; every query sees them.
+    past: int = 0
+    # bool, broadcastable to [B, H, N]: keys that are entries (not empty slots, not padding).
+    entries: Tensor | None = None
+    # bool [B, T]: queries that are real tokens. The keys of the other tokens are no entries.
+    queries: Tensor | None = None
+    # If given, a query sees only this many newest keys up to itself (sliding window).
+    window: int | None = None
 
 
 def attention_with_scores(

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2okv.ops import flash
-from h2okv.ops.attention import Visibility
+from h2okv.ops import flash_varlen
+from h2okv.ops.reference import Visibility
 from h2okv.ops.triton_decode import side
 
 _LOG2_E = math.log2(math.e)
@@ -194,8 +194,8 @@ def attention_with_scores(
 ) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, and sums the columns."""
     assert visibility.window is None, "no layer with entries asks for it"
-    if uses_flash and flash.applies(query, value, visibility, softcap):
-        output, log_sum_exp = flash.forward(query, key, value, scale)
+    if uses_flash and flash_varlen.applies(query, value, visibility, softcap):
+        output, log_sum_exp = flash_varlen.forward(query, key, value, scale)
     else:
         output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
     if not needs_sums:
