@@ -20,8 +20,8 @@ from h2okv.config import CacheConfig
 from h2okv.console import Progress
 from h2okv.evaluation.model import make_cache
 from h2okv.evaluation.tasks.fidelity import _FULL, Source, _Comparison, _Sample
-from h2okv.integration import enable
 from h2okv.integration.chat_template import message_spans
+from h2okv.integration.enable import enable
 from h2okv.integration.loading import describe
 from h2okv.records import write_csv
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.engine.memory import resident_bytes
-from h2okv.integration import read_blocks
+from h2okv.integration.enable import read_blocks
 
 RESULTS = Path(__file__).parent / "results" / "stream_flat.csv"
 LIMIT = 1.03

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from h2okv.integration.models import PACKAGED, SMOLLM2
+from h2okv.integration.names import PACKAGED, SMOLLM2
 
 pytestmark = pytest.mark.slow
 

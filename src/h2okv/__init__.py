@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from h2okv.cache import H2OCache
     from h2okv.cache.validation import check_model
     from h2okv.config import Budget, CacheConfig
-    from h2okv.engine import LLM, AsyncLLM, SamplingParams
-    from h2okv.integration import enable, measure_layer_budgets, prefill, recipe_path
+    from h2okv.engine.llm import LLM, AsyncLLM
+    from h2okv.engine.sampling_params import SamplingParams
+    from h2okv.integration.enable import enable, prefill, recipe_path
+    from h2okv.integration.layer_budgets import measure_layer_budgets
     from h2okv.ops.dispatch import use as use_ops
     from h2okv.policy import Policy, policy_names, register_policy
 
@@ -41,8 +43,10 @@ _PLACES = {
     "cache": ("H2OCache",),
     "cache.validation": ("check_model",),
     "config": ("Budget", "CacheConfig"),
-    "engine": ("LLM", "AsyncLLM", "SamplingParams"),
-    "integration": ("enable", "measure_layer_budgets", "prefill", "recipe_path"),
+    "engine.llm": ("LLM", "AsyncLLM"),
+    "engine.sampling_params": ("SamplingParams",),
+    "integration.enable": ("enable", "prefill", "recipe_path"),
+    "integration.layer_budgets": ("measure_layer_budgets",),
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "policy_names", "register_policy"),
 }

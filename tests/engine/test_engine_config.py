@@ -7,7 +7,7 @@ import pytest
 
 import h2okv
 from h2okv.config import CacheConfig
-from h2okv.engine import EngineConfig
+from h2okv.engine.config import EngineConfig
 
 PACKAGE = Path(h2okv.__file__).parent
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.cli.app import run
 from h2okv.integration import models as conversion
-from h2okv.integration.models import PACKAGED, RECORD, SMOLLM2, cache_folder, converted, find_gguf
+from h2okv.integration.models import RECORD, converted
+from h2okv.integration.names import PACKAGED, SMOLLM2, cache_folder, find_gguf
 
 TEXT = "the cat sat on the mat and the dog sat on the log, "
 TEMPLATE = "{% for message in messages %}<turn>{{ message.content }}<end>{% endfor %}"

@@ -11,15 +11,8 @@ import torch
 
 from h2okv.assets import bundled_model_path
 from h2okv.integration import models
-from h2okv.integration.models import (
-    PACKAGED,
-    SMOLLM2,
-    cache_folder,
-    default_dtype,
-    fast_dtype,
-    pull,
-    resolve_model,
-)
+from h2okv.integration.models import default_dtype, fast_dtype, pull, resolve_model
+from h2okv.integration.names import PACKAGED, SMOLLM2, cache_folder
 
 CONTENT = b"GGUF, or so it says"
 

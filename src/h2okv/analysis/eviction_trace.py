@@ -14,7 +14,7 @@ from h2okv.analysis.score_stats import load_scipy
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.config import TokenBudget
-from h2okv.integration import enable
+from h2okv.integration.enable import enable
 from h2okv.policy import Policy
 
 

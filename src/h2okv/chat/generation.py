@@ -29,7 +29,7 @@ from h2okv.console import Progress, discard, write_text
 from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration import enable, read_blocks
+from h2okv.integration.enable import enable, read_blocks
 from h2okv.integration.loading import Described
 
 LONG_PROMPT = 512  # tokens, from which a bar is shown while they are read

@@ -70,9 +70,10 @@ def pull(
 def list_models(as_json: bool = JSON) -> None:
     from h2okv.assets import bundled_model_path
     from h2okv.integration import models
+    from h2okv.integration.names import BUNDLED, PACKAGED
 
-    places: list[tuple[str, Path | None]] = [(models.BUNDLED, bundled_model_path())]
-    places += [(name, package.find()) for name, package in models.PACKAGED.items()]
+    places: list[tuple[str, Path | None]] = [(BUNDLED, bundled_model_path())]
+    places += [(name, package.find()) for name, package in PACKAGED.items()]
     converted = models.converted_folders()
     places += [(record.get("file", folder.name), folder) for folder, record in converted]
     told: list[dict[str, Any]] = []

@@ -52,7 +52,7 @@ def serve(
     ),
     replicas: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
 ) -> int:
-    from h2okv.engine import EngineConfig
+    from h2okv.engine.config import EngineConfig
     from h2okv.server import config
 
     args.check_copies("replicas", replicas, ray, model.device_name)

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.cluster.ray_cluster import cluster, place_copies, reason
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
-from h2okv.engine import AsyncLLM
+from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError
 from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings

@@ -24,7 +24,7 @@ from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import has_learned_positions
 from h2okv.evaluation.stream_data import Segment, StreamSource
-from h2okv.integration import enable, read_blocks
+from h2okv.integration.enable import enable, read_blocks
 from h2okv.records import CsvFile, check_settings, read_csv, write_csv
 
 

@@ -253,7 +253,6 @@ def _check_causal(
         )
 
 
-def register() -> None:
-    """Makes ``attn_implementation="h2o"`` known to transformers; done by importing this package."""
-    AttentionInterface.register(ATTENTION_NAME, h2o_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)
+# `import h2okv` registers functions that import this module; these take their place.
+AttentionInterface.register(ATTENTION_NAME, h2o_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from h2okv.records import unknown_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Where an answer ends in the plain form: the model would write the user's next line.
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")

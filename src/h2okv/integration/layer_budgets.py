@@ -21,7 +21,7 @@ from h2okv.console import Progress
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import prefill
 from h2okv.integration.loading import Described
-from h2okv.integration.models import cache_folder
+from h2okv.integration.names import cache_folder
 from h2okv.policy import get_policy
 from h2okv.provenance import digest, fingerprint
 from h2okv.records import write_json

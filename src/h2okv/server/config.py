@@ -9,7 +9,6 @@ from typing import Any
 
 from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
-from h2okv.integration.loading import describe
 
 _ORIGIN = re.compile(r"https?://[^/\s?#*]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -68,6 +67,7 @@ class ServeRequest:
 
     def engine_config(self) -> EngineConfig:
         """The engine's config with the tokens of all beginnings that are read once and kept."""
+        from h2okv.integration.loading import describe
         from h2okv.server.errors import ApiError
         from h2okv.server.tokenization import shared_prefix
 

@@ -12,8 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from h2okv.console import INTERRUPTED, write_remark, write_text
-from h2okv.engine import AsyncLLM
 from h2okv.engine.engine import Engine
+from h2okv.engine.llm import AsyncLLM
 from h2okv.records import refusing
 from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings

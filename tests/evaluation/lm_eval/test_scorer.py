@@ -12,7 +12,7 @@ from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.scorer import EvictingModel, Scorer, batches, split_settings
-from h2okv.integration import read_blocks
+from h2okv.integration.enable import read_blocks
 
 VOCAB = 97
 TOLERANCE = 2e-5

