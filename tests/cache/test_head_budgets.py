@@ -61,6 +61,32 @@ def test_dropping_equals_masking_and_each_head_keeps_its_own(make_llama, kept_se
         assert layer.state.num_slots == int(layer.state.total.sum(dim=1).max()) + 2
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
+def test_scores_are_in_the_order_of_kept_positions(make_llama, options, kv_heads):
+    model, input_ids, blocks = make_llama(kv_heads=kv_heads), tokens(7, 2, 40), [30, *[1] * 6, 4]
+    factors = ((1.5,), (0.5,)) if kv_heads == 1 else ((0.25, 1.75), (1.5, 0.5))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :7] = 0  # so that some shared slots are nobody's
+    caches = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, 0.3, 0.1, layer_budgets=factors, simulate=simulate, **options
+        )
+        run(model, cache, input_ids, blocks, mask)
+        caches.append(cache)
+    for layer in range(2):
+        kept, scores = (cache.kept_positions(layer) for cache in caches), []
+        for cache, positions in zip(caches, kept, strict=True):
+            assert cache.scores(layer).shape == positions.shape
+            assert not cache.scores(layer)[positions < 0].any()
+            by_position = torch.zeros(2, kv_heads, 41)  # the last is for empty slots
+            by_position.scatter_(-1, positions.long() % 41, cache.scores(layer))
+            scores.append(by_position)
+        assert bool((scores[0] > 0).any(dim=-1).all())
+        torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
+
+
 def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
     model, input_ids = make_llama(layers=3), tokens(2, 2, 60)
     mask = torch.ones(2, 60, dtype=torch.long)

@@ -67,6 +67,20 @@ def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone
         assert stats.prompt_tokens == sum(LENGTHS)
 
 
+@pytest.mark.parametrize("options", [{}, {"heavy": 6, "recent": 3}, {"policy": "best"}], ids=str)
+def test_a_single_head_has_a_budget_of_its_own(
+    make_llama, make_llm, make_prompts, alone, greedy, options
+):
+    model = make_llama(kv_heads=1)
+    options = {"layer_budgets": ((0.5,), (1.5,)), **options}
+    prompts = make_prompts(LENGTHS)
+    llm = make_llm(model, max_prompt_tokens=64, **options)
+    made = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
+    llm.close()
+    pairs = zip(prompts, NEWS, strict=True)
+    assert made == [alone(model, prompt, new, **options) for prompt, new in pairs]
+
+
 def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
     model = make_llama()
     prompts = make_prompts([40, 33, 50])
@@ -180,19 +194,33 @@ def test_sliding_layers_hold_their_window_in_slots(make_llm, make_prompts, alone
     assert made == [alone(model, own, 20, heavy=5, recent=4) for own in prompts]
 
 
-def sliding_model():
+@pytest.mark.parametrize("factors", [(0.5, 1.5), ((0.5,), (1.5,))], ids=str)
+def test_a_window_as_wide_as_a_layers_number_is_no_budget(
+    make_llm, make_prompts, alone, greedy, factors
+):
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = sliding_model(layers, window=3)
+    options = {"heavy": 5, "recent": 4, "layer_budgets": factors}
+    prompts = make_prompts([40, 3, 8, 25])
+    llm = make_llm(model, **options)
+    made = token_ids(llm.generate(prompts, greedy(12)))
+    llm.close()
+    assert made == [alone(model, own, 12, **options) for own in prompts]
+
+
+def sliding_model(layers=("sliding_attention", "full_attention", "sliding_attention"), window=8):
     torch.manual_seed(0)
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
             hidden_size=32,
             intermediate_size=32,
-            num_hidden_layers=3,
+            num_hidden_layers=len(layers),
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=16,
             vocab_size=97,
-            sliding_window=8,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=window,
+            layer_types=list(layers),
             initializer_range=0.4,
             eos_token_id=None,
         )  # fmt: skip

@@ -515,8 +515,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the layer has no scores or nothing was read yet.
         """
-        layer = self._layer(layer_idx)
-        return torch.where(layer.state.positions >= 0, layer.eviction_scores(), 0.0)
+        return self._layer(layer_idx).eviction_scores()
 
     def _layer(self, layer_idx: int) -> CacheLayer:
         if not 0 <= layer_idx < len(self.layers):

@@ -449,9 +449,13 @@ class CacheLayer(CacheLayerMixin):
         return self.state.num_real_tokens.view(-1, 1, 1) - 1
 
     def eviction_scores(self) -> Tensor:
-        """The scores of what is held as the policy sees them, fp32 ``[B, H, S]``."""
-        held = self.state
-        return self.scoring.eviction_scores(held.scores, held.positions, self.newest(), held.norms)
+        """The scores of what each head holds as the policy sees them, fp32 ``[B, H, S]``.
+
+        In the order of `SlotState.by_head`; 0 in an empty slot.
+        """
+        positions, scores, norms = self.state.by_head("positions", "scores", "norms")
+        scores = self.scoring.eviction_scores(scores, positions, self.newest(), norms)
+        return scores.masked_fill(positions < 0, 0.0)
 
     def _query_weights(self, real: Tensor | None, length: int) -> Tensor | None:
         """What each query of a block of T counts for in the scores, ``[B, T]``; `None`: one."""

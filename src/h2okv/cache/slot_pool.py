@@ -54,12 +54,13 @@ def window_slots(
 class SlotBookkeeping:
     """The budgets in use of layers that are alike, and how many entries each has still room for.
 
-    Of heads that hold alike one stands for all.
+    Of heads that hold alike one stands for all. Heads with budgets of their own, one or more, share
+    a row of slots.
     """
 
-    def __init__(self, capacity: float, heads: int = 1) -> None:
-        self.capacity = capacity  # K of the largest sequence; of heads that differ, their mean
-        self._heads = heads
+    def __init__(self, capacity: float, sharing_heads: int | None = None) -> None:
+        self.capacity = capacity  # K of the largest sequence; of heads that share, their mean
+        self._sharing_heads = sharing_heads
         self.budgets: list[TokenBudget] = []
         self._totals: list[list[int]] = []
         self._room: list[list[int]] = []
@@ -67,7 +68,7 @@ class SlotBookkeeping:
     @property
     def num_slots(self) -> int:
         """Slots of the largest sequence's row."""
-        return round(self._heads * (self.capacity + 1))
+        return round((self._sharing_heads or 1) * (self.capacity + 1))
 
     def admit(self, budget: TokenBudget, totals: list[int], held: list[int]) -> None:
         """Notes a sequence that comes with so many entries; both lists are by head."""
@@ -95,7 +96,9 @@ class SlotBookkeeping:
     @property
     def fills_all_slots(self) -> bool:
         """Whether no slot mask is needed: shared slots have owners, others are all in budget."""
-        return self._heads > 1 or all(own.total == self.capacity for own in self.budgets)
+        if self._sharing_heads is not None:
+            return True
+        return all(own.total == self.capacity for own in self.budgets)
 
     def set_flags(self, layer: SlotLayer) -> None:
         """Tells a layer what its steps may leave out; mutates it."""
@@ -124,19 +127,20 @@ class SlotPool:
         layers[:] = [layer for layer, _ in _as_slots(self.cache, 0)]
         self._layers: list[SlotLayer] = layers
         # Layers with one window share their books, and so do those of H2O, unless each has a budget
-        # of its own; the key is the first layer of a kind.
+        # of its own; a kind is named by its first layer.
         has_own = like.cache_config.layer_budgets is not None
         kinds: dict[Any, int] = {}
         self._kinds = [
-            kinds.setdefault(index if own.window is None and has_own else own.window, index)
+            kinds.setdefault((own.window, has_own and own.window is None and index), index)
             for index, own in enumerate(self._layers)
         ]
         sizes = iter(capacities)
         most = [next(sizes) if own.window is None else own.window - 1 for own in self._layers]
-        self._books = {
-            index: SlotBookkeeping(most[index], len(self._layers[index].head_budgets or (None,)))
-            for index in kinds.values()
-        }
+        self._books = {}
+        for index in kinds.values():
+            heads = self._layers[index].head_budgets
+            sharing_heads = None if heads is None else len(heads)
+            self._books[index] = SlotBookkeeping(most[index], sharing_heads)
         self._num_seen: list[int] = []
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.

@@ -187,7 +187,8 @@ class SlotState(Slots):
     def by_head(self, *names: str) -> tuple[Any, ...]:
         """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
 
-        A head that holds less than another has empty slots behind its own.
+        A head that holds less than another has empty slots behind its own. What a state has not is
+        `None`.
         """
         fields = tuple(vars(self)[name] for name in names)
         if self.owner is None:
@@ -203,18 +204,18 @@ class SlotState(Slots):
             beyond = missing.view(*missing.shape, *[1] * (own.dim() - 3))
             return own.masked_fill_(beyond, empty_value(name, most))
 
-        return tuple(
-            own._replace(codes=of_heads(name, own.codes), grid=of_heads(name, own.grid))
-            if isinstance(own, Packed)
-            else of_heads(name, own)
-            for name, own in zip(names, fields, strict=True)
-        )
+        def of_field(name: str, own: Any) -> Any:
+            if isinstance(own, Packed):
+                return own._replace(codes=of_heads(name, own.codes), grid=of_heads(name, own.grid))
+            return None if own is None else of_heads(name, own)
+
+        return tuple(map(of_field, names, fields))
 
     def unshare(self) -> None:
         """Gives each head a row of its own, for a block that will `share` again; mutates."""
         if self.owner is None:
             return
-        names = [name for name in PER_SLOT if name != "owner" and vars(self)[name] is not None]
+        names = [name for name in PER_SLOT if name != "owner"]
         with ordinary_tensors():
             for name, own in zip(names, self.by_head(*names), strict=True):
                 setattr(self, name, own)
