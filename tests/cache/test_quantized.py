@@ -23,7 +23,7 @@ from h2okv.ops.quant import BITS, pack, unpack
 @given(
     bits=st.sampled_from(BITS),
     policy=st.sampled_from(POLICIES),
-    scoring=st.sampled_from(["sum", "value_norm"]),
+    scoring=st.sampled_from(["sum", "value_norm", "expected"]),
     kv_heads=st.sampled_from([1, 2, 4]),
     budget=budgets,
     sink=st.integers(0, 3),
@@ -122,6 +122,80 @@ def codes_by_position(cache):
                         held = torch.cat([p[row, head, slot].float() for p in parts])
                         found[index, row, head, position] = held
     return found
+
+
+RULES = [
+    {"scoring": "value_norm"},
+    {"scoring": "expected"},
+    {"policy": "best"},
+    {"policy": "keydiff"},
+]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+def test_rules_that_look_at_values_or_keys_see_them_rounded(
+    make_llama, kept_sets, bits, options, chunk
+):
+    ids = tokens(2, 1, 44)
+    for seed in range(6):
+        model, found = make_llama(layers=1, seed=seed), []
+        for simulate in (False, True):
+            cache, _ = read(
+                model, ids, [40, 1, 3], simulate=simulate, kv_bits=bits, prefill_chunk=chunk,
+                **options,
+            )  # fmt: skip
+            found.append((kept_sets(cache), held_scores(cache, 0, 0)))
+        assert found[0][0] == found[1][0]
+        torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
+    """The rule once more, from the model's own values: the highest of attention times norm stay."""
+    model, ids = make_llama(layers=1).double(), tokens(3, 1, 40)
+    attention = model.model.layers[0].self_attn
+    whole, _ = read(model, ids, [40], policy="full")
+    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+    values = attention.v_proj(hidden).view(40, 2, 16).transpose(0, 1)
+    norms = unpack(pack(values.detach(), bits)).abs().sum(dim=-1)
+    cache, _ = read(model, ids, [40], heavy=12, recent=1, scoring="value_norm", kv_bits=bits)
+    for head, received in enumerate(held_scores(whole, 0, 0)):
+        best = (received * norms[head])[:39].topk(12).indices
+        held = {p for p in cache.kept_positions(0)[0, head].tolist() if p >= 0}
+        assert held == {*best.tolist(), 39}
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("options", [{}, *RULES, {"positions": "rolling"}], ids=str)
+@pytest.mark.parametrize("simulate", [False, True])
+def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
+    make_llama, kept_sets, bits, options, simulate
+):
+    model, ids = make_llama(layers=1).double(), tokens(4, 2, 26)
+    options = options | {"simulate": simulate, "kv_bits": bits}
+    blocks = [20, 3, 3]
+    mask = torch.ones_like(ids)
+    mask[1, 20:22] = mask[1, 23] = mask[1, 25] = 0
+    together = h2okv.H2OCache(model.config, 6, 3, **options)
+    logits = run(model, together, ids, mask, blocks)
+    real = mask[1].bool()
+    alone, expected = read(model, ids[1:, real], [20, 1, 1], heavy=6, recent=3, **options)
+    torch.testing.assert_close(logits[1, real], expected[0], atol=1e-5, rtol=1e-5)
+    assert kept_sets(together)[0][1] == kept_sets(alone)[0][0]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets, bits):
+    model, ids, found = make_llama(layers=1).double(), tokens(5, 1, 30), []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model.config, 8, 4, kv_bits=bits, simulate=simulate, prefill_chunk=1)
+        cache.pin([(3, 9)])
+        logits = run(model, cache, ids, torch.ones_like(ids), [30])
+        found.append((kept_sets(cache), logits))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", BITS)

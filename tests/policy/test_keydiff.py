@@ -60,6 +60,21 @@ def test_dropping_equals_masking_whatever_is_stored(make_llama, kept_sets, optio
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("simulate", [False, True])
+@torch.no_grad()
+def test_of_two_keys_the_older_goes(make_llama, kept_sets, simulate):
+    """Both are equally far from their mean, whatever rounding makes of it."""
+    for seed in range(5):
+        model = make_llama(seed=seed)
+        input_ids = torch.randint(2, 97, (1, 24), generator=torch.Generator().manual_seed(seed))
+        for prompt in (1, 2):
+            cache = h2okv.H2OCache(model.config, 1, 0, policy="keydiff", simulate=simulate)
+            h2okv.prefill(model, input_ids[:, :prompt], cache)
+            for token in range(prompt, 24):
+                model(input_ids[:, token : token + 1], past_key_values=cache)
+                assert kept_sets(cache) == [[[{token}] * 2]] * 2
+
+
 def test_rolling_is_refused(make_llama):
     with pytest.raises(ValueError, match="differ by rounding alone; use positions='original'"):
         h2okv.H2OCache(make_llama().config, policy="keydiff", positions="rolling")

@@ -93,6 +93,18 @@ def test_recent_keeps_the_newest(make_llama):
     assert heads == [set(range(32, 40))] * 2
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=name_of)
+def test_sinks_stay_whatever_the_policy(make_llama, policy):
+    options = {"heavy": 4, "recent": 4, "sink": 3, "simulate": get_policy(policy).per_query}
+    for head in kept(make_llama(), policy, **options)[0]:
+        assert head >= {0, 1, 2}
+
+
+def test_recent_keeps_the_sinks_that_it_is_given(make_llama):
+    heads, _ = kept(make_llama(), "recent", heavy=4, recent=4, sink=3)
+    assert heads == [{0, 1, 2, *range(32, 40)}] * 2
+
+
 def test_sink_recent_keeps_both_ends(make_llama):
     model = make_llama()
     assert kept(model, "sink_recent", heavy=4, recent=4)[0] == [{0, 1, 2, 3, 36, 37, 38, 39}] * 2

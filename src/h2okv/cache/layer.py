@@ -559,7 +559,8 @@ class CacheLayer(CacheLayerMixin):
         """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
         if not self.scoring.uses_values:
             return None
-        norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
+        wide = torch.promote_types(values.dtype, torch.float32)  # a float64 is not narrowed before
+        norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=wide).to(torch.float32)
         return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # infinity times zero is no score
 
     # --- sizes ------------------------------------------------------------------------------------

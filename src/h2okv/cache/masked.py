@@ -50,13 +50,9 @@ class MaskedLayer(CacheLayer):
         if real is None:
             real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
         always = self._always_seen(length) if self.policy.per_query and past else None
-        is_step = past > 0 and length == 1
-        if is_step:
-            key, value = self.storage.round(key), self.storage.round(value)
         scores, positions = self._block_entries(length, real)
-        held.keys, held.values = (
-            torch.cat(both, dim=2) for both in zip(self._tensors(), (key, value), strict=True)
-        )
+        whole = [torch.cat(both, dim=2) for both in zip(self._tensors(), (key, value), strict=True)]
+        held.keys, held.values = (self.storage.as_attended(states, past, given) for states in whole)
         held.scores = torch.cat([held.scores, scores], dim=2)
         held.positions = torch.cat([held.positions, positions], dim=2)
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
@@ -77,11 +73,8 @@ class MaskedLayer(CacheLayer):
         if self.policy.uses_keys and length > 1:
             sums = torch.zeros_like(sums)
         held.scores = self._decayed(held.scores, given, length) + sums.to(torch.float32)
-        if self.storage.bits is not None and not is_step:  # a block's tokens have become entries
-            held.keys, held.values = (
-                torch.cat([states[:, :, :past], self.storage.round(states[:, :, past:])], dim=2)
-                for states in self._tensors()
-            )
+        # The block's tokens have become entries.
+        held.keys, held.values = (self.storage.as_held(states, past) for states in whole)
         held.norms = self._norms_of(self._tensors()[1])
         held.num_real_tokens += real.sum(dim=1)
         self.cumulative_length += length

@@ -70,6 +70,29 @@ class KVStorage:
     def round(self, states: Tensor) -> Tensor:
         return self.read(self.store(states), states.dtype)
 
+    def as_held(self, states: Tensor, past: int) -> Tensor:
+        """Keys or values ``[B, H, P + T, D]``, of which P are held, as they are after the block.
+
+        By these entries are ranked, so that a number that is rounded counts alike all its life.
+        """
+        if self.bits is None:
+            return states
+        return torch.cat([states[:, :, :past], self.round(states[:, :, past:])], dim=2)
+
+    def as_attended(self, states: Tensor, past: int, real: Tensor | None) -> Tensor:
+        """The same as the block attends to them: its own in full precision.
+
+        But where the block of a sequence is a single token, which is an entry from its own step on,
+        whatever the batch brings beside it.
+        """
+        length = states.shape[2] - past
+        if self.bits is None or past == 0 or (real is None and length > 1):
+            return states
+        rounded = self.as_held(states, past)
+        if real is None or length == 1:
+            return rounded
+        return torch.where((real.sum(dim=1) == 1).view(-1, 1, 1, 1), rounded, states)
+
     def compact(
         self,
         states: Tensor,

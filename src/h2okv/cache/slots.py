@@ -212,6 +212,8 @@ class SlotLayer(CacheLayer):
             value = torch.cat([self.storage.read(held.values, self.dtype), value], dim=2)
             scores = torch.cat([held.scores, scores], dim=2)
             positions = torch.cat([held.positions, positions], dim=2)
+        exact_key, exact_value = key, value
+        key, value = (self.storage.as_attended(own, past, real) for own in (key, value))
         entries = None if past == 0 and real is None else positions >= 0
         visibility = Visibility(past, entries, real)
         rotated = key
@@ -246,7 +248,8 @@ class SlotLayer(CacheLayer):
                 held.keys, held.values = key.clone(), value.clone()
                 held.scores, held.positions = (scores + sums).clone(), positions.clone()
         else:
-            self._compact(key, value, self._decayed(scores, real, length) + sums, positions)
+            scores = self._decayed(scores, real, length) + sums
+            self._compact(exact_key, exact_value, scores, positions)
         return output
 
     def _rotate_block(
@@ -271,8 +274,11 @@ class SlotLayer(CacheLayer):
             if not self.policy.evicts:
                 total = (positions >= 0).sum(dim=-1, keepdim=True)
             limit = int(total.max())
+        past = held.num_slots
+        values = self.storage.as_held(value, past) if self.scoring.uses_values else value
+        keys = self.storage.as_held(key, past) if self.policy.uses_keys else key
         indices, kept = keep_indices(
-            self._ranking(scores, positions, newest, self._norms_of(value), key),
+            self._ranking(scores, positions, newest, self._norms_of(values), keys),
             positions,
             protected_entries(positions, newest, held.sink, held.recent),
             total,

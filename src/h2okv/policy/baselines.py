@@ -26,7 +26,7 @@ class RecentPolicy(Policy):
     uses_scores = False
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        return TokenBudget(sink=0, heavy=0, recent=budget.total)
+        return TokenBudget(budget.sink, heavy=0, recent=budget.heavy + budget.recent)
 
 
 class SinkRecentPolicy(RecentPolicy):

@@ -13,7 +13,8 @@ class KeyDiffPolicy(Policy):
 
     A key's rank is minus its cosine to the mean of the directions of all keys held. No attention is
     looked at, so that a prompt is read by fused attention alone. The paper has no recent part; give
-    ``recent=0`` for that. Keys are taken as they are held: rotated to their places in the text.
+    ``recent=0`` for that. Keys are taken as they are held: rotated to their places in the text. Two
+    keys differ equally from their mean, so that the older goes.
     """
 
     name = "keydiff"
@@ -24,4 +25,7 @@ class KeyDiffPolicy(Policy):
         directions = normalize(keys.float(), dim=-1)
         taken = (positions >= 0).unsqueeze(-1)
         mean = (directions * taken).sum(dim=2, keepdim=True)
-        return -(directions * normalize(mean, dim=-1)).sum(dim=-1)
+        ranks = -(directions * normalize(mean, dim=-1)).sum(dim=-1)
+        # Of two keys, rounding would decide what is a tie.
+        is_tie = taken.sum(dim=2) <= 2
+        return ranks.masked_fill(is_tie, 0.0)
