@@ -11,10 +11,12 @@ from h2okv.records import (
     ResultFile,
     atomic_write,
     markdown_table,
+    parse_json,
     read_csv,
     read_jsonl,
     unknown_name,
     write_csv,
+    write_json,
 )
 
 SETTINGS = {"policy": "h2o", "decay": None}
@@ -151,6 +153,31 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         file.write(b"after")
     assert path.read_bytes() == b"after"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_two_writers_of_one_file_have_drafts_of_their_own(tmp_path):
+    path, mine = tmp_path / "x.json", tmp_path / "x.json.tmp"
+    mine.write_text("mine")
+    with atomic_write(path) as first:
+        first.write("first" * 100)
+        with atomic_write(path) as second:
+            second.write("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" * 100
+    write_json(path, 1)
+    assert mine.read_text() == "mine"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"x.json", "x.json.tmp"}
+
+
+def test_a_draft_has_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "new").touch()
+    write_json(tmp_path / "x.json", 1)
+    assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
+def test_json_that_is_nested_too_deeply_is_none():
+    with pytest.raises(json.JSONDecodeError, match="nested too deeply"):
+        parse_json("[" * 200_000)
 
 
 def test_tables_come_back(tmp_path):

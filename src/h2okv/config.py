@@ -118,13 +118,20 @@ class Budget:
         return tokens
 
 
+def _number(given: Any) -> float:
+    if isinstance(given, bool | str | bytes):
+        raise TypeError
+    return float(given)
+
+
 def checked_factors(given: LayerBudgets) -> LayerBudgets:
     """Factors on heavy as tuples, of one kind and of mean 1."""
     try:
         factors = tuple(
-            tuple(map(float, own)) if isinstance(own, Sequence) else float(own) for own in given
+            tuple(map(_number, own)) if isinstance(own, list | tuple) else _number(own)
+            for own in given
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"layer_budgets={given!r} are no factors; give a number for each layer, or a list of"
             " one for each of its KV heads."

@@ -7,6 +7,7 @@ import difflib
 import io
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -48,11 +49,12 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
 @contextmanager
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Opens a file that is complete or not there: it is put in its place when it is on the disk."""
-    draft = path.with_name(f"{path.name}.tmp")
+    # Of its own, whoever else writes this file, and whatever lies beside it.
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
         with naming(path, "written", "choose another place, or make room"):
-            with draft.open(mode, **text) as file:  # type: ignore[call-overload]
+            with draft.open(mode.replace("w", "x"), **text) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -72,6 +74,14 @@ def write_json(path: Path, content: Any) -> None:
     """Writes a file of JSON, whole or not at all."""
     with atomic_write(path) as file:
         file.write(json.dumps(content, indent=1) + "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Reads JSON; what is nested too deeply is refused as what is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from error
 
 
 def read_text_file(path: Path, kind: str = "text") -> str:
@@ -269,7 +279,7 @@ class ResultFile:
         beside = f"'{self.settings_path.name}' beside it, which says what made them"
         problem = f"'{self.path}' has results, but {beside}, cannot be read"
         with refusing(problem, "choose another file", OSError, ValueError, TypeError):
-            saved = dict(json.loads(self.settings_path.read_text(encoding="utf-8")))
+            saved = dict(parse_json(self.settings_path.read_text(encoding="utf-8")))
         check_settings(saved, settings, f"'{self.path}'")
 
     def _lock(self) -> None:

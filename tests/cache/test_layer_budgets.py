@@ -77,6 +77,13 @@ def test_they_are_measured(make_llama):
         ((1.0, 1.0, 2.0), "layer_budgets of mean 1.33333 would change the whole budget"),
         ((-1.0, 2.0, 2.0), "or one of them is negative"),
         ((), "layer_budgets of mean 0"),
+        ("111", "layer_budgets='111' are no factors"),
+        (("1", "1", "1"), "are no factors; give a number for each layer"),
+        ((True, True, True), "are no factors"),
+        ((("1", "1"),) * 3, "are no factors"),
+        ((10**400, 1, 1), "are no factors"),
+        (([[1]], 1, 1), "are no factors"),
+        ((float("nan"), 1, 1), "layer_budgets of mean nan"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make_llama, factors, message):

@@ -353,6 +353,16 @@ def test_own_budgets_are_measured_once_and_kept(
     assert factors(*best) == first and len(measured) == 1
     kept.write_text("[")  # by a machine that lost its power
     assert factors(*best) == first and len(measured) == 2
+    for wrong in (
+        "[1, 1]",
+        "[[1, 1, 1], [1, 1, 1]]",
+        "[[1, 1]]",
+        '[["1", 1], [1, true]]',
+        "[" * 20_000,
+    ):
+        kept.write_text(wrong)
+        assert factors(*best) == first and json.loads(kept.read_text()) == first
+    del measured[2:]
     factors(*best, "--dtype", "bfloat16")
     factors("--policy", "best", "--budget", "40%", *auto)
     assert len(measured) == 4

@@ -38,6 +38,20 @@ def test_what_cannot_be_pinned_is_refused_at_once(make_llm, make_prompts, greedy
             llm.generate(prompts, greedy(4), pins=[spans])
 
 
+@pytest.mark.parametrize(
+    "pins",
+    [[[(0, 4)]], [(), (), ()], [], [(0, 4), ()], [[4], ()], (3, 5), 5, "ab", [["ab"], ()]],
+    ids=str,
+)
+def test_pins_that_are_no_list_of_spans_for_each_prompt_are_refused(
+    make_llm, make_prompts, greedy, model, pins
+):
+    llm, prompts = make_llm(model, max_prompt_tokens=64), make_prompts([40, 40])
+    with pytest.raises(ValueError, match=r"pins? .*give (\(start, stop\)|\[)") as error:
+        llm.generate(prompts, greedy(4), pins=pins)
+    assert "zip" not in str(error.value)
+
+
 def test_messages_are_pinned_by_role(make_llm, tokenizer, greedy):
     llm = make_llm("bundled", max_prompt_tokens=100, heavy=40, recent=20)
     talk = [

@@ -32,6 +32,7 @@ from transformers import (
 
 import h2okv
 from h2okv.integration.attention import h2o_attention
+from h2okv.records import unknown_name
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "upstream" / transformers.__version__
@@ -297,11 +298,18 @@ def row_of(family: str, only: str = "") -> tuple[str, list[str]]:
         f"{family} {name}: {recorders[1].failed.get(name, 'skipped')}"
         for name in sorted(failed - BY_DESIGN.keys())
     ]
+    if not applicable:
+        told.append(f"{family}: not a single test applies")
     return f"| {family} | {' | '.join(cells)} | {', '.join(marks) or '-'} |", told
 
 
 def main(families: list[str]) -> int:
-    """Prints the table; returns 1 if a test fails that is not expected to."""
+    """Prints the table; returns 1 if a test fails that is not expected to, 2 for wrong names."""
+    known = [one.model_type for one in family_table.FAMILIES]
+    for family in families:
+        if family not in known:
+            print(unknown_name("family", family, known), file=sys.stderr)
+            return 2
     upstream_mixin()
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
         results = pool.map(row_of, families, chunksize=1)

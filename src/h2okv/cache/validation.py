@@ -232,14 +232,18 @@ def check_prompt(layer: CacheLayer, lengths: Sequence[int], block: int) -> None:
 def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Spans of tokens in their order, without those that are empty."""
     found = []
+    if isinstance(spans, str) or not isinstance(spans, Iterable):
+        raise ValueError(f"pins must be a list of (start, stop), got {spans!r}; give [(0, 4)].")
     for span in spans:
-        whole = [place for place in span if isinstance(place, int) and not isinstance(place, bool)]
-        if len(span) != 2 or len(whole) != 2 or not 0 <= whole[0] <= whole[1]:
+        ends = tuple(span) if isinstance(span, Sequence) else ()
+        whole = [place for place in ends if isinstance(place, int) and not isinstance(place, bool)]
+        if len(ends) != 2 or len(whole) != 2 or not 0 <= whole[0] <= whole[1]:
+            shown = ends or span
             raise ValueError(
-                f"pin {tuple(span)!r} is no span of tokens; give (start, stop) with 0 <= start <="
-                " stop."
+                f"pin {shown!r} is no span of tokens; give (start, stop) with 0 <= start <= stop,"
+                " as in [(0, 4)]."
             )
-        found += [(span[0], span[1])] if span[0] < span[1] else []
+        found += [(ends[0], ends[1])] if ends[0] < ends[1] else []
     found.sort()
     for before, after in pairwise(found):
         if after[0] < before[1]:

@@ -24,7 +24,7 @@ from h2okv.integration.chat_template import (
     message_spans,
 )
 from h2okv.integration.loading import Described
-from h2okv.records import refusing
+from h2okv.records import parse_json, refusing
 
 Message = dict[str, str]
 
@@ -155,7 +155,7 @@ class SavedChat:
     @classmethod
     def from_note(cls, note: str) -> SavedChat:
         """Reads it back; what is missing or of another kind raises whatever it raises."""
-        saved = json.loads(note)
+        saved = parse_json(note)
         if saved["version"] != _VERSION:
             raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
         transcript, sampling = Transcript(**saved["transcript"]), dict(saved["sampling"])

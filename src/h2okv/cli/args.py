@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import itertools
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from h2okv.assets import sample_prompt
 from h2okv.config import BEST, LEAST_ENTRIES, MEASURED, CacheConfig, LayerBudgets, checked_factors
 from h2okv.console import check_least
 from h2okv.plots import check_plot
-from h2okv.records import read_text_file, refusing
+from h2okv.records import parse_json, read_text_file, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +232,7 @@ def _factors(option: str, given: str) -> LayerBudgets | Literal["auto"]:
     path = Path(given)
     problem = f"{option} '{path}' is no JSON list of numbers"
     with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
-        return checked_factors(json.loads(read_text(option, path)))
+        return checked_factors(parse_json(read_text(option, path)))
 
 
 def make_cache(

@@ -18,7 +18,7 @@ from h2okv.cli import args
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, least, numbers, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
-from h2okv.records import CsvFile, Row
+from h2okv.records import CsvFile, Row, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +215,7 @@ def _context(option: str, text: str) -> tuple[int, int] | None:
 def _fields(option: str, text: str) -> dict[str, Any]:
     """Reads further fields of every request."""
     with suppress(ValueError):
-        fields = json.loads(text.strip() or "{}")
+        fields = parse_json(text.strip() or "{}")
         if isinstance(fields, dict):
             return fields
     raise ValueError(

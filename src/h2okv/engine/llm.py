@@ -157,9 +157,16 @@ class LLM(_Front):
         if len(params) != len(texts):
             told = f"{len(params)} SamplingParams were given for {len(texts)} prompts"
             raise ValueError(f"{told}; give one, or as many.")
+        if pins is None:
+            pins = [()] * len(texts)
+        if not isinstance(pins, Sequence) or len(pins) != len(texts):
+            raise ValueError(
+                f"pins must be a list of spans for each of {len(texts)} prompts, got {pins!r}; give"
+                " [[(0, 4)]] to pin four tokens of a single one, and [] for a prompt without."
+            )
         requests = [
             self.engine.request(text, own, lambda event: None, budget, pins=spans)
-            for text, own, spans in zip(texts, params, pins or [()] * len(texts), strict=True)
+            for text, own, spans in zip(texts, params, pins, strict=True)
         ]
         scheduler, shown = self.engine.scheduler, show_progress
         # All at once, for the queue's limit is for requests that come one by one.

@@ -25,7 +25,7 @@ from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import has_learned_positions
 from h2okv.evaluation.stream_data import Segment, StreamSource
 from h2okv.integration.enable import enable, read_blocks
-from h2okv.records import CsvFile, check_settings, read_csv, write_csv
+from h2okv.records import CsvFile, check_settings, parse_json, read_csv, write_csv
 
 
 class StreamRow(NamedTuple):
@@ -149,7 +149,7 @@ class Stream:
         if _KEY not in notes:
             raise ValueError(f"'{path}' holds no stream; give a file that h2okv stream saved")
         try:
-            content: dict[str, Any] = json.loads(notes[_KEY])
+            content: dict[str, Any] = parse_json(notes[_KEY])
             if (version := content["version"]) != _VERSION:
                 raise ValueError(f"'{path}' is of version {version}, not of {_VERSION}; {again}")
             rows = [StreamRow(**row) for row in content["state"].pop("rows")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,7 @@ from h2okv.integration.loading import Described
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_policy
 from h2okv.provenance import digest, fingerprint
-from h2okv.records import write_json
+from h2okv.records import parse_json, write_json
 
 # A thousand tokens tell heads apart; layers, which differ less, need some more.
 _TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 1024, 4096
@@ -133,8 +132,11 @@ def with_own_budgets(
     name = Path(described.name).name[:40]
     path = cache_folder("layer-budgets") / f"{name}-{digest(setting)}.json"
     with suppress(OSError, ValueError):  # not there, or damaged
-        kept = checked_factors(json.loads(path.read_text(encoding="utf-8")))
-        return replace(config, layer_budgets=kept)
+        kept = checked_factors(parse_json(path.read_text(encoding="utf-8")))
+        known = replace(config, layer_budgets=kept)
+        H2OCache.from_config(model.config, known)  # of another model's shape they are measured anew
+        if known.is_by_head == by_head:
+            return known
     ids = torch.tensor([encode(described.tokenizer, sample_prompt(), described.vocab_size)[:most]])
     with Progress(f"measuring the {'heads' if by_head else 'layers'} of {name}, once"):
         found = measure_layer_budgets(model, ids, fraction, by_head=by_head)

@@ -35,7 +35,7 @@ from h2okv.integration.names import (
     check_gguf,
     find_model,
 )
-from h2okv.records import first_line, refusing
+from h2okv.records import first_line, parse_json, refusing
 
 
 def resolve_model(name: str) -> str:
@@ -121,7 +121,7 @@ def converted_folders() -> Iterator[tuple[Path, dict[str, Any]]]:
     # Not the hidden folders, which another process is still writing.
     for file in sorted(cache_folder("models").glob(f"[!.]*/{RECORD}")):
         with contextlib.suppress(OSError, ValueError):
-            yield file.parent, json.loads(file.read_text(encoding="utf-8"))
+            yield file.parent, parse_json(file.read_text(encoding="utf-8"))
 
 
 def sha256(path: Path) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from h2okv.assets import bundled_model_path
-from h2okv.records import first_line, refusing, unknown_name
+from h2okv.records import first_line, parse_json, refusing, unknown_name
 
 BUNDLED = "bundled"
 SMOLLM2 = "smollm2"
@@ -173,7 +172,7 @@ def _check_config_file(folder: Path) -> None:
         )
     damaged = "the file is damaged, get the model again"
     with refusing(f"'{path}' cannot be read as JSON", damaged, OSError, ValueError):
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(
             f"'{path}' names no model_type, so it does not describe a model; get the model again"

@@ -40,7 +40,7 @@ from h2okv.offload.meta_model import (
     split_model,
 )
 from h2okv.provenance import digest
-from h2okv.records import naming, refusing
+from h2okv.records import naming, parse_json, refusing
 
 _AGAIN = "get the model again"
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
@@ -92,7 +92,7 @@ class CheckpointFiles:
                 " model with save_pretrained, or give --weights device"
             )
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise ValueError(f"'{index}' is damaged ({error}); {_AGAIN}") from error
         return cls(folder / name for name in sorted(names))

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from datasets import Dataset
 
 from h2okv.evaluation.lm_eval.launcher import data_file
-from h2okv.records import Record, read_jsonl, read_text_file, refusing
+from h2okv.records import Record, parse_json, read_jsonl, read_text_file, refusing
 
 Splits = dict[str, Dataset]
 Document = dict[str, Any]
@@ -46,7 +46,7 @@ def _splits(convert: Callable[[Record], Document | None], **files: str) -> Split
 
 
 def _read_json_list(path: Path) -> list[Record]:
-    entries = json.loads(read_text_file(path))
+    entries = parse_json(read_text_file(path))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"'{path}' is not a JSON list of objects; get the file again")
     return [Record(entry, f"entry {n} of '{path}'") for n, entry in enumerate(entries, start=1)]
