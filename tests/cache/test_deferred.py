@@ -9,6 +9,9 @@ from transformers import StaticCache
 
 import h2okv
 import h2okv.cache.slots as slots
+from h2okv.cache.layer import CacheLayer
+from h2okv.config import TokenBudget
+from h2okv.policy import Policy
 
 LENGTH, STEPS = 24, 12
 
@@ -66,6 +69,64 @@ def test_it_changes_nothing(make_llama, monkeypatch, options, batch):
     assert torch.equal(logits, expected)
     assert _same(together, alone)
     together.check_integrity()
+
+
+class ByBudget(Policy):
+    """Protects a larger window where the budget is larger."""
+
+    name = "by_budget"
+
+    def allocate_budget(self, budget):
+        return TokenBudget(min(budget.sink, budget.heavy // 4), 2, budget.total - 2 - budget.sink)
+
+
+BY_HEAD = [[0.5, 1.0], [2.0, 0.5], [1.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layer_budgets": [0.5, 1.5, 1.0]},
+        {"layer_budgets": [0.0, 2.0, 1.0], "heavy": 1, "recent": 1},
+        {"layer_budgets": [0.5, 1.5, 1.0], "policy": "best"},
+        {"layer_budgets": [0.5, 1.5, 1.0], "policy": ByBudget(), "heavy": 8, "sink": 1},
+        {"layer_budgets": BY_HEAD, "scoring": "mean"},
+        {"layer_budgets": BY_HEAD, "kv_bits": 8},
+        {"layer_budgets": BY_HEAD, "policy": "best", "heavy": 0.25, "recent": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_each_layer_does_what_it_does_alone(make_llama, monkeypatch, options, chunk):
+    """Whatever a forward brings and wherever the layers of a cache are full."""
+    model = make_llama(layers=3)
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(5))
+    options = {"heavy": 6, "recent": 5, "prefill_chunk": chunk} | options
+    together, *alone = (h2okv.H2OCache(model.config, **options) for _ in range(4))
+    attend, read = CacheLayer.attend, []
+
+    def listen(layer, *args):
+        output = attend(layer, *args)
+        if not layer.awaits_attention:
+            read.append((layer.layer_idx, args, output))
+        return output
+
+    monkeypatch.setattr(CacheLayer, "attend", listen)
+    with torch.no_grad():
+        for part in ids.split([11, 4, 1, 1, 6, 1, 9, 1, 1, 5], dim=1):
+            model(part, past_key_values=together)
+            together.check_integrity()
+    monkeypatch.setattr(CacheLayer, "attend", attend)
+    for index, args, expected in read:
+        layer = alone[index].layers[index]
+        if not layer.is_initialized:
+            layer.learn_rotation(together.layers[index].text_rotation)
+            layer.lazy_initialization(*args[1:3])
+        assert torch.equal(attend(layer, *args), expected)
+    for index, cache in enumerate(alone):
+        assert torch.equal(cache.kept_positions(index), together.kept_positions(index))
+        assert torch.equal(cache.scores(index), together.scores(index))
 
 
 def test_whoever_looks_in_the_midst_of_a_forward_sees_ended_steps(make_llama, monkeypatch):

@@ -81,6 +81,29 @@ def test_a_single_head_has_a_budget_of_its_own(
     assert made == [alone(model, prompt, new, **options) for prompt, new in pairs]
 
 
+@pytest.mark.parametrize("factors", [None, (0.5, 1.5), ((0.5, 1.5), (0.5, 1.5))], ids=str)
+def test_a_prompt_in_several_forwards_is_evicted_from_token_by_token(
+    make_llama, make_llm, make_prompts, alone, greedy, kept_sets, factors
+):
+    """Each layer is full at another token; `generate` goes on from a prompt read by hand."""
+    model = make_llama()
+    options = {"heavy": 4, "recent": 2, "prefill_chunk": 1, "layer_budgets": factors}
+    prompts = make_prompts([40, 33, 40, 50, 9, 40])
+    llm = make_llm(model, max_num_seqs=6, max_prefill_tokens=16, max_prompt_tokens=64, **options)
+    made = token_ids(llm.generate(prompts, greedy(16)))
+    llm.close()
+    for prompt, tokens in zip(prompts, made, strict=True):
+        cache, in_parts = (h2okv.H2OCache(model.config, **options) for _ in range(2))
+        with torch.no_grad(), h2okv.enable(model):
+            for part in torch.tensor([prompt[:-1]]).split(1, dim=1):
+                model(part, past_key_values=cache)
+            for part in torch.tensor([prompt[:-1]]).split(16, dim=1):
+                model(part, past_key_values=in_parts)
+        in_parts.check_integrity()
+        assert kept_sets(in_parts) == kept_sets(cache)
+        assert tokens == alone(model, prompt, 16, cache=cache)
+
+
 def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
     model = make_llama()
     prompts = make_prompts([40, 33, 50])

@@ -377,6 +377,8 @@ class CacheLayer(CacheLayerMixin):
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             for index, part in block.split(chunk):
                 output.transpose(1, 2)[index] = self._attend_block(part).transpose(1, 2)
+            # The next layer begins with the first of these tokens, this one has seen the last.
+            self.end_steps()
         if self.pins and int(self.state.num_real_tokens.min()) >= self.pins[-1][1]:
             self.pins = ()
         # In a compiled step a number that changes would compile it anew each time.

@@ -105,7 +105,7 @@ class SlotBookkeeping:
         left, is_even = max(map(max, self._room)), self.fills_all_slots
         layer.is_full, layer.filled = is_even and left == 0, None
         layer.steps_left = left if is_even and left else -1
-        layer.has_sinks = any(budget.sink for budget in self.budgets)
+        layer.note_protected(self.budgets)
 
 
 class SlotPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from h2okv.cache.layer import Block, CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import MIN_GROWN_SLOTS, SlotState, ordinary_tensors, slots_for
 from h2okv.cache.validation import check_finite
+from h2okv.config import TokenBudget
 from h2okv.ops.decode import (
     RotaryTables,
     StepRules,
@@ -67,6 +69,8 @@ class SlotLayer(CacheLayer):
         # Entries of every sequence and head, as long as all take their slots in order.
         self.filled: int | None = None
         self.has_sinks = True
+        # What each sequence's budget protects, sinks and recent tokens.
+        self.protected: tuple[tuple[int, int], ...] = ()
         self.rules: StepRules | None = None  # of a deferred step
         self.segments: Segments | None = None  # of the layers whose steps are ended with this one's
         # Whether the next forward brings a part of a block that a later one ends (slot_pool.py),
@@ -149,12 +153,12 @@ class SlotLayer(CacheLayer):
             if layer.is_deferred:
                 layer.is_deferred = False
                 # Those that protect the same entries.
-                alike.setdefault((layer.window, layer.has_sinks), []).append(layer)
+                alike.setdefault(layer.protected, []).append(layer)
         del (self.deferred or [])[:]
         for layers in alike.values():
             rules, held = layers[0].rules, [layer._held for layer in layers]
             shapes = {own.positions.shape for own in held}
-            is_even = len(shapes) == 1 and held[0].owner is None
+            is_even = len(shapes) == 1 and all(own.owner is None for own in held)
             if rules.priority is not None and self.scoring.uses_values:
                 rows = [own.norms if is_even else own.norms.flatten(1) for own in held]
                 norms = torch.cat(rows) if is_even else torch.cat(rows, dim=1).unsqueeze(1)
@@ -373,7 +377,7 @@ class SlotLayer(CacheLayer):
     def _refresh_static_flags(self) -> None:
         """Notes what steps may leave out, and makes slots for them; seldom, as the device waits."""
         held, counts = self.state, self._counts()
-        self.has_sinks = any(own.sink for own in held.budgets)
+        self.note_protected(held.budgets)
         # Sequences with budgets of their own are never full all together.
         is_even = self.policy.is_bounded and held.slot_mask is None
         steps = [int((held.total - counts).max())] if is_even else []
@@ -395,6 +399,11 @@ class SlotLayer(CacheLayer):
                 steps.append(held.num_slots - most - 1)
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
         self.filled = None if self.is_full or not self.steps_left else self._find_filled(counts)
+
+    def note_protected(self, budgets: Sequence[TokenBudget]) -> None:
+        """Notes what no step may evict; mutates the layer."""
+        self.protected = tuple((budget.sink, budget.recent) for budget in budgets)
+        self.has_sinks = any(sink for sink, _ in self.protected)
 
     def _find_filled(self, counts: Tensor) -> int | None:
         """Entries of every sequence and head, where they stand in the first slots; else ``None``.
