@@ -172,6 +172,6 @@ def test_a_run_without_a_model_is_refused_and_its_help_is_not(h2okv_command, mon
     calls = []
     monkeypatch.setattr(launcher, "_evaluate", calls.append)
     refused = h2okv_command("lm-eval", "--model_args", "heavy=0.1", "--tasks", "h2okv_rte")
-    assert refused.code == 2 and "--model_args names no model; add pretrained" in refused.err
+    assert refused.code == 2 and "--model_args must name a model; add pretrained" in refused.err
     assert not calls
     assert h2okv_command("lm-eval", "run", "--help").code == 0

@@ -166,7 +166,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
         (("--plot", "picture.bmp"), "let it end in .png, .svg, .pdf"),
         (("--csv", "no/where.csv"), "is in no folder that exists"),
         (("--csv", "."), "is a folder"),
-        (("--checkpoint", "none", "--resume"), "nothing to go on with"),
+        (("--checkpoint", "none", "--resume"), "nothing to resume"),
     ],
 )
 def test_bad_options_bring_one_sentence(stream, book, monkeypatch, tmp_path, args, complaint):

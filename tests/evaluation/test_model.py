@@ -13,7 +13,7 @@ from h2okv.evaluation.model import (
     answer_batch,
     answer_question,
     make_cache,
-    settled,
+    resolve_config,
 )
 
 
@@ -31,7 +31,7 @@ def test_full_caches_have_one_identity_whatever_else_is_said(subject):
     plain = CacheConfig("full")
     other = budget(1.0, heavy_fraction=0.3, policy="recent", sink=4, positions="rolling")
     assert plain.identity() == other.identity()
-    assert settled(other, subject.config) == plain
+    assert resolve_config(other, subject.config) == plain
 
 
 def test_what_is_not_default_stands_in_the_label():
@@ -47,10 +47,10 @@ def test_top_k_is_masked_because_it_cannot_drop(subject):
 
 def test_rolling_positions_are_read_in_blocks(subject):
     rolling = budget(64, positions="rolling")
-    assert settled(rolling, subject.config).prefill_chunk == 512
-    assert settled(budget(64), subject.config).prefill_chunk is None
+    assert resolve_config(rolling, subject.config).prefill_chunk == 512
+    assert resolve_config(budget(64), subject.config).prefill_chunk is None
     given = budget(64, positions="rolling", prefill_chunk=100)
-    assert settled(given, subject.config).prefill_chunk == 100
+    assert resolve_config(given, subject.config).prefill_chunk == 100
 
 
 def test_a_seed_reaches_the_cache(subject):

@@ -47,7 +47,7 @@ def test_few_or_odd_rows_can_be_drawn(tmp_path):
         path, [StreamRow(10, 5000.0, 0.0, None, 10**6)], None, "one row, no window, no memory"
     )
     assert path.stat().st_size > 0
-    with pytest.raises(ValueError, match="there are no rows to draw"):
+    with pytest.raises(ValueError, match="there are no rows to plot"):
         plot_stream(path, [], None, "none")
 
 

@@ -170,7 +170,7 @@ def test_layers_with_a_sliding_window_go_to_every_setting():
     "config", [CacheConfig("h2o", prefill_chunk=8), CacheConfig("h2o", positions="rolling")]
 )
 def test_a_setting_that_reads_the_prompt_in_its_own_way_is_refused(make_llama, config):
-    with pytest.raises(ValueError, match="reads the prompt in its own way"):
+    with pytest.raises(ValueError, match="cannot share the prompt with other caches"):
         share(make_llama(), [config])
 
 

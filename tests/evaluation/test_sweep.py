@@ -62,7 +62,7 @@ def test_options_of_a_cache_reach_it(tmp_path):
         "h2o, heavy 75%, sink 4, expected, 20%",
     ]
     assert experiment.configs[0].heavy == 0.05
-    placed = experiment.placed("rolling", 64)
+    placed = experiment.with_positions("rolling", 64)
     assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 3
 
 
@@ -75,7 +75,7 @@ def test_options_of_a_cache_reach_it(tmp_path):
         ({"caches": [{"policy": "h2o", "entropy": 4}]}, r"caches\[0\].*'entropy' is unknown"),
         ({"caches": []}, "caches: List should have at least 1 item"),
         ({"budgets": []}, "budgets: List should have at least 1 item"),
-        ({"budgets": None}, r"caches\[0\]: there are no budgets"),
+        ({"budgets": None}, r"caches\[0\]: budgets must have at least one value"),
         ({"budgets": ["most"]}, r"budgets\[0\].*: .* \(there is 'most'\)"),
         ({"budgets": [True]}, r"budgets\[0\].*: .* \(there is True\)"),
         ({"budgets": [3.0]}, r"caches\[0\]: budget 3 is out of range"),
@@ -109,7 +109,9 @@ def test_a_mistake_in_a_task_is_named(tmp_path, task, message):
 
 def test_without_a_folder_the_file_that_is_needed_is_named(tmp_path):
     experiment = loaded(tmp_path, tasks=[{"summarize": "x.jsonl"}])
-    with pytest.raises(ValueError, match="summarize 'x.jsonl' needs files; name their folder by"):
+    with pytest.raises(
+        ValueError, match="summarize 'x.jsonl' needs data files; give their folder by"
+    ):
         experiment.make_tasks(Surroundings(None, tmp_path))
 
 

@@ -344,7 +344,7 @@ def sweep(
     if data is not None and not data.is_dir():
         raise ValueError(f"--data '{data}' is not a folder; name the one with the data files")
     plan = load_experiment(experiment)
-    configs = plan.placed(positions, prefill_chunk)
+    configs = plan.with_positions(positions, prefill_chunk)
     work = out / "working"
     with naming(out, "written", "choose another folder for --out"):
         work.mkdir(parents=True, exist_ok=True)

@@ -28,9 +28,9 @@ class H2OClient(HuggingFaceClient):
     """A client for models of `transformers` with an `H2OCache`.
 
     Generation has the budget of the prompt. Log-probabilities of a prompt (``echo_prompt`` without
-    new tokens) come from a scan of the whole text under eviction. The settings are part of the key
-    of HELM's request cache and of its loaded models: two budgets never share an answer. Its
-    arguments are those of `H2OCache` and of HELM's `HuggingFaceClient`; see docs/helm.md.
+    new tokens) come from a scan of the text under eviction. The settings are part of the key of
+    HELM's request cache and of its loaded models: two budgets never share an answer. Arguments are
+    those of `H2OCache` and of HELM's `HuggingFaceClient`; see docs/helm.md.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class H2OClient(HuggingFaceClient):
         cache_config: RequestCacheConfig,
         tokenizer: Tokenizer,
         pretrained_model_name_or_path: str | None = None,
-        record: str | None = None,  # a file that gets what the run was made with, as JSON
+        record: str | None = None,  # JSON file for the run's settings and versions
         **options: Any,
     ) -> None:
         check_arguments(options)
-        # HELM has a `cache` of its own on every client.
+        # Not `cache`: HELM's clients have an attribute of that name.
         self.config, self.protocol = split_settings(options)
         self._record = record
         path = pretrained_model_name_or_path
@@ -56,23 +56,23 @@ class H2OClient(HuggingFaceClient):
     def make_request(self, request: Request) -> RequestResult:
         path = self._pretrained_model_name_or_path or request.model
         cache = {"protocol": self.protocol} | self.config.to_dict()
-        asked = {"path": path, "cache": cache, "options": self._kwargs}
-        # HELM keeps loaded models and answers by this name alone.
-        known_as = f"{request.model}@{digest(json.dumps(asked, sort_keys=True, default=str))}"
-        self._load(known_as, path)
-        return super().make_request(replace(request, model=known_as))
+        identity = {"path": path, "cache": cache, "options": self._kwargs}
+        # HELM keys loaded models and answers by this name alone.
+        server_name = f"{request.model}@{digest(json.dumps(identity, sort_keys=True, default=str))}"
+        self._load(server_name, path)
+        return super().make_request(replace(request, model=server_name))
 
-    def _load(self, known_as: str, path: str) -> None:
-        """Load the model once, where HELM looks for loaded models; writes the record."""
+    def _load(self, server_name: str, path: str) -> None:
+        """Load the model once, into HELM's table of loaded models; write the record."""
         factory = HuggingFaceServerFactory
         with factory._servers_lock:
-            if known_as not in factory._servers:
+            if server_name not in factory._servers:
                 server = HuggingFaceServer(path, self._wrapped_tokenizer, **self._kwargs)
                 loaded: Any = server.model
                 set_seed(self.config.seed)
                 server.model = EvictingModel(loaded, self.config)
-                factory._servers[known_as] = server
-            evicting: Any = factory._servers[known_as].model
+                factory._servers[server_name] = server
+            evicting: Any = factory._servers[server_name].model
         if self._record is not None:
             file = Path(self._record)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,8 @@ from h2okv.provenance import fingerprint
 _ROLLING_BLOCK = 512
 
 
-def settled(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
-    """What a cache is made with: a full one has few options, rolling positions need blocks."""
+def resolve_config(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
+    """Return the config to build a cache from; rolling positions get a block size."""
     if config.is_full:
         return CacheConfig(**config.identity())
     if config.prefill_chunk is not None or config.positions != "rolling":
@@ -44,11 +44,11 @@ def settled(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
 
 
 def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
-    """Make an empty cache; where each query chooses for itself, by masking."""
-    # Nothing can be dropped that another query may choose.
+    """Make an empty cache; masked instead of evicting if each query chooses its own entries."""
+    # An entry cannot be dropped while another query may still choose it.
     simulate = get_policy(config.policy).per_query
-    own = settled(config, model_config).seeded(seed)
-    return H2OCache.from_config(model_config, own, simulate=simulate)
+    resolved = resolve_config(config, model_config).seeded(seed)
+    return H2OCache.from_config(model_config, resolved, simulate=simulate)
 
 
 @dataclass(eq=False)
@@ -58,8 +58,8 @@ class ModelUnderTest:
     load: Callable[[], PreTrainedModel]  # loads the weights, ready to generate
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    name: str  # what the user calls it
-    window: int | None  # the most tokens at their original positions; None for no fixed limit
+    name: str  # as the user gave it
+    window: int | None  # max tokens at their original positions; None for no fixed limit
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -67,9 +67,9 @@ class ModelUnderTest:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills the shorter sequences of a batch; masked, so that any token will do."""
-        own = self.tokenizer.pad_token_id
-        return int((self.tokenizer.eos_token_id or 0) if own is None else own)
+        """The token that pads a batch on its left; always masked, so any token will do."""
+        token_id = self.tokenizer.pad_token_id
+        return int((self.tokenizer.eos_token_id or 0) if token_id is None else token_id)
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]], special: bool = True) -> list[int]:
         return encode(self.tokenizer, prompt, self.config.get_text_config().vocab_size, special)
@@ -86,25 +86,27 @@ class ModelUnderTest:
         return {"model": self.name, "revision": revision, "dtype": dtype}
 
     def too_long(self, config: CacheConfig, tokens: int) -> str | None:
-        """Why the model cannot read and write so many tokens with a cache; ``None`` if it can."""
+        """Return why a cache cannot take this number of tokens; ``None`` if it can."""
         trained = context_window(self.config)
-        own = settled(config, self.config)
-        if own.positions == "rolling":
+        resolved = resolve_config(config, self.config)
+        if resolved.positions == "rolling":
             if trained is None or tokens <= trained:
                 return None
-            return own.past_window(own.entries(tokens), own.prefill_chunk or tokens, trained)
-        if self.window is None or tokens <= self.window or own.positions == "clamped":
+            return resolved.past_window(
+                resolved.entries(tokens), resolved.prefill_chunk or tokens, trained
+            )
+        if self.window is None or tokens <= self.window or resolved.positions == "clamped":
             return None
-        if own.prefill_chunk is not None and not has_learned_positions(self.config):
-            return None  # asked for: the text is read on past the window, in blocks
+        if resolved.prefill_chunk is not None and not has_learned_positions(self.config):
+            return None  # requested: the text continues past the window, in blocks
         remedy = "use a cache of fixed size with --positions rolling"
-        if not own.is_full:
+        if not resolved.is_full:
             remedy = "add --positions rolling or --prefill-chunk 512"
         return f"that is more than the model's context window of {self.window}; {remedy}"
 
 
 def has_learned_positions(config: PreTrainedConfig) -> bool:
-    """Whether there are no positions past the last one; rotary ones just go on."""
+    """Return whether positions end at the context window (learned ones do, rotary ones do not)."""
     is_rotary = bool(getattr(config.get_text_config(decoder=True), "rope_parameters", None))
     return not is_rotary and context_window(config) is not None
 
@@ -117,7 +119,7 @@ class Prompt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A text up to its first stop string, and how many tokens it took, that string included."""
+    """A text up to its first stop string, and its length in tokens with that string."""
 
     text: str
     tokens: int
@@ -126,11 +128,11 @@ class Answer(NamedTuple):
 def left_padded(
     texts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts as one batch, padded on their left, and its mask; int64 ``[B, T]`` each."""
+    """Return texts as one left-padded batch, and its mask; int64 ``[B, T]`` each."""
     rows = [torch.tensor(list(text), dtype=torch.int64, device=device) for text in texts]
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    ones = [torch.ones_like(row) for row in rows]
-    return ids, pad_sequence(ones, batch_first=True, padding_side="left")
+    masks = [torch.ones_like(row) for row in rows]
+    return ids, pad_sequence(masks, batch_first=True, padding_side="left")
 
 
 def answer_batch(
@@ -141,8 +143,8 @@ def answer_batch(
 ) -> list[list[Answer]]:
     """Answer prompts with several caches, in one left-padded batch each.
 
-    Each prompt gets what it would get alone with that cache; the prompts are read once for all
-    caches that can share them, where nothing is drawn.
+    Each answer equals that of its prompt alone with that cache. With greedy decoding the prompts
+    are read once for all caches that can share them.
     """
     caches = [make_cache(config, model.config, seed) for config in configs]
     first: list[list[int]] = [[]] * len(prompts)
@@ -150,7 +152,7 @@ def answer_batch(
     if len(sharing) == 1 or not prompts[0].params.is_greedy:
         sharing = []
     with h2okv.enable(model.model):
-        if sharing:  # what follows a prompt depends on no cache yet
+        if sharing:  # the first token does not depend on the cache
             shared = SharedPrefill(sharing)
             first = _write(model, shared, prompts, 1)
             shared.split()
@@ -168,14 +170,14 @@ def answer_question(
     query_aware: bool,
     seed: int = 0,
 ) -> list[Answer]:
-    """Answer a question about a context with several caches, each compressing it for itself."""
-    whole = question._replace(ids=[*context, *question.ids])
-    # The last token is read alone, so that the whole answer comes from the compressed cache.
-    ids, last = torch.tensor([whole.ids]), len(whole.ids) - 1
+    """Answer a question about a context with several caches, each compressing it."""
+    prompt = question._replace(ids=[*context, *question.ids])
+    # The last token is read alone: then every token of the answer comes from the compressed cache.
+    ids, last = torch.tensor([prompt.ids]), len(prompt.ids) - 1
     first = last if query_aware else len(context)
     caches = [make_cache(config, model.config, seed) for config in configs]
     for cache in caches:
-        if not cache.policy.prompt_only:  # such a policy takes what it reads first for the whole
+        if not cache.policy.prompt_only:  # such a policy takes the first forward for the prompt
             cache.expect(last + 1)
     answers = []
     with h2okv.enable(model.model):
@@ -183,7 +185,7 @@ def answer_question(
         for cache in caches:
             if last > first:
                 h2okv.prefill(model.model, ids[:, first:last], cache)
-            answers += _generate(model, cache, [whole])
+            answers += _generate(model, cache, [prompt])
     return answers
 
 
@@ -191,49 +193,49 @@ def _generate(
     subject: ModelUnderTest,
     cache: H2OCache,
     prompts: Sequence[Prompt],
-    begun: Sequence[list[int]] | None = None,
+    first_tokens: Sequence[list[int]] | None = None,
 ) -> list[Answer]:
-    """Generate from prompts, of which the cache may hold the beginning.
+    """Generate from prompts whose beginning the cache may already contain.
 
-    If the first token of each answer is known, the cache holds all of the prompts.
+    With ``first_tokens`` (of each answer) the cache contains the whole prompts.
     """
-    most = max(prompt.params.max_tokens or 1 for prompt in prompts)
-    if begun is None:
-        written = _write(subject, cache, prompts, most)
+    limit = max(prompt.params.max_tokens or 1 for prompt in prompts)
+    if first_tokens is None:
+        written = _write(subject, cache, prompts, limit)
     else:
-        longer = [
-            prompt._replace(ids=[*prompt.ids, *own])
-            for prompt, own in zip(prompts, begun, strict=True)
+        extended = [
+            prompt._replace(ids=[*prompt.ids, *ids])
+            for prompt, ids in zip(prompts, first_tokens, strict=True)
         ]
-        rest = _write(subject, cache, longer, most - 1) if most > 1 else [[]] * len(prompts)
+        more = _write(subject, cache, extended, limit - 1) if limit > 1 else [[]] * len(prompts)
         written = [
-            own if _has_ended(subject, prompt) else [*own, *more]
-            for own, more, prompt in zip(begun, rest, longer, strict=True)
+            ids if _has_ended(subject, prompt) else [*ids, *continuation]
+            for ids, continuation, prompt in zip(first_tokens, more, extended, strict=True)
         ]
     pairs = zip(written, prompts, strict=True)
     return [_answer(subject, tokens, prompt.params) for tokens, prompt in pairs]
 
 
 def _write(
-    subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt], most: int
+    subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt], limit: int
 ) -> list[list[int]]:
-    """Up to so many new tokens of each prompt; those that end sooner are padded."""
+    """Return up to ``limit`` new tokens of each prompt; shorter answers are padded."""
     model, params = subject.model, prompts[0].params
     ids, mask = left_padded([prompt.ids for prompt in prompts], model.device)
     chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
-    if chunk is not None:  # without padding the model too reads no more than a block at a time
+    if chunk is not None:  # without padding the model reads the prompt in blocks too
         cache.expect(ids.shape[1])
-    # Padded with a token of the prompt's own, for a repetition penalty takes padding for text.
+    # Pad with a token of the prompt itself: a repetition penalty counts padding as text.
     ids = torch.where(mask.bool(), ids, ids[:, -1:])
     processors: list[LogitsProcessor] = [RefuseNaN()]
     if not params.is_greedy:
         processors.append(SeededSampling([prompt.params for prompt in prompts]))
-    generate: Any = model.generate  # its type gets lost on the way through torch's Module
+    generate: Any = model.generate  # torch's Module loses its type
     written = generate(
         input_ids=ids,
         attention_mask=mask,
         **{CACHE: cache},
-        max_new_tokens=most,
+        max_new_tokens=limit,
         do_sample=False,
         num_beams=1,
         repetition_penalty=params.repetition_penalty,
@@ -248,7 +250,7 @@ def _write(
 
 
 def _has_ended(subject: ModelUnderTest, text: Prompt) -> bool:
-    """Whether `generate` would write nothing behind a prompt and the start of its answer."""
+    """Return whether `generate` would add nothing to a prompt and the start of its answer."""
     if text.ids[-1] in eos_token_ids(subject.model):
         return True
     if not text.params.stop:
@@ -260,16 +262,16 @@ def _has_ended(subject: ModelUnderTest, text: Prompt) -> bool:
 def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> Answer:
     ids = ids[: params.max_tokens]
     ends = eos_token_ids(subject.model)
-    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    end = next((index for index, token in enumerate(ids) if token in ends), None)
     if end is not None:
         ids = ids[: end + 1]
     text = subject.decode(ids)
-    places = [at for stop in params.stop if (at := text.find(stop)) >= 0]
-    if not places:
+    offsets = [offset for stop in params.stop if (offset := text.find(stop)) >= 0]
+    if not offsets:
         return Answer(text, len(ids))
 
     def has_stop(count: int) -> bool:
         return any(stop in subject.decode(ids[:count]) for stop in params.stop)
 
-    # Behind a stop string there is padding until the last sequence has ended.
-    return Answer(text[: min(places)], bisect_left(range(len(ids)), True, key=has_stop))
+    # A stop string is followed by padding until the last sequence has ended.
+    return Answer(text[: min(offsets)], bisect_left(range(len(ids)), True, key=has_stop))

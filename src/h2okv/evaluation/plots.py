@@ -1,4 +1,4 @@
-"""Pictures of streams, sweeps and needles."""
+"""Plots of streams, sweeps and needles."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 FULL = "full"
 _STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _GREY = "#555555"
-# Above that a number says nothing but "collapsed", and a float may not hold it.
+# Larger ones all mean "collapsed", and their perplexity may overflow a float.
 _LARGEST_NLL = 60.0
 _PANEL_COLUMNS = 3
-# Below that it is rounding, and a logarithmic axis has no place for zero.
+# Smaller ones are rounding errors, and a logarithmic axis cannot show zero.
 _LEAST_KL = 1e-6
 _DARK = 0.6
 
@@ -29,35 +29,37 @@ def _look(number: int) -> dict[str, Any]:
 
 
 def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title: str) -> None:
-    """Draw one stream: perplexity above, time of a step and memory below."""
+    """Plot one stream: perplexity, time of a step and memory."""
     if not rows:
-        raise ValueError("there are no rows to draw; read more tokens, or give a smaller --every")
+        raise ValueError("there are no rows to plot; read more tokens, or give a smaller --every")
     figure = new_figure(8, 8)
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     quality, speed, memory = panels
     figure.suptitle(title)
-    positions, nlls, seconds, sizes, cached = zip(*rows, strict=True)
+    positions, nlls, seconds, resident, cached = zip(*rows, strict=True)
     marker = "o" if len(rows) == 1 else ""
     perplexities = [math.exp(min(nll, _LARGEST_NLL)) for nll in nlls]
     quality.plot(positions, perplexities, marker=marker, **_look(0))
     if window is not None:
         quality.axvline(window, color=_GREY, linewidth=1, linestyle=":")
-        place: Any = quality.get_xaxis_transform()
-        told = f" context window, {window:,}"
-        quality.text(window, 0.98, told, transform=place, va="top", color=_GREY, fontsize="small")
-    speed.plot(positions, [1e3 * own for own in seconds], COLOURS[0], marker=marker)
+        transform: Any = quality.get_xaxis_transform()
+        note = f" context window, {window:,}"
+        quality.text(
+            window, 0.98, note, transform=transform, va="top", color=_GREY, fontsize="small"
+        )
+    speed.plot(positions, [1e3 * duration for duration in seconds], COLOURS[0], marker=marker)
     speed.set_ylim(bottom=0)
-    for number, (name, held) in enumerate((("process", sizes), ("cache", cached))):
-        if None not in held:
-            megabytes = [size / 2**20 for size in held]
+    for number, (name, sizes) in enumerate((("process", resident), ("cache", cached))):
+        if None not in sizes:
+            megabytes = [size / 2**20 for size in sizes]
             memory.plot(positions, megabytes, label=name, marker=marker, **_look(number))
     memory.legend(loc="best")
-    # The cache is a small part of the process; on one plain scale it would lie on the axis.
+    # The cache is a small part of the process; on a linear scale it would lie on the axis.
     for axes in (quality, memory):
         axes.set_yscale("log")
         _plain_numbers(axes.yaxis, between_decades=axes is quality)
-    for axes, label in zip(panels, ("perplexity", "block, ms", "memory, MiB"), strict=True):
-        axes.set_ylabel(label)
+    for axes, axis_label in zip(panels, ("perplexity", "block, ms", "memory, MiB"), strict=True):
+        axes.set_ylabel(axis_label)
         axes.grid(alpha=0.3, which="both")
     memory.set_xlabel("position in the stream, tokens")
     memory.xaxis.set_major_formatter("{x:,.0f}")
@@ -65,7 +67,7 @@ def plot_stream(path: Path, rows: Sequence[StreamRow], window: int | None, title
 
 
 def _plain_numbers(axis: Any, between_decades: bool) -> None:
-    """Write 60 at a logarithmic axis where matplotlib would write 6 x 10^1."""
+    """Label a logarithmic axis with 60 where matplotlib would write 6 x 10^1."""
     from matplotlib.ticker import LogFormatter, NullFormatter
 
     axis.set_major_formatter("{x:,g}")
@@ -74,7 +76,7 @@ def _plain_numbers(axis: Any, between_decades: bool) -> None:
 
 
 def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
-    """Draw scores against budgets, with the full cache as a dashed line."""
+    """Plot scores against budgets, with the full cache as a dashed line."""
     tasks = list(dict.fromkeys(line.task for line in lines))
     policies = list(dict.fromkeys(line.policy for line in lines if set(line.values) - {FULL}))
     columns = min(_PANEL_COLUMNS, len(tasks))
@@ -96,23 +98,23 @@ def plot_sweep(path: Path, lines: Sequence[Line], title: str) -> None:
 def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> None:
     budgets = [budget for budget in sorted_budgets(lines) if budget != FULL]
     for line in lines:
-        known = [(place, own) for place, own in enumerate(budgets) if own in line.values]
-        if not known:
+        points = [(x, budget) for x, budget in enumerate(budgets) if budget in line.values]
+        if not points:
             style = "--" if line.policy == FULL else ":"
             axes.axhline(line.values[FULL], color=_GREY, linestyle=style, label=line.policy)
             continue
         number = policies.index(line.policy)
         look = {**_look(number), "marker": MARKERS[number % len(MARKERS)], "capsize": 2}
-        values = [line.values[budget] for _, budget in known]
-        bars = [line.stderrs.get(budget, 0.0) for _, budget in known]
-        axes.errorbar([place for place, _ in known], values, bars, label=line.policy, **look)
+        values = [line.values[budget] for _, budget in points]
+        bars = [line.stderrs.get(budget, 0.0) for _, budget in points]
+        axes.errorbar([x for x, _ in points], values, bars, label=line.policy, **look)
     axes.set_xticks(range(len(budgets)), budgets)
     axes.set(xlabel="budget", ylabel=lines[0].metric)
     axes.grid(alpha=0.3)
 
 
 def sorted_budgets(lines: Sequence[Line]) -> list[str]:
-    """The budgets of lines: tokens, then fractions, the smallest first, and the full one."""
+    """Return the budgets of lines: tokens, then fractions, the smallest first, then full."""
 
     def size(budget: str) -> tuple[int, float]:
         if budget == FULL:
@@ -123,7 +125,7 @@ def sorted_budgets(lines: Sequence[Line]) -> list[str]:
 
 
 def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw which fraction of the needles was found: a line for each way to compress."""
+    """Plot the fraction of needles found: one row of panels per compression."""
     panels: dict[tuple[str, str], dict[tuple[int, float], float]] = {}
     for row in rows:
         cache = FULL if row["policy"] == FULL else f"{row['policy']} {row['budget']}"
@@ -144,9 +146,9 @@ def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> N
 
 
 def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
-    lengths, depths = (sorted(set(places)) for places in zip(*cells, strict=True))
-    values = [[cells[length, depth] for length in lengths] for depth in depths]
-    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    lengths, depths = (sorted(set(values)) for values in zip(*cells, strict=True))
+    grid = [[cells[length, depth] for length in lengths] for depth in depths]
+    image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
     for (length, depth), value in cells.items():
@@ -157,7 +159,7 @@ def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
 
 
 def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw the divergence from the full cache against bytes, and the line of the best caches."""
+    """Plot the divergence from the full cache against bytes, and the Pareto front."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
     ordered = sorted(rows, key=lambda row: (row["bytes_fraction"], row["kl"]))
@@ -165,15 +167,17 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
     best = [point for n, point in enumerate(points) if all(point[1] < p[1] for p in points[:n])]
     axes.plot(*zip(*best, strict=True), color=_GREY, linewidth=5, alpha=0.3, label="Pareto")
     for number, name in enumerate(dict.fromkeys(row["cache"] for row in rows)):
-        own = [n for n, row in enumerate(ordered) if row["cache"] == name]
-        places, kls = zip(*(points[n] for n in own), strict=True)
-        ends = [[ordered[n][end] for n in own] for end in ("kl_low", "kl_high")]
+        indices = [n for n, row in enumerate(ordered) if row["cache"] == name]
+        fractions, kls = zip(*(points[n] for n in indices), strict=True)
+        ends = [[ordered[n][end] for n in indices] for end in ("kl_low", "kl_high")]
         bars = None
         if None not in ends[0]:
             bars = [[abs(kl - e) for kl, e in zip(kls, end, strict=True)] for end in ends]
         look = {**_look(number), "marker": MARKERS[number % len(MARKERS)], "capsize": 2}
-        axes.errorbar(places, kls, bars, label=name, **look)
-    axes.set(title=title, xscale="log", yscale="log", xlabel="bytes held, % of the full cache")
+        axes.errorbar(fractions, kls, bars, label=name, **look)
+    axes.set(
+        title=title, xscale="log", yscale="log", xlabel="bytes of the cache, % of the full cache"
+    )
     axes.set_ylabel("KL divergence from the full cache, nats a token")
     _plain_numbers(axes.xaxis, between_decades=True)
     axes.grid(alpha=0.3, which="both")

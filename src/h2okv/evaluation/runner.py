@@ -1,4 +1,4 @@
-"""Runs tasks by cache settings, resuming."""
+"""Evaluation of tasks by cache settings, with resumable results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
 
 class SampleFile(ResultFile):
-    """Results of samples by run, behind a line with all that they depend on and the versions."""
+    """Results of samples by run, after lines with the versions and each run's identity."""
 
     def __init__(self, path: Path, versions: Mapping[str, str] | None = None) -> None:
         versions = provenance.versions() if versions is None else versions
@@ -60,7 +60,7 @@ class SampleFile(ResultFile):
         elif "identity" in fields:
             self._identities[fields["run"]] = fields["identity"]
         elif fields["run"] not in self._identities:
-            record.refuse("run", f"is {fields['run']!r}, a run that no line before describes")
+            record.refuse("run", f"is {fields['run']!r}, which no earlier line describes")
         else:
             self._results[fields["run"]][fields["sample"]] = fields["result"]
             seen = self._versions[fields["run"]]
@@ -77,9 +77,12 @@ class SampleFile(ResultFile):
         return dict(self._results[run])
 
     def versions(self, run: str) -> dict[str, str]:
-        found = self._versions[run] or [self._current]
-        names = dict.fromkeys(name for one in found for name in one)
-        return {name: " ".join(dict.fromkeys(one.get(name, "") for one in found)) for name in names}
+        versions = self._versions[run] or [self._current]
+        names = dict.fromkeys(name for entry in versions for name in entry)
+        return {
+            name: " ".join(dict.fromkeys(entry.get(name, "") for entry in versions))
+            for name in names
+        }
 
     def add(self, run: str, results: Mapping[int, Result]) -> None:
         """Append results; they are on the disk when it returns."""
@@ -87,7 +90,7 @@ class SampleFile(ResultFile):
 
 
 class Evaluation:
-    """Runs, one after another; what the file holds already is not run again."""
+    """A sequence of runs; results that the file already has are not computed again."""
 
     def __init__(self, model: ModelUnderTest, runs: Sequence[Run], file: SampleFile) -> None:
         self.model = model
@@ -95,9 +98,9 @@ class Evaluation:
         self.file = file
         for label, count in Counter(run.label for run in runs).items():
             if count > 1:
-                raise ValueError(f"{label} is asked for twice; give each policy and budget once")
+                raise ValueError(f"{label} is requested twice; give each policy and budget once")
         for run in runs:
-            make_cache(run.config, model.config, run.seed)  # a bad budget is refused first
+            make_cache(run.config, model.config, run.seed)  # refuse a bad budget early
         for task in {id(run.task): run.task for run in runs}.values():
             task.prepare(model, [run.config for run in runs if run.task is task])
         self._identity = model.identity()
@@ -106,7 +109,7 @@ class Evaluation:
 
     @property
     def total(self) -> int:
-        """How many samples there are, in all runs."""
+        """The number of samples in all runs."""
         return sum(len(run.task.samples) for run in self.runs)
 
     @property
@@ -123,31 +126,33 @@ class Evaluation:
             groups[id(run.task), run.seed].append(run)
         for runs in groups.values():
             task, seed = runs[0].task, runs[0].seed
-            # Which runs lack which samples.
+            # Group samples by the runs that lack them: these runs share forwards.
             missing = [set(self._missing(run)) for run in runs]
             lacking: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for sample in task.samples:
-                lacking[tuple(n for n, own in enumerate(missing) if sample in own)].append(sample)
+                lacking[tuple(n for n, absent in enumerate(missing) if sample in absent)].append(
+                    sample
+                )
             lacking.pop((), None)
-            for wanted, samples in lacking.items():
-                configs = [runs[n].config for n in wanted]
-                for place, results in task.run(self.model, configs, samples, seed):
-                    self.file.add(runs[wanted[place]].label, results)
-                    on_results(runs[wanted[place]], len(results))
+            for numbers, samples in lacking.items():
+                configs = [runs[n].config for n in numbers]
+                for index, results in task.run(self.model, configs, samples, seed):
+                    self.file.add(runs[numbers[index]].label, results)
+                    on_results(runs[numbers[index]], len(results))
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """One row for each run whose samples are all done: what it is, and its scores."""
-        found = {}
+        """Return one row per finished run: its columns and scores."""
+        rows = {}
         for run, results in self._finished():
             scores = run.task.scores(results)
             metric = run.task.headline or run.task.metrics[0]
             head = {"metric": metric, **scores[metric]._asdict()}
             values = {name: score.value for name, score in scores.items()}
-            found[run.label] = self._row(run, results, {**head, **values})
-        return found
+            rows[run.label] = self._row(run, results, {**head, **values})
+        return rows
 
     def details(self) -> list[dict[str, Any]]:
-        """The rows that a task's own table has, for each run that is done."""
+        """Return the rows of the tasks' detailed tables, for each finished run."""
         return [
             self._row(run, results, row)
             for run, results in self._finished()

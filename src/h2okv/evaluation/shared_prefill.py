@@ -1,4 +1,4 @@
-"""One reading of a prompt for many cache settings."""
+"""One forward over a prompt for several caches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Attended = tuple[Tensor, Tensor]
 
 
 def shares_prompt(config: CacheConfig) -> bool:
-    """Whether the prompt's attention is that of a full cache, whatever is evicted after it."""
+    """Return whether a full cache's attention over the prompt is also this cache's."""
     return config.positions == "original" and config.prefill_chunk is None
 
 
 class _Attention:
-    """A block's attention, computed once for each way of counting its queries."""
+    """A block's attention, computed once for each weighting of its queries."""
 
     def __init__(self) -> None:
         self._attended: Attended | None = None
@@ -46,45 +46,46 @@ class _Attention:
         softcap: float | None,
         weights: Tensor | None,
     ) -> Attended:
-        how = (scale, softcap)
+        options = (scale, softcap)
         if self._attended is None:
-            self._attended = attend(query, key, value, visibility, *how, None)
+            self._attended = attend(query, key, value, visibility, *options, None)
         output, sums = self._attended
         if weights is None:
             return output, sums
-        for known, own in self._weighted:
-            if torch.equal(known, weights):
-                return output, own
+        for weighting, sums in self._weighted:
+            if torch.equal(weighting, weights):
+                return output, sums
         first = 0
         if visibility.queries is None and visibility.entries is None:
-            # Queries that count for nothing, all but a window at the end, need not be asked again.
+            # Queries of weight zero before a window at the end need no second pass.
             first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
-        rest = replace(visibility, past=visibility.past + first)
-        _, own = attend(query[:, :, first:], key, value, rest, *how, weights[:, first:])
-        self._weighted.append((weights, own))
-        return output, own
+        seen = replace(visibility, past=visibility.past + first)
+        _, sums = attend(query[:, :, first:], key, value, seen, *options, weights[:, first:])
+        self._weighted.append((weights, sums))
+        return output, sums
 
-    def once(self, ask: Callable[[], Tensor]) -> Tensor:
-        """What it gives, which is the same for all."""
+    def once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return ``compute()``, computed by the first caller and shared with the others."""
         if self._once is None:
-            self._once = ask()
+            self._once = compute()
         return self._once
 
 
 class SharedLayer(CacheLayer):
-    """One layer of several caches: the first block is read by all, then each has its sequences."""
+    """One layer of several caches: all read the first block, then each decodes its sequences."""
 
-    def __init__(self, parts: Sequence[CacheLayer]) -> None:
-        own = parts[0]
-        scoring = next((part.scoring for part in parts if part.scoring.looks_ahead), own.scoring)
-        super().__init__(own.layer_idx, own.budget, own.policy, own.rule, scoring)
-        self.parts = list(parts)
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
+        first = layers[0]
+        scorings = (layer.scoring for layer in layers if layer.scoring.looks_ahead)
+        scoring = next(scorings, first.scoring)
+        super().__init__(first.layer_idx, first.budget, first.policy, first.rule, scoring)
+        self.layers = list(layers)
 
-    def learn_rotation(self, found: Rotation | None) -> None:
-        super().learn_rotation(found)
-        for part in self.parts:
-            if not part.knows_rotation:
-                part.learn_rotation(found)
+    def learn_rotation(self, rotation: Rotation | None) -> None:
+        super().learn_rotation(rotation)
+        for layer in self.layers:
+            if not layer.knows_rotation:
+                layer.learn_rotation(rotation)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -95,11 +96,11 @@ class SharedLayer(CacheLayer):
         return key_states, value_states
 
     def claim(self, module: torch.nn.Module) -> None:
-        for part in self.parts:
-            part.claim(module)
+        for layer in self.layers:
+            layer.claim(module)
 
     def get_seq_length(self) -> Any:
-        return self.parts[0].get_seq_length()
+        return self.layers[0].get_seq_length()
 
     @torch.no_grad()
     def attend(
@@ -120,66 +121,69 @@ class SharedLayer(CacheLayer):
         return output
 
     def _attend(self, block: Block) -> Tensor:
-        """A prompt for all, or the sequences of each."""
+        """Read the prompt for all caches, or a step of each cache's sequences."""
         if self.num_forwards == 0:
             return self._read_prompt(block)
-        count, real = len(self.parts), block.real
-        states = [part.chunk(count) for part in (block.query, block.key, block.value)]
+        count, real = len(self.layers), block.real
+        states = [x.chunk(count) for x in (block.query, block.key, block.value)]
         masks = [None] * count if real is None else real.chunk(count)
         outputs = []
-        for part, query, key, value, mask in zip(self.parts, *states, masks, strict=True):
-            own = part.attend(query, *part.update(key, value), mask, block.scale, block.softcap)
-            outputs.append(own)
+        for layer, query, key, value, mask in zip(self.layers, *states, masks, strict=True):
+            output = layer.attend(
+                query, *layer.update(key, value), mask, block.scale, block.softcap
+            )
+            outputs.append(output)
         return torch.cat(outputs)
 
     def _read_prompt(self, block: Block) -> Tensor:
-        """Have every cache take the prompt, each by its own budget and its own scores."""
-        query, real, how = block.query, block.real, (block.scale, block.softcap)
+        """Let every cache read the prompt with its budget and scoring."""
+        query, real, options = block.query, block.real, (block.scale, block.softcap)
         shared, outputs = _Attention(), []
-        for part in self.parts:
-            if isinstance(part, SlotLayer):
-                part.shared = shared
-            if real is None and part.expected_length is None:
-                part.expected_length = query.shape[2]  # what comes next is no more of the prompt
-            own = part.update(block.key, block.value)
-            outputs.append(part.attend(query, *own, real, *how, self.position_ids))
-            if isinstance(part, SlotLayer):
-                part.shared = None
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer):
+                layer.shared = shared
+            if real is None and layer.expected_length is None:
+                layer.expected_length = query.shape[2]  # the prompt ends here
+            states = layer.update(block.key, block.value)
+            outputs.append(layer.attend(query, *states, real, *options, self.position_ids))
+            if isinstance(layer, SlotLayer):
+                layer.shared = None
         return outputs[0]
 
 
 class SharedPrefill(H2OCache):
-    """Empty caches of one model that read one prompt together, in one forward.
+    """Empty caches of one model that read a prompt in one forward.
 
-    After `split` each holds what it would hold had it read the prompt by itself. Then go on with
-    each cache alone, or give the model a batch of as many times the prompt's sequences as there are
-    caches: each is decoded on its own cache, and the weights are read once a step for all.
+    After `split` each cache is as if it had read the prompt alone. Then use each cache by itself,
+    or decode all in one batch: the prompt's sequences repeated for each cache, in the order of
+    ``caches``. Each copy is decoded on its cache, and a step reads the weights once.
     """
 
     def __init__(self, caches: Sequence[H2OCache]) -> None:
         super().__init__(caches[0].config, policy="full")
-        for own in (cache.cache_config for cache in caches):
-            if not shares_prompt(own):
+        for config in (cache.cache_config for cache in caches):
+            if not shares_prompt(config):
                 raise ValueError(
-                    f"{own.label!r} reads the prompt in its own way (positions={own.positions!r}, "
-                    f"prefill_chunk={own.prefill_chunk}); leave both out, or run it by itself."
+                    f"{config.label!r} cannot share the prompt with other caches (positions="
+                    f"{config.positions!r}, prefill_chunk={config.prefill_chunk}); leave both out,"
+                    " or run it alone."
                 )
         self.caches = list(caches)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                parts: list[Any] = [cache.layers[index] for cache in self.caches]
-                self.layers[index] = SharedLayer(parts)
+                layers: list[Any] = [cache.layers[index] for cache in self.caches]
+                self.layers[index] = SharedLayer(layers)
         self._scored = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
     def split(self) -> None:
-        """End the prompt; every cache may then go on by itself."""
-        part: Any = self.caches[0].layers[self._scored[0].layer_idx]
-        # Cache by cache, and of each all sequences of the prompt.
-        order: Any = torch.arange(part.batch_size, device=part.device).repeat(len(self.caches))
+        """End the prompt; then the caches are independent."""
+        scored: Any = self.caches[0].layers[self._scored[0].layer_idx]
+        # All sequences of the first cache, then of the next one.
+        order: Any = torch.arange(scored.batch_size, device=scored.device).repeat(len(self.caches))
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
                 continue
-            # A sliding window, say, is the same for all.
+            # A sliding-window layer, for example, is the same for all caches.
             for cache in self.caches:
                 cache.layers[index] = copy.deepcopy(layer)
             layer.reorder_cache(order)

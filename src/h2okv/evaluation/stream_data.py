@@ -26,67 +26,69 @@ Conversation = tuple[Message, ...]
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read JSONL of ``turns`` (what the user says) or ``messages`` (role and content)."""
+    """Read JSONL of ``turns`` (the user's messages) or ``messages`` (role and content)."""
     return [_conversation(line) for line in read_jsonl(path, "an object with turns or messages")]
 
 
 def _conversation(line: Record) -> Conversation:
-    given = [name for name in ("turns", "messages") if name in line.fields]
-    if len(given) != 1:
-        what = "both turns and messages" if given else "neither turns nor messages"
-        raise ValueError(f"{line.place} has {what}; give one of these fields")
-    name = given[0]
+    fields = [name for name in ("turns", "messages") if name in line.fields]
+    if len(fields) != 1:
+        problem = "both turns and messages" if fields else "neither turns nor messages"
+        raise ValueError(f"{line.place} has {problem}; give one of these fields")
+    name = fields[0]
     entries = line.fields[name]
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{line.place}: {name} is not a list with entries; give at least one")
-    found: list[Message] = []
+        raise ValueError(f"{line.place}: {name} must be a list with at least one entry; add one")
+    messages: list[Message] = []
     for number, entry in enumerate(entries):
-        place = f"{line.place}: {name}[{number}]"
+        location = f"{line.place}: {name}[{number}]"
         if name == "turns":
-            found.append(Message("user", check_text(entry, place)))
+            messages.append(Message("user", check_text(entry, location)))
         else:
-            found.append(_message(entry, place, found[-1].role if found else None))
-    if all(message.role == "system" for message in found):
-        raise ValueError(f"{line.place}: messages has no message of the user; give at least one")
-    return tuple(found)
+            messages.append(_message(entry, location, messages[-1].role if messages else None))
+    if all(message.role == "system" for message in messages):
+        raise ValueError(f"{line.place}: messages must have a message of the user; add one")
+    return tuple(messages)
 
 
-def _message(entry: Any, place: str, before: str | None) -> Message:
-    """Read one of ``messages``, after one of the role ``before``."""
+def _message(entry: Any, location: str, previous_role: str | None) -> Message:
+    """Read one of ``messages``, which follows one of the role ``previous_role``."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{place} is not an object; give one with role and content")
+        raise ValueError(f"{location} must be an object with role and content")
     role = entry.get("role")
     if role not in _ROLES:
-        raise ValueError(f"{place}.role is {role!r}; give one of {', '.join(_ROLES)}")
-    if role == "system" and before is not None:
-        raise ValueError(f"{place}.role is 'system'; only the first message may be that")
-    if role == "assistant" and before != "user":
-        raise ValueError(f"{place}.role is 'assistant' with no question before it; give one")
-    return Message(role, check_text(entry.get("content"), f"{place}.content"))
+        raise ValueError(f"{location}.role must be one of {', '.join(_ROLES)}, got {role!r}")
+    if role == "system" and previous_role is not None:
+        raise ValueError(f"{location}.role must not be 'system' after the first message; move it")
+    if role == "assistant" and previous_role != "user":
+        raise ValueError(f"{location}.role is 'assistant' with no question before it; add one")
+    return Message(role, check_text(entry.get("content"), f"{location}.content"))
 
 
-# Stands for an answer that is not known when the text around it is made. It must come through a
-# template unchanged, so it is a word of letters that no text contains.
+# A placeholder for an answer that the model has yet to give. A template must leave it unchanged, so
+# it is a single word, and one that no text contains.
 _ANSWER = "h2okvAnswerStandsHere"
 
 
 def chat_segments(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 ) -> list[tuple[str, bool]]:
-    """Cut a conversation into texts that are read at once, and whether the model answers each."""
+    """Cut a conversation into texts to read, each with whether the model answers it."""
     messages: list[dict[str, str]] = []
     segments: list[tuple[str, bool]] = []
     roles = [*(message.role for message in conversation), None]
     for number, message in enumerate(conversation):
         messages.append(message._asdict())
-        is_last, asks = roles[number + 1] is None, message.role == "user"
-        to_answer = asks and roles[number + 1] != "assistant"  # an answer that is given is read
-        if to_answer or (is_last and not asks):
+        is_last, is_question = roles[number + 1] is None, message.role == "user"
+        to_answer = (
+            is_question and roles[number + 1] != "assistant"
+        )  # an answer in the file is read
+        if to_answer or (is_last and not is_question):
             text = chat_text(tokenizer, messages, to_answer=to_answer)
             if segments and _ANSWER not in text:
                 raise ValueError(
-                    "the model's chat template leaves out earlier answers, so a conversation cannot"
-                    " go on with what the cache holds; give conversations of one turn"
+                    "the model's chat template drops earlier answers, so a conversation cannot"
+                    " continue on the cache; give conversations of one turn"
                 )
             segments.append((text.rpartition(_ANSWER)[2], to_answer))
             messages.append({"role": "assistant", "content": _ANSWER})
@@ -94,10 +96,10 @@ def chat_segments(
 
 
 class Segment(NamedTuple):
-    """Tokens that are given."""
+    """Input tokens."""
 
     ids: torch.Tensor  # int64 [T]
-    answers: bool  # whether the model goes on from them with an answer of its own
+    answers: bool  # whether the model answers after them
 
 
 class TextSource:
@@ -105,7 +107,7 @@ class TextSource:
 
     def __init__(self, ids: torch.Tensor, digest: str) -> None:
         if len(ids) < 2:
-            raise ValueError(f"the text has {len(ids)} tokens; a text to score needs 2 or more")
+            raise ValueError(f"the text must have at least 2 tokens to be scored, got {len(ids)}")
         self.ids = ids
         self.digest = digest
 
@@ -115,7 +117,7 @@ class TextSource:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens can be read, so that the one after each is known."""
+        """The number of tokens with a next token in the text."""
         return len(self.ids) - 1
 
     def __len__(self) -> int:
@@ -126,17 +128,17 @@ class TextSource:
 
 
 class ConversationSource:
-    """Conversations, each a sample; they become tokens when their turn comes."""
+    """Conversations, each a sample; tokenized on access."""
 
     def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self.conversations = read_conversations(path)
         self.digest = digest(repr(self.conversations))
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        # A base model's conversations are parted by its BOS, or by lines where it has none.
+        # Separators between a base model's conversations: its BOS, or an empty line without one.
         self._plain = not tokenizer.chat_template
         self._has_bos = bool(tokenizer("", verbose=False)["input_ids"])
-        chat_segments(tokenizer, self.conversations[0])  # a template that refuses is heard early
+        chat_segments(tokenizer, self.conversations[0])  # raises early if the template refuses
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -154,6 +156,6 @@ class ConversationSource:
         return segments
 
 
-# Samples, each a list of segments, which follow one another on one cache; its digest names them, so
-# that a stream is resumed on the same ones only.
+# Samples, each a list of segments, that are read in order onto one cache. The digest identifies
+# them when a stream is resumed.
 StreamSource = TextSource | ConversationSource

@@ -1,4 +1,4 @@
-"""A text without end on one cache, scored."""
+"""An endless text on one cache, scored."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from h2okv.records import CsvFile, check_settings, parse_json, read_csv, write_c
 
 
 class StreamRow(NamedTuple):
-    """What was measured since the row before."""
+    """Measurements since the previous row."""
 
-    position: int  # tokens of the stream that have been through the cache
-    nll: float  # in nats, the mean over the tokens that followed those read since the last row
-    step_seconds: float  # of one block's forward pass, the median
-    rss_bytes: int | None  # what the process holds; None where it is not known
-    cache_bytes: int  # what the cache holds
+    position: int  # tokens of the stream read so far
+    nll: float  # mean over the predictions since the previous row, in nats
+    step_seconds: float  # median over blocks of the forward pass
+    rss_bytes: int | None  # of the process; None if unknown
+    cache_bytes: int
 
 
 COLUMNS = StreamRow._fields
 
 
 class StreamFile(CsvFile):
-    """The rows of a stream, each there as soon as it is known, so that a killed run keeps them."""
+    """The rows of a stream, written one by one: a killed run keeps them."""
 
     def __init__(self, path: Path, rows: Sequence[StreamRow] | None = None) -> None:
         if path.exists():
             if rows is None:
                 raise ValueError(f"'{path}' exists already; add --resume, or choose another name")
             read_csv(path, COLUMNS)
-        # A new file in its place, not a file cut short: at no moment are rows missing.
+        # Replace the file instead of truncating it: no row is ever missing.
         write_csv(path, map(_cells, rows or ()), COLUMNS)
         super().__init__(path, COLUMNS)
 
@@ -59,17 +59,17 @@ class StreamFile(CsvFile):
 
 
 def _cells(row: StreamRow) -> dict[str, Any]:
-    return {**row._asdict(), "nll": repr(row.nll)}  # which gives a float back exactly
+    return {**row._asdict(), "nll": repr(row.nll)}  # repr round-trips a float exactly
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How a stream is read; a ``prefill_chunk`` of 1 is the paper's Algorithm 1."""
+    """Options of a stream; a ``prefill_chunk`` of 1 is the paper's Algorithm 1."""
 
-    prefill_chunk: int = 64  # tokens of given text that are read at once
+    prefill_chunk: int = 64  # tokens of input text in one forward
     every: int = 1000  # tokens between two rows
     tokens: int | None = None  # where to stop; None for the source's end
-    max_new_tokens: int = 128  # the most tokens of an answer
+    max_new_tokens: int = 128  # of an answer
 
     def __post_init__(self) -> None:
         check_least(**asdict(self))
@@ -81,19 +81,19 @@ _VERSION = 2
 
 @dataclass
 class StreamState:
-    """Where a stream stands between two blocks; all of it is in a checkpoint."""
+    """State of a stream between two blocks; a checkpoint contains all of it."""
 
-    position: int = 0  # tokens that have been through the cache
-    sample: int = 0  # the sample that is being read
-    segment: int = 0  # the segment of it
+    position: int = 0  # tokens read so far
+    sample: int = 0  # index of the current sample
+    segment: int = 0  # index of its current segment
     read: int = 0  # tokens of that segment, the pending ones before it included
-    # The token before the segment, if it has not been through the cache yet.
+    # The token before the segment, if it is not in the cache yet.
     pending: list[int] = field(default_factory=list)
-    # What the model has answered so far; its last token is not read yet.
+    # The model's answer so far; its last token is not in the cache yet.
     answer: list[int] = field(default_factory=list)
     total_nll: float = 0.0  # of all tokens so far, in nats
-    nll: float = 0.0  # of the tokens since the last row,
-    count: int = 0  # and how many these are
+    nll: float = 0.0  # of the tokens since the last row
+    count: int = 0  # of the tokens since the last row
     steps: list[float] = field(default_factory=list)  # seconds of each block since the last row
     last_step: float = 0.0  # of the newest block
     seconds: float = 0.0  # in forward passes
@@ -101,33 +101,33 @@ class StreamState:
 
 
 class Step(NamedTuple):
-    """What one block brought."""
+    """The outcome of one block."""
 
-    rows: Sequence[StreamRow] = ()  # those that became complete with it; mostly none
-    answer: tuple[int, ...] | None = None  # the answer that it completed
-    # No block, but the place before one that the stream's limit cuts short: from here a longer
-    # stream reads what it would have read without that limit.
+    rows: Sequence[StreamRow] = ()  # completed by it; usually empty
+    answer: tuple[int, ...] | None = None  # completed by it
+    # No block, but the point before one that the stream's limit shortens: resumed from here, a
+    # longer stream reads the same blocks as without that limit.
     precedes_cut: bool = False
 
 
 @dataclass(eq=False)
 class Stream:
-    """Reads a source on one cache; between two blocks it can be saved, stopped and gone on with.
+    """A source read onto one cache; it can be saved, stopped and resumed between two blocks.
 
-    A token's negative log-likelihood is that of the token after it: the next one of a given text,
-    or the likeliest, which the model itself chose for its answer.
+    A token's negative log-likelihood is that of its next token: in the input text, or the most
+    likely one in an answer of the model.
     """
 
     model: PreTrainedModel
     cache: H2OCache
     source: StreamSource
     settings: StreamSettings
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint is bound to
+    identity: Mapping[str, Any] = field(default_factory=dict)  # must match on resuming
     state: StreamState = field(default_factory=StreamState)
 
     def __post_init__(self) -> None:
         self._end_ids = eos_token_ids(self.model)
-        # Where learned positions end, if they are the text's.
+        # Learned positions limit a stream unless the cache changes positions.
         config = self.model.config
         ends = self.cache.rule.positions == "original" and has_learned_positions(config)
         self._last_position = context_window(config) if ends else None
@@ -141,36 +141,39 @@ class Stream:
         settings: StreamSettings,
         identity: Mapping[str, Any] | None = None,
     ) -> Stream:
-        """Go on from a checkpoint; refuses one that was begun with other settings."""
+        """Resume from a checkpoint; refuse one with other settings."""
         if not path.is_file():
-            raise ValueError(f"'{path}' does not exist: nothing to go on with; omit --resume")
+            raise ValueError(
+                f"'{path}' does not exist, so there is nothing to resume; omit --resume"
+            )
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
-        notes, wanted, again = read_notes(path), stream._fixed(), "begin again without --resume"
+        notes, expected = read_notes(path), stream._checkpoint_settings()
+        again = "start again without --resume"
         if _KEY not in notes:
-            raise ValueError(f"'{path}' holds no stream; give a file that h2okv stream saved")
+            raise ValueError(f"'{path}' is not a stream's checkpoint; give one of h2okv stream")
         try:
             content: dict[str, Any] = parse_json(notes[_KEY])
             if (version := content["version"]) != _VERSION:
-                raise ValueError(f"'{path}' is of version {version}, not of {_VERSION}; {again}")
+                raise ValueError(f"'{path}' must be of version {_VERSION}, got {version}; {again}")
             rows = [StreamRow(**row) for row in content["state"].pop("rows")]
             stream.state = StreamState(**content["state"], rows=rows)
-            saved = {name: content["settings"].get(name) for name in wanted}
+            saved = {name: content["settings"].get(name) for name in expected}
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"'{path}' is damaged; {again}") from error
-        check_settings(saved, wanted, f"'{path}'")
+        check_settings(saved, expected, f"'{path}'")
         return stream
 
     def save(self, path: Path) -> None:
-        """Write cache and state into one file, which is complete or not there; between blocks."""
+        """Write cache and state into one file, atomically; call it between two blocks."""
         state = {**vars(self.state), "rows": [row._asdict() for row in self.state.rows]}
-        content = {"version": _VERSION, "settings": self._fixed(), "state": state}
+        content = {"version": _VERSION, "settings": self._checkpoint_settings(), "state": state}
         self.cache.save(path, notes={_KEY: json.dumps(content)})
 
-    def _fixed(self) -> dict[str, Any]:
-        """What a checkpoint is bound to."""
-        read = {name.replace("_", "-"): value for name, value in vars(self.settings).items()}
-        del read["tokens"]  # a stream may be made longer
-        return {**self.identity, "text": self.source.digest, **read}
+    def _checkpoint_settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint must match."""
+        settings = {name.replace("_", "-"): value for name, value in vars(self.settings).items()}
+        del settings["tokens"]  # a resumed stream may be longer
+        return {**self.identity, "text": self.source.digest, **settings}
 
     def blocks(self) -> Generator[Step]:
         with enable(self.model):
@@ -182,7 +185,7 @@ class Stream:
                 self.state.sample, self.state.segment = sample + 1, 0
 
     def all_rows(self) -> list[StreamRow]:
-        """The rows so far, with that of what came after the last complete one."""
+        """Return the rows so far, with the incomplete last one."""
         return self.state.rows + ([self._row()] if self.state.count else [])
 
     @property
@@ -192,63 +195,63 @@ class Stream:
         return None if limit is None else max(limit - self.state.position, 0)
 
     def _read_segment(self, segment: Segment) -> Iterator[Step]:
-        """Read what is given and, where it is wanted, answers."""
+        """Read a segment's tokens and, if it needs one, the model's answer."""
         state = self.state
         ids = segment.ids
         if state.pending:
-            # An end token that both the model and the template wrote is one token.
+            # An end token that both the model and the template wrote counts once.
             repeated = state.pending[0] in self._end_ids and ids[:1].tolist() == state.pending
             ids = torch.cat([torch.tensor(state.pending), ids[1:] if repeated else ids])
-        # Without an answer the last token waits until it is known what follows it.
+        # Without an answer the last token waits for its next token.
         end = len(ids) if segment.answers else len(ids) - 1
         limit = end if self._room is None else min(end, state.read + self._room)
-        # A block that the limit cuts short is another block than without the limit.
+        # The limit may shorten a block, which changes what is evicted.
         cut = 0 if limit == end else (limit - state.read) % self.settings.prefill_chunk
         yield from self._read(ids, limit - cut)
         if cut:
             yield Step(precedes_cut=True)
             yield from self._read(ids, limit)
         while self._room != 0 and segment.answers and not self._is_answered:
-            yield from self._read(torch.tensor(state.answer[-1:]), 1, own=True)
+            yield from self._read(torch.tensor(state.answer[-1:]), 1, is_answer=True)
         if self._room != 0:
             state.pending = state.answer[-1:] or ids[-1:].tolist()
             state.answer, state.read = [], 0
             state.segment += 1
 
-    def _read(self, ids: torch.Tensor, end: int, own: bool = False) -> Iterator[Step]:
-        """Read `ids [T]`, the segment's or the newest of the model's own, on to `end`."""
-        start = 0 if own else self.state.read
+    def _read(self, ids: torch.Tensor, end: int, is_answer: bool = False) -> Iterator[Step]:
+        """Read ``ids [T]``, of the segment or of the model's answer, up to ``end``."""
+        start = 0 if is_answer else self.state.read
         if start >= end:
             return
         last = self.state.position + end - start
         if self._last_position is not None and last > self._last_position:
-            raise ValueError(  # which would end in a crash
+            raise ValueError(  # instead of an index error in the model
                 f"the model has learned positions for {self._last_position} tokens, and the stream"
-                f" goes on to {last}; use --positions clamped, or stop by --tokens"
+                f" needs {last}; use --positions clamped, or stop by --tokens"
                 f" {self._last_position}"
             )
         began = time.perf_counter()
         chunk = self.settings.prefill_chunk
-        for done, logits in read_blocks(
+        for num_read, logits in read_blocks(
             self.model, ids[None, start:end], self.cache, chunk, all_logits=True
         ):
-            read = start + done
+            read = start + num_read
             following = ids[read - logits.shape[1] + 1 : read + 1].tolist()
             chosen = [int(logits[0, -1].argmax())] if read == len(ids) else []
-            if not own:
+            if not is_answer:
                 self.state.read = read
             rows = self._score(logits[0], following + chosen, began)
             self.state.answer += chosen
-            # At the stream's limit an answer may be complete only in part.
+            # The stream's limit may end an answer early.
             is_done = chosen and (self._is_answered or self._room == 0)
             yield Step(rows, tuple(self.state.answer) if is_done else None)
             began = time.perf_counter()
 
     def _score(self, logits: torch.Tensor, following: list[int], began: float) -> list[StreamRow]:
-        """Score a block, `logits [c, V]`, by the tokens after it; the rows that it completes."""
+        """Score a block's logits ``[c, V]``; return the rows that it completes."""
         state = self.state
         targets = torch.tensor(following, device=logits.device)
-        # Numbers wait for the device, so that the time is the block's.
+        # `tolist` waits for the device, so the time is the block's.
         values = F.cross_entropy(logits.float(), targets, reduction="none").tolist()
         state.last_step = time.perf_counter() - began
         if any(map(math.isnan, values)):
@@ -271,7 +274,7 @@ class Stream:
 
     def _row(self) -> StreamRow:
         state = self.state
-        # A block that fills several rows is the step of each of them.
+        # A block that completes several rows counts as a step in each.
         median = statistics.median(state.steps or [state.last_step])
         nll, cached = state.nll / state.count, self.cache.nbytes
         return StreamRow(state.position, nll, median, resident_bytes(), cached)
@@ -291,14 +294,14 @@ def run_stream(
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[Step], None] = lambda _: None,
 ) -> bool:
-    """Read a stream until it ends or is stopped; at the end, an incomplete row is written too.
+    """Read a stream until it ends or is stopped; at its end also write the incomplete row.
 
-    The last checkpoint is older than that row, and than a block that the stream's limit cut short,
-    so that a stream can be made longer as if it had been so from the start.
+    The last checkpoint precedes that row and a block that the stream's limit shortened: a resumed,
+    longer stream is the same as one of that length from the start.
     """
     state = stream.state
     saved, ended, cut = state.position, True, False
-    with closing(stream.blocks()) as blocks:  # which gives the model its own attention back
+    with closing(stream.blocks()) as blocks:  # closing restores the model's attention
         for step in blocks:
             if rows is not None:
                 rows.extend(step.rows)

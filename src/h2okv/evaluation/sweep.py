@@ -1,4 +1,4 @@
-"""Policies by budgets by tasks, from one experiment file."""
+"""Experiment files: policies by budgets by tasks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from h2okv.policy import get_policy
 from h2okv.records import markdown_table, read_text_file, unknown_name
 
 EXPERIMENTS = Path(__file__).parent / "experiments"  # those that come with the package
-# The kinds of tasks; an entry has one of these names, with its file or its harness's task.
+# The kinds of tasks; an entry has one of these names, with its file or harness task as value.
 KINDS: dict[str, type[Task]] = {
     "harness": HarnessTask,
     "summarize": Summarization,
@@ -45,64 +45,66 @@ KINDS: dict[str, type[Task]] = {
     "recall": Recall,
     "diversity": Diversity,
 }
-# Fields of tasks that an entry does not say.
+# Fields of tasks that are not names of an entry.
 _OURS = ("samples", "prompts", "input", "text", "data", "work", "limit", "seed")
 _BOUNDED = ("windows", "tries", "limit")  # --limit bounds the first of these that a task has
-# Fields that may have several values, a task for each; with what they are if an entry has none.
+# Fields that may have several values, a task for each; with their values by default.
 _SEVERAL: dict[str, list[Any]] = {"shots": [0], "compression": list(COMPRESSIONS)}
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What tasks are made with, beside their entries."""
+    """What tasks need in addition to their entries."""
 
     data: Path | None  # the folder with data files
-    work: Path  # the folder for what a task keeps between runs
-    limit: int | None = None  # take the first so many samples of each task only
-    batch_size: int | None = None  # None for the entry's own
+    work: Path  # the folder for files that a task reuses between runs
+    limit: int | None = None  # use the first samples of each task only
+    batch_size: int | None = None  # None: the entry's
 
     def make(self, kind: str, entry: Mapping[str, Any], where: str) -> Iterator[Task]:
         task = KINDS[kind]
-        names = [one.name for one in fields(task)]
-        known = [kind, *(name for name in names if name not in _OURS)]
+        names = [field.name for field in fields(task)]
+        allowed = [kind, *(name for name in names if name not in _OURS)]
         for name in entry:
-            if name not in known:
-                raise ValueError(f"{where}: {unknown_name('name', name, known)}")
+            if name not in allowed:
+                raise ValueError(f"{where}: {unknown_name('name', name, allowed)}")
         options = dict(entry)
         options |= self._source(kind, options.pop(kind), entry, where)
-        if self.batch_size is not None and "batch_size" in known:
+        if self.batch_size is not None and "batch_size" in allowed:
             options["batch_size"] = self.batch_size
         limit = next(name for name in _BOUNDED if name in names)
-        own = options.get(limit, getattr(task, limit))
-        if self.limit is not None and (own is None or isinstance(own, int)):
-            options[limit] = self.limit if own is None else min(self.limit, own)
-        several = {name: options.get(name, own) for name, own in _SEVERAL.items() if name in names}
+        value = options.get(limit, getattr(task, limit))
+        if self.limit is not None and (value is None or isinstance(value, int)):
+            options[limit] = self.limit if value is None else min(self.limit, value)
+        several = {
+            name: options.get(name, value) for name, value in _SEVERAL.items() if name in names
+        }
         for values in product(*(v if isinstance(v, list) else [v] for v in several.values())):
             yield _checked(task, options | dict(zip(several, values, strict=True)), where)
 
     def _source(self, kind: str, file: Any, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """What a task is made from: its name, and the data or where they are."""
+        """Return the fields for a task's name and its data."""
         reads_text = kind in ("perplexity", "needle")
         if file is None and reads_text:
             return {"name": entry.get("name") or kind, "text": sample_prompt()}
         if not isinstance(file, str):
-            raise ValueError(f"{where}: {kind} is {file!r}; give a name")
+            raise ValueError(f"{where}: {kind} must be a name, got {file!r}")
         if self.data is None and entry.get("own", True):
             raise ValueError(
-                f"{where}: {kind} {file!r} needs files; name their folder by --data DIR"
+                f"{where}: {kind} {file!r} needs data files; give their folder by --data DIR"
             )
         if kind == "harness":
             return {"name": file, "data": self.data, "work": self.work}
         if reads_text:
             name = entry.get("name") or f"{kind}, {Path(file).stem}"
             return {"name": name, "text": read_text_file(data_file(file, self.data))}
-        asked = {"input": file, "references": entry.get("references")}
-        files = {key: data_file(n, self.data) for key, n in asked.items() if isinstance(n, str)}
+        inputs = {"input": file, "references": entry.get("references")}
+        files = {key: data_file(n, self.data) for key, n in inputs.items() if isinstance(n, str)}
         return {"name": entry.get("name") or file, **files}
 
 
 class Strict(BaseModel):
-    """A part of an experiment file; unknown names are refused with the nearest ones."""
+    """A section of an experiment file; unknown names are refused with similar ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -119,7 +121,7 @@ Amounts = Annotated[list[StrictInt | StrictFloat | Literal["full"]], Field(min_l
 
 
 class CacheEntry(Strict):
-    """One policy with its budgets, which are the experiment's unless it has its own."""
+    """One policy with its budgets; by default those of the experiment."""
 
     policy: str = "h2o"
     budgets: Amounts | None = None
@@ -135,13 +137,16 @@ class CacheEntry(Strict):
         get_policy(CacheConfig(self.policy).policy)
         amounts: Sequence[Any] = [FULL] if self.policy == FULL else self.budgets or budgets or ()
         if not amounts:
-            raise ValueError("there are no budgets; give a list such as [0.2, 256, full]")
+            raise ValueError(
+                "budgets must have at least one value, got none; give a list such as"
+                " [0.2, 256, full]"
+            )
         options = self.model_dump(exclude={"budgets"})
         return [CacheConfig.from_budget(None if a == FULL else a, **options) for a in amounts]
 
 
 class Published(Strict):
-    """A published figure, in its own unit; policy and budget as `CacheConfig` labels them."""
+    """A published figure; policy and budget as in `CacheConfig`'s labels."""
 
     model: str
     task: str
@@ -171,55 +176,59 @@ class Experiment(Strict):
 
     @cached_property
     def configs(self) -> tuple[CacheConfig, ...]:
-        """Each cache once: whatever the policy, the full one is the same."""
-        found: list[CacheConfig] = []
+        """The distinct caches; the full one is the same for every policy."""
+        configs: list[CacheConfig] = []
         for number, entry in enumerate(self.caches):
             try:
-                found += entry.configs(self.budgets)
+                configs += entry.configs(self.budgets)
             except ValueError as error:
                 raise ValueError(f"caches[{number}]: {error}") from error
-        return tuple({config.label: config for config in found}.values())
+        return tuple({config.label: config for config in configs}.values())
 
-    def placed(self, positions: str | None, prefill_chunk: int | None) -> tuple[CacheConfig, ...]:
+    def with_positions(
+        self, positions: str | None, prefill_chunk: int | None
+    ) -> tuple[CacheConfig, ...]:
         changes: dict[str, Any] = {"positions": positions, "prefill_chunk": prefill_chunk}
-        given = {name: value for name, value in changes.items() if value is not None}
-        return tuple(replace(config, **given) for config in self.configs)
+        overrides = {name: value for name, value in changes.items() if value is not None}
+        return tuple(replace(config, **overrides) for config in self.configs)
 
-    def make_tasks(self, around: Surroundings) -> list[Task]:
-        made: list[Task] = []
+    def make_tasks(self, surroundings: Surroundings) -> list[Task]:
+        tasks: list[Task] = []
         for number, entry in enumerate(self.tasks):
             where = f"experiment {self.name!r}: tasks[{number}]"
             names = list(entry) if isinstance(entry, dict) else []
             kind = next((name for name in names if name in KINDS), next(iter(names), None))
             if kind not in KINDS:
                 raise ValueError(f"{where}: {unknown_name('kind of task', kind, KINDS)}")
-            made += around.make(kind, entry, where)
-        return made
+            tasks += surroundings.make(kind, entry, where)
+        return tasks
 
 
-Part = TypeVar("Part")
+Section = TypeVar("Section")
 
 
-def _checked(kind: type[Part], content: Any, where: str) -> Part:
-    """Read a part of a file; what is wrong with it is one sentence with its place."""
+def _checked(kind: type[Section], content: Any, where: str) -> Section:
+    """Validate a section of a file; the error is one sentence with its location."""
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
-        place = "".join(steps).removeprefix(".")
+        location = "".join(steps).removeprefix(".")
         problem = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] == "value_error" else f" (there is {first['input']!r})"
-        raise ValueError(f"{where}: {place}{': ' if place else ''}{problem}{given}") from error
+        received = "" if first["type"] == "value_error" else f" (there is {first['input']!r})"
+        raise ValueError(
+            f"{where}: {location}{': ' if location else ''}{problem}{received}"
+        ) from error
 
 
 def experiment_names() -> list[str]:
-    """The names of the files that come with the package."""
+    """Return the names of the experiments that come with the package."""
     return sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
 
 
 def load_experiment(name: str) -> Experiment:
-    """Read an experiment that comes with the package, or a YAML file."""
+    """Read an experiment of the package, or a YAML file."""
     yaml = optional("yaml", "an experiment file")
     path = Path(name).expanduser()
     if name in experiment_names():
@@ -237,27 +246,27 @@ def load_experiment(name: str) -> Experiment:
 
 @dataclass
 class Line:
-    """One policy on one task: by budget, each seed's value, and a seed's standard error."""
+    """One policy on one task: each seed's value by budget, and a seed's standard error."""
 
     task: str
     metric: str
     policy: str
-    found: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    by_budget: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     stderrs: dict[str, float] = field(default_factory=dict)
     samples: int = 0
 
     @property
     def values(self) -> dict[str, float]:
-        return {budget: statistics.fmean(values) for budget, values in self.found.items()}
+        return {budget: statistics.fmean(values) for budget, values in self.by_budget.items()}
 
 
 def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Put the results that there are in lines."""
+    """Arrange the available results as lines."""
     lines: dict[tuple[str, str], Line] = {}
     for run, row in ((run, rows[run.label]) for run in runs if run.label in rows):
         key = run.task.label, run.config.policy_label
         line = lines.setdefault(key, Line(key[0], row["metric"], key[1]))
-        line.found[run.config.budget_label].append(row["value"])
+        line.by_budget[run.config.budget_label].append(row["value"])
         line.samples = row["samples"]
         if row["stderr"] is not None:
             line.stderrs[run.config.budget_label] = row["stderr"]
@@ -266,30 +275,37 @@ def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Li
 
 
 def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]) -> str:
-    """Write the page: where the results come from, the results, and what was published."""
-    made = (
+    """Write the page: provenance, results, published figures."""
+    versions = (
         f"Model {row['model']} ({row['revision']}, {row['dtype']}); h2okv {row['h2okv']}"
         f" ({row['commit'] or 'no checkout'}), torch {row['torch']}, transformers"
         f" {row['transformers']}; seeds {', '.join(map(str, experiment.seeds))}."
     )
-    head = (f"# {experiment.title}", experiment.source, " ".join(experiment.remark.split()), made)
-    parts = [*(f"{part}\n" for part in head if part), results_table(lines)]
+    header = (
+        f"# {experiment.title}",
+        experiment.source,
+        " ".join(experiment.remark.split()),
+        versions,
+    )
+    sections = [*(f"{paragraph}\n" for paragraph in header if paragraph), results_table(lines)]
     models: dict[str, dict[tuple[str, str], Line]] = {}
-    for one in experiment.published:
-        label = one.task if one.shots is None else f"{one.task}, shots {one.shots}"
-        known = models.setdefault(one.model, {})
-        line = known.setdefault((label, one.policy), Line(label, "", one.policy))
-        line.found[one.budget].append(one.value)
+    for figure in experiment.published:
+        label = figure.task if figure.shots is None else f"{figure.task}, shots {figure.shots}"
+        published_lines = models.setdefault(figure.model, {})
+        line = published_lines.setdefault((label, figure.policy), Line(label, "", figure.policy))
+        line.by_budget[figure.budget].append(figure.value)
     for model, published in models.items():
         table = results_table(list(published.values()), ("task", "policy"))
-        parts.append(f"As published, {model}:\n\n{table}")
-    return "\n".join(parts)
+        sections.append(f"As published, {model}:\n\n{table}")
+    return "\n".join(sections)
 
 
 def results_table(
     lines: Sequence[Line], names: Sequence[str] = ("task", "samples", "metric", "policy")
 ) -> str:
-    """Set results side by side: a line for each task and policy, a column for each budget."""
+    """Render results as a table: a row per task and policy, a column per budget."""
     budgets = sorted_budgets(lines)
-    rows = [[*(getattr(x, name) for name in names), *map(x.values.get, budgets)] for x in lines]
+    rows = [
+        [*(getattr(line, name) for name in names), *map(line.values.get, budgets)] for line in lines
+    ]
     return markdown_table([*names, *budgets], rows)

@@ -16,8 +16,8 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch
 
 Configs = Sequence[CacheConfig]
-Result = Mapping[str, Any]  # what came of one sample: JSON values by name
-Found = Iterator[tuple[int, dict[int, Result]]]  # numbers of caches, each with results by sample
+Result = Mapping[str, Any]  # of one sample: JSON values by name
+CacheResults = Iterator[tuple[int, dict[int, Result]]]  # (index of a cache, results by sample)
 TooLong = Literal["refuse", "skip"]
 
 
@@ -30,115 +30,115 @@ class Score(NamedTuple):
 
 @dataclass(eq=False)
 class Task(ABC):
-    """Something to evaluate. Its fields are its options, in experiment files too."""
+    """An evaluation task; its fields are its options, in experiment files too."""
 
-    name: str  # what tables call it
-    samples: Sequence[int] = field(init=False)  # their numbers; known when `prepare` has run
+    name: str  # in tables
+    samples: Sequence[int] = field(init=False)  # sample numbers, set by `prepare`
     metrics: ClassVar[tuple[str, ...]]  # the names of its scores
-    headline: ClassVar[str] = ""  # the one that pictures show; the first if none is named
+    headline: ClassVar[str] = ""  # the metric in plots; the first one if empty
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """What tells it from others of the same name, for columns of its own."""
+        """Columns that distinguish tasks of the same name."""
         return {}
 
     @property
     def label(self) -> str:
-        """Its name and columns in one."""
+        """The name with the columns."""
         return ", ".join([self.name, *(f"{name} {value}" for name, value in self.columns.items())])
 
     @abstractmethod
     def identity(self) -> Mapping[str, Any]:
-        """What its results depend on, except for the model, the cache and the seed."""
+        """Return everything its results depend on but the model, the cache and the seed."""
 
     @abstractmethod
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        """Make the samples ready for a model, whose weights need not be loaded."""
+        """Prepare the samples for a model, without loading its weights."""
 
     @abstractmethod
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
-    ) -> Found:
-        """Evaluate samples with several caches, which may share what they read."""
+    ) -> CacheResults:
+        """Evaluate samples with several caches, which may share forwards."""
 
     def within_window(
         self,
         model: ModelUnderTest,
         configs: Configs,
-        lengths: Sequence[tuple[int, str]],  # of all: tokens, the answer's included, and place
-        too_long: TooLong | None = None,  # None refuses where the user cannot choose
+        lengths: Sequence[tuple[int, str]],  # of all samples: tokens with the answer's, location
+        too_long: TooLong | None = None,  # None: refuse, with no option to skip
     ) -> list[int]:
-        """The numbers of the samples that are run; others are above the context window."""
-        kept = list(range(len(lengths)))
+        """Return the numbers of the samples within the context window."""
+        numbers = list(range(len(lengths)))
         if too_long == "skip" and model.window is not None:
-            kept = [n for n in kept if lengths[n][0] <= model.window]
-            if not kept:
+            numbers = [n for n in numbers if lengths[n][0] <= model.window]
+            if not numbers:
                 raise ValueError(
                     f"every sample is above the model's context window of {model.window} tokens"
-                    f" (the shortest has {min(lengths)[0]}, its answer included), so that none is"
-                    " left; use --positions rolling"
+                    f" (the shortest has {min(lengths)[0]}, its answer included); use --positions"
+                    " rolling"
                 )
-        for config, n in product(configs, kept):
-            tokens, place = lengths[n]
+        for config, n in product(configs, numbers):
+            tokens, location = lengths[n]
             reason = model.too_long(config, tokens)
             if reason is not None:
                 skip = ", or --too-long skip" if too_long == "refuse" else ""
                 raise ValueError(
-                    f"{place} has {tokens} tokens, the most of its answer included; for the cache"
+                    f"{location} has up to {tokens} tokens with its answer; for the cache"
                     f" {config.label!r} {reason}{skip}"
                 )
-        return kept
+        return numbers
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """The scores, by metric; means over the samples unless a task says otherwise."""
-        return {name: mean(own[name] for own in results.values()) for name in self.metrics}
+        """Return the scores by metric; means over the samples unless a task overrides it."""
+        return {name: mean(result[name] for result in results.values()) for name in self.metrics}
 
     def size(self, results: Mapping[int, Result]) -> int:
-        """What the scores are made of: the samples, unless said otherwise."""
+        """Return the number of samples behind the scores."""
         return len(results)
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
-        """The rows of a more detailed table than `scores`; one row by default."""
+        """Return the rows of a more detailed table than `scores`; one row by default."""
         return [{name: score.value for name, score in self.scores(results).items()}]
 
 
 def mean(values: Iterable[float]) -> Score:
     """Average a figure over samples."""
-    found = [float(value) for value in values]
-    if len(found) < 2:
-        return Score(found[0])
-    return Score(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5)
+    numbers = [float(value) for value in values]
+    if len(numbers) < 2:
+        return Score(numbers[0])
+    return Score(statistics.fmean(numbers), statistics.stdev(numbers) / len(numbers) ** 0.5)
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt before it is tokenized."""
+    """A prompt before tokenization."""
 
     text: str
     max_new_tokens: int
     stops: tuple[str, ...]  # strings that end the answer
-    place: str  # file and line, for messages
-    references: tuple[str, ...] = ()  # answers that people wrote
+    location: str  # file and line, for messages
+    references: tuple[str, ...] = ()  # reference answers
 
 
-# What of `SamplingParams` a task of prompts may be given.
+# The fields of `SamplingParams` that are options of a `GenerationTask`.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 
 
 @dataclass(eq=False, kw_only=True)
 class GenerationTask(Task):
-    """Prompts that a model answers, each a sample; subclasses read them and score the answers."""
+    """Prompts to answer, each a sample; subclasses read them and score the answers."""
 
     batch_size: int = 8
-    limit: int | None = None  # run the first so many samples only
-    too_long: TooLong = "skip"  # what becomes of samples above the context window
-    max_new_tokens: int | None = None  # None for what the sample says
+    limit: int | None = None  # use the first samples only
+    too_long: TooLong = "skip"  # how to treat samples above the context window
+    max_new_tokens: int | None = None  # None: the sample's own limit
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()  # beside those of the prompt
+    stop: tuple[str, ...] = ()  # in addition to those of the prompt
     prompts: Sequence[TextPrompt] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,37 +152,39 @@ class GenerationTask(Task):
         """Score an answer."""
 
     def identity(self) -> Mapping[str, Any]:
-        asked: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         for name in SAMPLING:
             value = getattr(self._params, name)
-            # The others only where they were asked for, so that results without them stay known.
+            # Leave out other defaults: result files from before these options stay valid.
             if name in ("temperature", "top_p") or value != getattr(SamplingParams, name):
-                asked[name] = value
-        return asked
+                options[name] = value
+        return options
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         self._encoded: list[Prompt] = []
         lengths: list[tuple[int, str]] = []
         for prompt in self.prompts[: self.limit]:
-            most = self.max_new_tokens or prompt.max_new_tokens
+            limit = self.max_new_tokens or prompt.max_new_tokens
             ids = model.encode(prompt.text)
             stop = tuple(dict.fromkeys((*prompt.stops, *self.stop)))
-            self._encoded.append(Prompt(ids, replace(self._params, max_tokens=most, stop=stop)))
-            lengths.append((len(ids) + most, prompt.place))
+            self._encoded.append(Prompt(ids, replace(self._params, max_tokens=limit, stop=stop)))
+            lengths.append((len(ids) + limit, prompt.location))
         self.samples = self.within_window(model, configs, lengths, self.too_long)
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
-    ) -> Found:
-        """Answer prompts, those of about the same length together."""
+    ) -> CacheResults:
+        """Answer prompts, batching those of similar length."""
         stops = {n: self._encoded[n].params.stop for n in samples}
         order = sorted(samples, key=lambda n: (stops[n], -len(self._encoded[n].ids)))
-        alike = [list(own) for _, own in groupby(order, stops.__getitem__)]
+        alike = [list(group) for _, group in groupby(order, stops.__getitem__)]
         size = self.batch_size
-        batches = [own[at : at + size] for own in alike for at in range(0, len(own), size)]
+        batches = [
+            group[start : start + size] for group in alike for start in range(0, len(group), size)
+        ]
         for batch in batches:
-            asked = [(self._encoded[n], sample_seed(seed, n)) for n in batch]
-            prompts = [Prompt(own.ids, replace(own.params, seed=drawn)) for own, drawn in asked]
+            seeded = [(self._encoded[n], sample_seed(seed, n)) for n in batch]
+            prompts = [Prompt(p.ids, replace(p.params, seed=own_seed)) for p, own_seed in seeded]
             for number, answers in enumerate(answer_batch(model, configs, prompts, seed)):
-                found = zip(batch, answers, strict=True)
-                yield number, {n: self.result(n, answer) for n, answer in found}
+                scored = zip(batch, answers, strict=True)
+                yield number, {n: self.result(n, answer) for n, answer in scored}

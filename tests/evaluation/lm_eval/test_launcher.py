@@ -79,7 +79,7 @@ def test_the_harness_s_tasks_are_not_listed_for_ours_alone(tasks, alone, monkeyp
         asked.append(own_only)
         raise ValueError("looked up")
 
-    monkeypatch.setattr(launcher, "_tasks_known", known)
+    monkeypatch.setattr(launcher, "_task_manager", known)
     with pytest.raises(ValueError, match="looked up"):
         launcher.run_harness(["validate", "--tasks", tasks])
     assert asked == [alone]

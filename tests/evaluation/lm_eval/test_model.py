@@ -166,7 +166,7 @@ def test_stored_answers_of_other_settings_are_refused(harness_model, tmp_path):
     other = SqliteDict(str(tmp_path / "other.db"), autocommit=True)
     other["x"] = 1
     hook.dbdict = other
-    with pytest.raises(ValueError, match="not made by this model type"):
+    with pytest.raises(ValueError, match="not of this model type"):
         harness_model(**SMALL).set_cache_hook(hook)
 
 

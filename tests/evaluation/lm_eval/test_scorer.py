@@ -67,10 +67,10 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
             log_prob(model(torch.tensor([[token]]), past_key_values=cache).logits, following)
             for token, following in zip(text, text[1:], strict=False)
         ]
-    scanned = scorer(model, heavy=heavy, recent=recent, prefill_chunk=1).whole([cut(text)])
+    scanned = scorer(model, heavy=heavy, recent=recent, prefill_chunk=1).whole_texts([cut(text)])
     scanned = in_order(scanned)[0]
     assert scanned.log_probs == pytest.approx(expected, abs=TOLERANCE)
-    full = in_order(scorer(model, policy="full").whole([cut(text)]))[0]
+    full = in_order(scorer(model, policy="full").whole_texts([cut(text)]))[0]
     assert full.log_probs != pytest.approx(scanned.log_probs, abs=1e-3)  # eviction is felt
 
 
@@ -81,7 +81,7 @@ def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     scoring = scorer(make_llama(), **options)
     lengths, counts = (33, 2, 17, 33), (5, 1, 16, 1)
     pairs = [cut(draw(n, n), count) for n, count in zip(lengths, counts, strict=True)]
-    assert_as_alone(scoring.whole, pairs)
+    assert_as_alone(scoring.whole_texts, pairs)
 
 
 def test_a_policy_for_prompts_alone_scores_no_whole_text(make_llama):
@@ -168,7 +168,7 @@ def test_a_budget_above_the_length_gives_the_full_scores(make_llama):
             expected.append(float(logits.log_softmax(-1).gather(1, given).sum()))
     prompt = scorer(model, heavy=100, recent=100).after_prompts(pairs)
     assert [score.total for score in in_order(prompt)] == pytest.approx(expected, abs=1e-4)
-    whole = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole(pairs)
+    whole = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole_texts(pairs)
     assert [score.total for score in in_order(whole)] == pytest.approx(expected, abs=1e-4)
 
 
@@ -187,12 +187,14 @@ def test_layers_of_other_kinds_are_not_padded(make_llama):
     one, other = draw(20, 1), draw(9, 2)
     pairs = [(one, draw(4, 3)), (one, draw(2, 4)), (other, draw(3, 5))]
     assert_as_alone(scoring.after_prompts, pairs)
-    assert_as_alone(scorer(model, prefill_chunk=1).whole, [cut(draw(20, 6)), cut(draw(12, 7))])
+    assert_as_alone(
+        scorer(model, prefill_chunk=1).whole_texts, [cut(draw(20, 6)), cut(draw(12, 7))]
+    )
 
 
 def test_a_model_without_h2o_attention_gets_it_for_the_call(make_llama):
     model = make_llama(attention="sdpa")
-    list(scorer(model, prefill_chunk=1).whole([cut(draw(9, 1))]))
+    list(scorer(model, prefill_chunk=1).whole_texts([cut(draw(9, 1))]))
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -65,12 +65,12 @@ def test_a_full_cache_finds_what_the_model_can_recall(subject, novel, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": ()}, "--lengths names nothing"),
-        ({"lengths": (5, 5)}, "--lengths names a value twice"),
-        ({"depths": (1.5,)}, "--depths 1.5 is out of range"),
+        ({"lengths": ()}, "--lengths must have at least one value"),
+        ({"lengths": (5, 5)}, "--lengths must have each value once"),
+        ({"depths": (1.5,)}, "--depths must be fractions from 0 to 1, got 1.5"),
         ({"tries": 0}, "--tries 0 is too few"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0 is too few"),
-        ({"statement": "The key is 7.", "answer": "8"}, "does not hold the answer '8'"),
+        ({"statement": "The key is 7.", "answer": "8"}, "must contain the answer '8'"),
     ],
 )
 def test_nonsense_is_refused(options, message):

@@ -1,4 +1,4 @@
-"""Runs lm-evaluation-harness: by its own command line, and as tasks of an evaluation."""
+"""lm-evaluation-harness: its command line, and its tasks as evaluation tasks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from h2okv.config import CacheConfig
 from h2okv.console import check_least, optional
-from h2okv.evaluation.model import ModelUnderTest, settled
+from h2okv.evaluation.model import ModelUnderTest, resolve_config
 from h2okv.evaluation.shared_prefill import shares_prompt
-from h2okv.evaluation.task import Configs, Found, Result, Score, Task
+from h2okv.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv.provenance import digest
 from h2okv.records import unknown_name
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 DATA_VARIABLE = "H2OKV_EVAL_DATA"  # names the data folder; ``h2okv lm-eval --data`` sets it
 TASKS = Path(__file__).parent / "task_files"  # for ``lm_eval --include_path``
 MODEL = "h2okv"
-_PREFIX = f"{MODEL}_"  # of the names of this package's own tasks
-# What each of this package's tasks reads from the data folder.
+_PREFIX = f"{MODEL}_"  # of the names of this package's tasks
+# The files in the data folder that this package's tasks need.
 _FILES = {
     "copa": ("copa_balanced_dev.xml",),
     "rte": ("rte_val.jsonl",),
@@ -42,31 +42,31 @@ _FILES = {
     "winogrande": ("llm_adapters/winogrande_test.json",),
     "mathqa": ("llm_adapters/mathqa_test.json",),
 }
-# The arguments of a harness's model that are not the harness's own.
+# The arguments of the model type that the harness does not know.
 SETTINGS = ("protocol", *(field.name for field in fields(CacheConfig)))
-# The harness's own seed for the examples of a prompt; a run's seed is added to it.
+# The harness's seed for the examples of a prompt; a run's seed is added to it.
 _FEWSHOT_SEED = 1234
 
 
 def data_file(name: str, folder: Path | None = None) -> Path:
-    """Find a data file of a task, by default in the folder that the environment names."""
-    place = folder or os.environ.get(DATA_VARIABLE, "")
-    if not place:
+    """Return the path of a task's data file, by default in the folder of `DATA_VARIABLE`."""
+    root = folder or os.environ.get(DATA_VARIABLE, "")
+    if not root:
         raise ValueError(
-            f"this task reads {name!r}, and nothing says where it is; give h2okv lm-eval --data "
-            f"DIR, or set the environment variable {DATA_VARIABLE}."
+            f"this task reads {name!r} from a data folder, and none is set; give h2okv lm-eval "
+            f"--data DIR, or set the environment variable {DATA_VARIABLE}."
         )
-    path = Path(place) / name
+    path = Path(root) / name
     if not path.is_file():
         raise ValueError(
-            f"the data file {name!r} is not in '{place}'; put it there (docs/lm-eval.md says "
-            "where those of its tasks come from) or name another folder by --data."
+            f"the data file {name!r} is not in '{root}'; put it there (docs/lm-eval.md has the "
+            "sources) or name another folder by --data."
         )
     return path
 
 
 def check_arguments(names: Iterable[str]) -> None:
-    """Refuse names that look like one of `SETTINGS`."""
+    """Raise ValueError for an unknown name that resembles one of `SETTINGS`."""
     for name in names:
         near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.7)
         if near and name not in SETTINGS:
@@ -74,7 +74,7 @@ def check_arguments(names: Iterable[str]) -> None:
 
 
 def run_harness(args: Sequence[str], data: Path | None = None) -> int:
-    """Register model and tasks, which releases up to 0.4.13 do not look for, and hands over."""
+    """Run lm-evaluation-harness's command with this package's model type and tasks."""
     command = optional("lm_eval._cli", "h2okv lm-eval")
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
@@ -83,90 +83,94 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
         words.insert(0, "run")
     try:
         with patch.object(sys, "argv", ["lm_eval", *words]):
-            asked = command.HarnessCLI().parse_args()
+            parsed = command.HarnessCLI().parse_args()
         with _data_folder(data):
-            if asked.command == "run":
-                _check_early(asked)
-            _evaluate(asked)
-    except SystemExit as left:  # after its help, or with a sentence of its own
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
+            if parsed.command == "run":
+                _check_early(parsed)
+            _evaluate(parsed)
+    except SystemExit as exit_error:  # after its help, or with its own message
+        return (
+            exit_error.code
+            if isinstance(exit_error.code, int)
+            else int(exit_error.code is not None)
+        )
     return 0
 
 
-def _check_early(asked: Namespace) -> None:
-    """Refuse what is plainly wrong before the harness, and the model, are loaded."""
-    if not asked.config:
-        asked.model = asked.model or MODEL
-    if asked.model == MODEL:
-        given = asked.model_args or {}
-        if "pretrained" not in given and not asked.config:
-            raise ValueError("--model_args names no model; add pretrained=bundled, or another one.")
-        check_arguments(given)
+def _check_early(parsed: Namespace) -> None:
+    """Refuse wrong arguments before the harness and the model are loaded."""
+    if not parsed.config:
+        parsed.model = parsed.model or MODEL
+    if parsed.model == MODEL:
+        arguments = parsed.model_args or {}
+        if "pretrained" not in arguments and not parsed.config:
+            raise ValueError("--model_args must name a model; add pretrained=bundled or another.")
+        check_arguments(arguments)
     for task, files in _FILES.items():
-        if {f"{_PREFIX}{task}", f"{_PREFIX}tasks"} & set(asked.tasks or ()):
+        if {f"{_PREFIX}{task}", f"{_PREFIX}tasks"} & set(parsed.tasks or ()):
             for name in files:
                 data_file(name)
 
 
-def _evaluate(asked: Namespace) -> None:
+def _evaluate(parsed: Namespace) -> None:
     from lm_eval.utils import setup_logging
 
     import h2okv.evaluation.lm_eval.model  # noqa: F401  registers the model type
 
     setup_logging()
-    tasks = getattr(asked, "tasks", None) or ()
+    tasks = getattr(parsed, "tasks", None) or ()
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks  # as `validate` has them
-    # Where all tasks are this package's, the harness's need not be listed.
-    own_only = bool(tasks) and all(name.startswith(_PREFIX) for name in tasks)
+    # The harness lists its own tasks only if one of them may be needed: that takes seconds.
+    ours_only = bool(tasks) and all(name.startswith(_PREFIX) for name in tasks)
     try:
-        with _tasks_known(own_only):
-            asked.func(asked)
+        with _task_manager(ours_only):
+            parsed.func(parsed)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"lm_eval: {error.args[0] if error.args else error}") from error
 
 
-def _tasks_known(own_only: bool) -> AbstractContextManager[Any]:
-    """Let the harness find the six tasks beside its own and the user's."""
+def _task_manager(ours_only: bool) -> AbstractContextManager[Any]:
+    """Patch the harness's task manager, which then finds this package's tasks too."""
     import lm_eval.tasks
 
     class Tasks(lm_eval.tasks.TaskManager):
-        """The harness's tasks and ours; an unknown name is an error with the nearest ones."""
+        """The harness's tasks and ours; the error for an unknown name suggests similar ones."""
 
         def __init__(self, *args: Any, include_path: Any = None, **options: Any) -> None:
             others = include_path if isinstance(include_path, (list, tuple)) else [include_path]
-            options.setdefault("include_defaults", not own_only)
+            options.setdefault("include_defaults", not ours_only)
             super().__init__(*args, include_path=[TASKS, *filter(None, others)], **options)
 
         def match_tasks(self, task_list: list[str]) -> list[str]:
-            found = super().match_tasks(task_list)
-            if not found and not all(Path(name).exists() for name in task_list):
+            matches = super().match_tasks(task_list)
+            if not matches and not all(Path(name).exists() for name in task_list):
                 near = difflib.get_close_matches(task_list[0], self.all_tasks, n=3)
                 hint = f"did you mean {', '.join(near)}? " if near else ""
                 raise ValueError(
                     f"--tasks {task_list[0]!r} is unknown; {hint}`h2okv lm-eval ls tasks` lists "
                     "all."
                 )
-            return found
+            return matches
 
     return patch.object(lm_eval.tasks, "TaskManager", Tasks)
 
 
 def _data_folder(folder: Path | None) -> AbstractContextManager[Any]:
-    """Name the data folder to the tasks, where one is given."""
+    """Set `DATA_VARIABLE` to the folder if there is one."""
     return patch.dict(os.environ, {} if folder is None else {DATA_VARIABLE: str(folder)})
 
 
 @dataclass(eq=False)
 class HarnessTask(Task):
-    """A task of lm-evaluation-harness, as one sample: examples depend on those before."""
+    """A task of lm-evaluation-harness, as one sample: its examples depend on earlier ones."""
 
     data: Path | None  # the folder with the data files of this package's tasks
     work: Path  # the folder of the harness's store
     shots: int = 0  # examples in a prompt
     prefill_chunk: int | None = 1  # None evicts once, after the prompt
     batch_size: int = 16
-    limit: int | None = None  # take the first so many documents only
-    own: bool = True  # whether it is one of this package's tasks, not one of the harness's
+    limit: int | None = None  # use the first documents only
+    own: bool = True  # whether it is this package's task; word-ok: a field of experiment files
     metrics = ("acc", "acc_norm")
 
     def __post_init__(self) -> None:
@@ -176,11 +180,11 @@ class HarnessTask(Task):
         check_least(0, shots=self.shots)
         check_least(batch_size=self.batch_size, limit=self.limit, prefill_chunk=self.prefill_chunk)
         self.samples = (0,)
-        self._known_as = f"{_PREFIX}{self.name}" if self.own else self.name
+        self._task_name = f"{_PREFIX}{self.name}" if self.own else self.name
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        # What was published is of whole texts, token by token.
+        # Published figures evict from the whole text, token by token.
         return {"shots": self.shots} | ({} if self.prefill_chunk else {"protocol": "prompt"})
 
     def identity(self) -> Mapping[str, Any]:
@@ -192,16 +196,16 @@ class HarnessTask(Task):
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         with quietly(), _data_folder(self.data):
-            self._manager().load([self._known_as])
+            self._manager().load([self._task_name])
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
-    ) -> Found:
-        """Run the task with each cache; contexts that are read at once are read once for all."""
+    ) -> CacheResults:
+        """Run the task with each cache; caches that can share them read contexts together."""
         from h2okv.evaluation.lm_eval.scorer import Scorer
 
         scorers = {
-            number: Scorer(model.model, settled(config, model.config).seeded(seed))
+            number: Scorer(model.model, resolve_config(config, model.config).seeded(seed))
             for number, config in enumerate(configs)
             if (config.is_full or self.prefill_chunk is None) and shares_prompt(config)
         }
@@ -217,19 +221,19 @@ class HarnessTask(Task):
 
         from h2okv.evaluation.lm_eval.model import H2OLM
 
-        cache = settled(config, model.config).seeded(seed)
+        cache = resolve_config(config, model.config).seeded(seed)
         protocol = None
         if not config.is_full:
             cache = replace(cache, prefill_chunk=self.prefill_chunk or cache.prefill_chunk)
             protocol = None if self.prefill_chunk in (None, 1) else "whole"
         stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
         options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
-        attention, name = model.config._attn_implementation, self._known_as
+        attention, name = model.config._attn_implementation, self._task_name
         with quietly(), _data_folder(self.data):
             harness_model = H2OLM(model.model, tokenizer=model.tokenizer, **options)
             harness_model.scorer = scorer or harness_model.scorer
             try:
-                found: Any = simple_evaluate(
+                report: Any = simple_evaluate(
                     harness_model,
                     tasks=[name],
                     num_fewshot=self.shots,
@@ -243,10 +247,10 @@ class HarnessTask(Task):
                 model.model.set_attn_implementation(attention)
         scores = {
             metric.removesuffix(",none"): value
-            for metric, value in found["results"][name].items()
+            for metric, value in report["results"][name].items()
             if metric.endswith(",none") and isinstance(value, float)
         }
-        return {**scores, "documents": found["n-samples"][name]["effective"]}
+        return {**scores, "documents": report["n-samples"][name]["effective"]}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
         result = results[0]
@@ -267,7 +271,7 @@ class HarnessTask(Task):
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep the harness's bars and remarks back, and what it would find out about the machine."""
+    """Silence the harness's progress bars and log, and skip its survey of the machine."""
     from lm_eval import evaluator
 
     logger, init = logging.getLogger("lm_eval"), tqdm.__init__

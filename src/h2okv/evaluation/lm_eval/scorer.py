@@ -1,4 +1,4 @@
-"""Texts scored on caches that evict; the harness's model and HELM's client stand on it."""
+"""Texts scored on caches that evict, for the harness's model type and HELM's client."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def provenance(
 
 
 def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
-    """Take cache and protocol, those of `SETTINGS`, out of a model's arguments."""
-    given = {name: options.pop(name) for name in SETTINGS if name in options}
-    protocol = given.pop("protocol", None)
-    config = CacheConfig.from_dict(given)
-    # What the cache would refuse is refused before a model's weights are loaded.
+    """Pop cache and protocol, the fields of `SETTINGS`, from a model's arguments."""
+    settings = {name: options.pop(name) for name in SETTINGS if name in options}
+    protocol = settings.pop("protocol", None)
+    config = CacheConfig.from_dict(settings)
+    # Refuse what the cache would refuse before a model's weights are loaded.
     get_policy(config.policy, config.seed)
     get_scoring(config.scoring, config.decay)
     rule: Any = PositionRule
@@ -72,14 +72,14 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     if protocol == "whole" and config.prefill_chunk is None and not config.is_full:
         raise ValueError(
             "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
-            "after it, so that no score would change; give prefill_chunk=1 (the paper's way) "
-            "or a larger block."
+            "after it, so no score would change; give prefill_chunk=1 (as in the paper) or a "
+            "larger block."
         )
     return config, protocol
 
 
 class TokenScores(NamedTuple):
-    """What the model says of given tokens."""
+    """The model's predictions of given tokens."""
 
     log_probs: list[float]  # of each token
     greedy: list[bool]  # whether it is the likeliest one
@@ -90,39 +90,39 @@ class TokenScores(NamedTuple):
 
 
 Pair = tuple[Sequence[int], Sequence[int]]  # the tokens of a context and of its continuation
-Request = tuple[Any, list[int], list[int]]  # the same with their texts, if they are known
-Scored = Iterator[tuple[int, TokenScores]]  # numbers of pairs, with their continuations' scores
+Request = tuple[Any, list[int], list[int]]  # the same with their texts, or None
+Scored = Iterator[tuple[int, TokenScores]]  # (index of a pair, scores of its continuation)
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Scorer:
-    """Scores tokens on a cache that evicts; every text of a batch as it would be alone."""
+    """Scores of tokens on a cache that evicts; each text of a batch as if it were alone."""
 
     def __init__(
         self, model: PreTrainedModel, config: CacheConfig, dtype: torch.dtype | None = torch.float32
     ) -> None:
         self.model, self.config, self.dtype = model, config, dtype
-        # Scorers that read contexts together: what one of them is asked for is scored by all, and
-        # kept until they are asked too.
+        # Scorers that read contexts together: a pair given to one of them is scored by all, and the
+        # others' scores wait in `_scores` until they get the same pair.
         self.group = [self]
-        self._known: dict[_Key, TokenScores] = {}
-        # Recurrent and sliding layers are transformers' own, and not all of them see padding.
+        self._scores: dict[_Key, TokenScores] = {}
+        # Recurrent and sliding layers are those of transformers; not all of them respect padding.
         layers = self.new_cache().layers
         self.takes_padding = all(isinstance(layer, CacheLayer) for layer in layers)
 
     def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
-        """Score continuations on what eviction left of their contexts, each of which is read once.
+        """Score continuations on compressed contexts, each of which is read once.
 
-        A context's last token is read again with the continuation, which is one block (of at most
-        ``prefill_chunk`` tokens), so that its first token too is predicted from the evicted cache.
+        A context's last token is read with the continuation, in blocks of at most ``prefill_chunk``
+        tokens: then the first token of the continuation too is predicted from the evicted cache.
         """
         numbers: dict[_Key, list[int]] = {}
         users: dict[tuple[int, ...], dict[_Key, None]] = {}
         for number, (context, continuation) in enumerate(pairs):
             key = tuple(context), tuple(continuation)
             numbers.setdefault(key, []).append(number)
-            if key in self._known:
-                yield number, self._known[key]
+            if key in self._scores:
+                yield number, self._scores[key]
             else:
                 users.setdefault(key[0], {})[key] = None
         size = size if self.takes_padding else 1
@@ -131,17 +131,19 @@ class Scorer:
             alike = [context for context in users if (len(context) > 1) == has_more]
             for members in batches([len(context) for context in alike], size):
                 contexts = [alike[index] for index in members]
-                jobs = [(slot, key) for slot, own in enumerate(contexts) for key in users[own]]
+                jobs = [
+                    (slot, key) for slot, context in enumerate(contexts) for key in users[context]
+                ]
                 self._read([context[:-1] for context in contexts], jobs, size)
                 for _, key in jobs:
-                    yield from ((number, self._known[key]) for number in numbers[key])
+                    yield from ((number, self._scores[key]) for number in numbers[key])
                 if len(self.group) == 1:
-                    self._known.clear()
+                    self._scores.clear()
 
     def _read(
         self, contexts: Sequence[Sequence[int]], jobs: Sequence[tuple[int, _Key]], size: int
     ) -> None:
-        """Read contexts onto empty caches of the group; each scores the continuations after it."""
+        """Read contexts onto empty caches of the group; each scorer scores the continuations."""
         caches = [scorer.new_cache() for scorer in self.group]
         ids, mask = left_padded(contexts, self.model.device)
         if ids.shape[1] and len(caches) == 1:
@@ -156,7 +158,7 @@ class Scorer:
     def _continue(
         self, cache: H2OCache, seen: torch.Tensor, jobs: Sequence[tuple[int, _Key]], size: int
     ) -> None:
-        """Score continuations of the contexts that a cache has read, so many at a time."""
+        """Score continuations of the contexts in a cache, ``size`` at a time."""
         for start in range(0, len(jobs), size):
             slots, keys = zip(*jobs[start : start + size], strict=True)
             branch = cache if start + size >= len(jobs) else cache.fork(1)
@@ -164,12 +166,12 @@ class Scorer:
                 branch.batch_select_indices(torch.tensor(slots, device=seen.device))
             after = [(context[-1:], continuation) for context, continuation in keys]
             scores = self._score(after, branch, seen[list(slots)])
-            self._known.update(zip(keys, scores, strict=True))
+            self._scores.update(zip(keys, scores, strict=True))
 
-    def whole(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
-        """Score continuations in texts that the layers evict from every ``prefill_chunk`` tokens.
+    def whole_texts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
+        """Score continuations in texts that layers evict from every ``prefill_chunk`` tokens.
 
-        The budget is of the tokens read, all but the text's last one, which nothing follows.
+        The budget is of the tokens read: all but the text's last one.
         """
         lengths = [len(context) + len(continuation) for context, continuation in pairs]
         for members in batches(lengths, size if self.takes_padding else 1):
@@ -177,7 +179,7 @@ class Scorer:
             yield from zip(members, scores, strict=True)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, T, V]`` of texts ``[B, T]`` without padding, read on an empty cache."""
+        """Return logits ``[B, T, V]`` of texts ``[B, T]`` without padding, on an empty cache."""
         ids = input_ids.to(self.model.device)
         return self._forward(ids, torch.ones_like(ids), self.new_cache())
 
@@ -187,47 +189,47 @@ class Scorer:
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
     ) -> torch.Tensor:
-        """Read ``ids [B, T]`` onto a cache that has seen all of ``mask [B, N]`` but them."""
-        how = {"attention_mask": mask, CACHE: cache, "logits_to_keep": keep}
+        """Read ``ids [B, T]``, the last columns of ``mask [B, N]``, onto a cache."""
+        options = {"attention_mask": mask, CACHE: cache, "logits_to_keep": keep}
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with enable(self.model), torch.no_grad():
-            logits: torch.Tensor = self.model(ids, position_ids=positions, **how).logits
+            logits: torch.Tensor = self.model(ids, position_ids=positions, **options).logits
         return logits
 
     def _score(
         self, pairs: Sequence[Pair], cache: H2OCache, seen: torch.Tensor | None = None
     ) -> list[TokenScores]:
-        """One forward over texts without their last tokens, and what it says of continuations."""
+        """Run texts without their last tokens and return the scores of the continuations."""
         texts = [[*context, *continuation] for context, continuation in pairs]
         counts = [len(continuation) for _, continuation in pairs]
         input_ids, mask = left_padded([text[:-1] for text in texts], self.model.device)
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
         with warnings.catch_warnings():
-            # What follows a context is not of the prompt that fractions are taken of.
+            # A continuation does not count for a budget that is a fraction of the prompt.
             warnings.filterwarnings("ignore", ".*fractions were taken of the first forward")
             logits = self._forward(input_ids, mask, cache, max(counts))
         scores = []
-        for own, text, count in zip(logits, texts, counts, strict=True):
-            predicted = own[-count:].log_softmax(dim=-1, dtype=self.dtype)
-            given = torch.tensor(text[-count:], device=predicted.device)
-            log_probs = predicted.gather(1, given.unsqueeze(1)).squeeze(1)
-            # Numbers: tensors that stay for a whole task would break the memory up.
-            is_greedy = (predicted.argmax(-1) == given).tolist()
+        for row, text, count in zip(logits, texts, counts, strict=True):
+            predicted = row[-count:].log_softmax(dim=-1, dtype=self.dtype)
+            targets = torch.tensor(text[-count:], device=predicted.device)
+            log_probs = predicted.gather(1, targets.unsqueeze(1)).squeeze(1)
+            # Lists, because small tensors that live for a whole task fragment the memory.
+            is_greedy = (predicted.argmax(-1) == targets).tolist()
             scores.append(TokenScores(log_probs.tolist(), is_greedy))
         return scores
 
 
 class EvictingModel:
-    """What HELM calls in the place of a model: ``generate``, and a forward for scores."""
+    """HELM's model: ``generate``, and a forward for scores."""
 
     def __init__(self, model: PreTrainedModel, config: CacheConfig) -> None:
         prepare_model(model)
         self.model: Any = model
         self.config = config
-        # A text in one block would not be evicted before its scores are made: it is read by
-        # one token at a time, unless the user has larger blocks.
-        self._whole = replace(config, prefill_chunk=config.prefill_chunk or 1)
+        # In one block nothing would be evicted before a text is scored: read it token by token,
+        # unless the user set larger blocks.
+        self._scan_config = replace(config, prefill_chunk=config.prefill_chunk or 1)
 
     def generate(self, **inputs: Any) -> Any:
         cache = make_cache(self.config, self.model.config, self.config.seed)
@@ -235,12 +237,12 @@ class EvictingModel:
             return self.model.generate(**{CACHE: cache}, **inputs)
 
     def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        """Logits ``[B, T, V]`` of whole texts ``[B, T]`` without padding, evicting as it goes."""
-        return SimpleNamespace(logits=Scorer(self.model, self._whole).logits(input_ids))
+        """Return logits ``[B, T, V]`` of texts ``[B, T]`` without padding, under eviction."""
+        return SimpleNamespace(logits=Scorer(self.model, self._scan_config).logits(input_ids))
 
 
 def prepare_model(model: PreTrainedModel) -> None:
-    """Give a supported model H2O attention, and takes back a cache that its checkpoint wants."""
+    """Give a supported model H2O attention, and drop its checkpoint's cache implementation."""
     check_model(model)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.generation_config is not None:
@@ -248,7 +250,7 @@ def prepare_model(model: PreTrainedModel) -> None:
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Put texts of like lengths together, the longest first, so that memory ends early."""
+    """Group texts of similar length, the longest first: a lack of memory shows early."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for start in range(0, len(order), size):
         yield order[start : start + size]

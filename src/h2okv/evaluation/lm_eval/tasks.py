@@ -30,8 +30,8 @@ _BLANK = re.compile(
 
 
 def _splits(convert: Callable[[Record], Document | None], **files: str) -> Splits:
-    """Read each split's file; a record that is none of the task's is converted to None."""
-    found = {}
+    """Read each split's file; ``convert`` returns None for a record to skip."""
+    splits = {}
     for split, name in files.items():
         path = data_file(name)
         problem = f"'{path}' is not a readable {path.suffix[1:].upper()} file"
@@ -41,8 +41,8 @@ def _splits(convert: Callable[[Record], Document | None], **files: str) -> Split
         documents = [document for document in converted if document is not None]
         if not documents:
             raise ValueError(f"{path} holds no documents; get the file again.")
-        found[split] = Dataset.from_list(documents)
-    return found
+        splits[split] = Dataset.from_list(documents)
+    return splits
 
 
 def _read_json_list(path: Path) -> list[Record]:
@@ -53,18 +53,18 @@ def _read_json_list(path: Path) -> list[Record]:
 
 
 def _read_tsv(path: Path) -> list[Record]:
-    """Read a table with tabs between the columns and their names in the first line."""
+    """Read a tab-separated table with a header line."""
     rows = csv.DictReader(read_text_file(path).split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
     return [Record(dict(row), f"line {rows.line_num} of '{path}'") for row in rows]
 
 
 def _read_items(path: Path) -> list[Record]:
-    """Read an XML file's ``item`` elements: attributes and the texts of its children."""
-    found = []
+    """Read an XML file's ``item`` elements: attributes and children's texts."""
+    records = []
     for number, item in enumerate(ElementTree.parse(path).getroot().iter("item"), start=1):
         fields = dict(item.attrib) | {child.tag: child.text for child in item}
-        found.append(Record(fields, f"item {item.get('id', number)} of '{path}'"))
-    return found
+        records.append(Record(fields, f"item {item.get('id', number)} of '{path}'"))
+    return records
 
 
 _READERS: dict[str, Callable[[Path], Iterable[Record]]] = {
@@ -96,23 +96,23 @@ def _rte(record: Record) -> Document:
 
 
 def _open_book(record: Record) -> Document:
-    found = _LETTERED.findall(record.text("Choices"))
-    if [letter for letter, _ in found] != list("ABCD"):
+    lettered = _LETTERED.findall(record.text("Choices"))
+    if [letter for letter, _ in lettered] != list("ABCD"):
         record.refuse("Choices", "does not list (A) to (D)")
     return {
         "question": record.text("Question Stem"),
-        "choices": [choice.strip() for _, choice in found],
+        "choices": [choice.strip() for _, choice in lettered],
         "label": record.choice("Answer Key", tuple("ABCD")),
     }
 
 
 def _winogrande(record: Record) -> Document:
-    found = _BLANK.search(record.text("instruction"))
-    before, blank, after = found["sentence"].partition("_") if found else ("", "", "")
-    if found is None or not blank or not after.strip():
+    match = _BLANK.search(record.text("instruction"))
+    before, blank, after = match["sentence"].partition("_") if match else ("", "", "")
+    if match is None or not blank or not after.strip():
         record.refuse("instruction", "holds no sentence with a blank, Option1 and Option2")
     return {
-        "choices": [before + found["first"], before + found["second"]],
+        "choices": [before + match["first"], before + match["second"]],
         "after": after.strip(),
         "label": record.choice("answer", ("option1", "option2")),
     }
@@ -122,19 +122,19 @@ def _math(record: Record) -> Document:
     problem, mark, options = record.text("instruction").rpartition(" The options: ")
     if options.startswith("["):  # some entries have the options as a printed Python list
         options = " , ".join(re.findall(r"['\"]([A-E] \) .*?)['\"](?=, ['\"]|\]$)", options))
-    found = _MATH_OPTION.findall(options)
-    if not mark or [letter for letter, _ in found] != list("ABCDE"):
+    lettered = _MATH_OPTION.findall(options)
+    if not mark or [letter for letter, _ in lettered] != list("ABCDE"):
         record.refuse("instruction", "does not list the options A to E")
     return {
         "problem": problem,
-        # MathQA is in small letters; the making of this file has capitalised a to e in the options.
-        "choices": [choice.strip().lower() for _, choice in found],
+        # MathQA is in lower case; this copy has capital A to E in the options.
+        "choices": [choice.strip().lower() for _, choice in lettered],
         "label": record.choice("answer", tuple("ABCDE")),
     }
 
 
 def _task(convert: Callable[[Record], Document | None], **files: str) -> Callable[..., Splits]:
-    """What a task file's ``custom_dataset`` calls, with options that are none of these files'."""
+    """Return the ``custom_dataset`` function of a task file; it ignores the harness's options."""
     return lambda **_: _splits(convert, **files)
 
 
@@ -146,7 +146,7 @@ mathqa = _task(_math, test="llm_adapters/mathqa_test.json")
 
 
 def piqa(**_: Any) -> Splits:
-    """PIQA's validation set (Bisk et al. 2020) and its labels."""
+    """Read PIQA's validation set (Bisk et al. 2020) and its labels."""
     path = data_file("piqa/valid-labels.lst")
     labels = path.read_text(encoding="utf-8").split()
     records = read_jsonl(data_file("piqa/valid.jsonl"))
@@ -154,10 +154,10 @@ def piqa(**_: Any) -> Splits:
         raise ValueError(
             f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."
         )
-    known = iter(labels)
+    remaining = iter(labels)
 
     def convert(record: Record) -> Document:
-        labelled = Record({"label": next(known)}, f"{path}, of {record.place}")
+        labelled = Record({"label": next(remaining)}, f"{path}, of {record.place}")
         return {
             "goal": record.text("goal"),
             "choices": [record.text("sol1"), record.text("sol2")],

@@ -18,37 +18,39 @@ from h2okv.records import Record, read_jsonl, read_text_file
 _TOKENS = 64
 _TOKENS_OF_SEVERAL = 128
 _TOKENS_OF_DOCUMENTS = 512
-# The recipe's form of a prompt, for articles that come bare.
+# The recipe's prompt for articles without one.
 ONE_ARTICLE = "###\nArticle: {article}\n\nSummarize the above article in 3 sentences.\n"
 SEVERAL_DOCUMENTS = "{article}\n\nA summary of the passages above in one page:\n"
-_PLACE = "{article}"
-_WANTED = "an object with article and summary_gt, or with context and answers"
+_FIELD = "{article}"
+_EXPECTED = "an object with article and summary_gt, or with context and answers"
 
 
 def read_articles(
     path: Path, references: Path | None = None, template: str | None = None
 ) -> list[TextPrompt]:
-    """Read articles in the recipe's form, in LongBench's, or one a line with their references."""
-    if template is not None and _PLACE not in template:
-        raise ValueError(f"--template {template!r} has no {_PLACE} to put the article in; add it")
+    """Read articles in the recipe's format, in LongBench's, or one a line with their references."""
+    if template is not None and _FIELD not in template:
+        raise ValueError(f"--template {template!r} has no {_FIELD} to put the article in; add it")
     if references is not None:
         return _pairs(path, references, template or ONE_ARTICLE)
-    return [_article(line, template) for line in read_jsonl(path, _WANTED)]
+    return [_article(line, template) for line in read_jsonl(path, _EXPECTED)]
 
 
 def _article(line: Record, template: str | None) -> TextPrompt:
-    if "article" in line.fields:  # the whole prompt
+    if "article" in line.fields:  # a complete prompt
         if template is not None:
             raise ValueError(
                 f"{line.place}: field article is a whole prompt already; leave out --template"
             )
         stops = line.texts("stop") if line.fields.get("stop") is not None else ()
-        most = line.number("max_tokens", _TOKENS)
-        return TextPrompt(line.text("article"), most, stops, line.place, line.texts("summary_gt"))
+        max_new_tokens = line.number("max_tokens", _TOKENS)
+        return TextPrompt(
+            line.text("article"), max_new_tokens, stops, line.place, line.texts("summary_gt")
+        )
     if "context" in line.fields:
-        text = (template or SEVERAL_DOCUMENTS).replace(_PLACE, line.text("context").strip())
+        text = (template or SEVERAL_DOCUMENTS).replace(_FIELD, line.text("context").strip())
         return TextPrompt(text, _TOKENS_OF_DOCUMENTS, (), line.place, line.texts("answers"))
-    raise ValueError(f"{line.place} has neither field article nor field context; give {_WANTED}")
+    raise ValueError(f"{line.place} has neither field article nor field context; give {_EXPECTED}")
 
 
 def _pairs(path: Path, references: Path, template: str) -> list[TextPrompt]:
@@ -59,32 +61,34 @@ def _pairs(path: Path, references: Path, template: str) -> list[TextPrompt]:
             f"'{path}' has {len(texts)} lines and '{references}' has {len(lines)}; each article"
             " needs its line of references"
         )
-    found = []
+    prompts = []
     for number, (text, line) in enumerate(zip(texts, lines, strict=True), start=1):
-        place = f"line {number} of '{path}'"
+        location = f"line {number} of '{path}'"
         if not text.strip():
-            raise ValueError(f"{place} is empty; give one article on each line")
-        prompt = template.replace(_PLACE, text.strip())
-        found.append(TextPrompt(prompt, _TOKENS_OF_SEVERAL, ("###",), place, line.texts("refs")))
-    return found
+            raise ValueError(f"{location} is empty; give one article on each line")
+        prompt = template.replace(_FIELD, text.strip())
+        prompts.append(
+            TextPrompt(prompt, _TOKENS_OF_SEVERAL, ("###",), location, line.texts("refs"))
+        )
+    return prompts
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def load_rouge(stemmer: bool = False) -> Any:
-    """Find ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) in rouge-score."""
+    """Return rouge-score's scorer of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004)."""
     return optional("rouge_score.rouge_scorer", "ROUGE").RougeScorer(list(ROUGE), stemmer)
 
 
 @dataclass(eq=False)
 class Summarization(GenerationTask):
-    """A model summarizes articles; as in H2O's section 5 and the llama recipe's table."""
+    """Summaries of articles, as in H2O's section 5 and the llama recipe's table."""
 
-    input: Path  # see `read_articles`, also for the next two
+    input: Path  # this and the next two fields: see `read_articles`
     references: Path | None = None
     template: str | None = None
-    stemmer: bool = False  # whether stems of words are compared
+    stemmer: bool = False  # compare stems of words
     metrics = ROUGE
     headline = "rouge2"
 
@@ -98,14 +102,14 @@ class Summarization(GenerationTask):
         return {"data": digest(content), **super().identity(), "stemmer": self.stemmer}
 
     def result(self, sample: int, answer: Answer) -> Result:
-        found = self._rouge.score_multi(list(self.prompts[sample].references), answer.text)
-        scores = {name: float(found[name].fmeasure) for name in ROUGE}
+        rouge = self._rouge.score_multi(list(self.prompts[sample].references), answer.text)
+        scores = {name: float(rouge[name].fmeasure) for name in ROUGE}
         return {**scores, "tokens": answer.tokens, "text": answer.text}
 
 
 @dataclass(eq=False)
 class Diversity(GenerationTask):
-    """The first questions of conversations are answered several times, and the answers compared.
+    """Several answers to the first question of each conversation, compared with each other.
 
     Self-BLEU (Zhu et al., arXiv 1802.01886): each answer's BLEU with the others as references.
     """
@@ -121,10 +125,10 @@ class Diversity(GenerationTask):
         if self._params.is_greedy:
             raise ValueError("temperature 0 gives the same answer each time; give 1, for example")
         self._questions = [
-            TextPrompt(f"{talk[0].content}\n", _TOKENS, (), f"line {n} of '{self.input}'")
-            for n, talk in enumerate(read_conversations(self.input), start=1)
+            TextPrompt(f"{conversation[0].content}\n", _TOKENS, (), f"line {n} of '{self.input}'")
+            for n, conversation in enumerate(read_conversations(self.input), start=1)
         ]
-        self.prompts = [one for one in self._questions for _ in range(self.copies)]
+        self.prompts = [question for question in self._questions for _ in range(self.copies)]
         self.limit = None if self.limit is None else self.limit * self.copies
         self._bleu = optional("sacrebleu.metrics", "Self-BLEU").BLEU(effective_order=True)
 
@@ -136,7 +140,7 @@ class Diversity(GenerationTask):
         return {"prompt": sample // self.copies, "tokens": answer.tokens, "text": answer.text}
 
     def scores(self, results: Mapping[int, Result]) -> dict[str, Score]:
-        """Average Self-BLEU over the prompts; 0 to 100, as BLEU is counted."""
+        """Average Self-BLEU over the prompts, 0 to 100."""
         answers: dict[int, list[str]] = {}
         for result in results.values():
             answers.setdefault(result["prompt"], []).append(result["text"])

@@ -15,22 +15,22 @@ from h2okv.console import check_least
 from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.stream_data import TextSource
 from h2okv.evaluation.streaming import Stream, StreamSettings, run_stream
-from h2okv.evaluation.task import Configs, Found, Result, Score, Task
+from h2okv.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv.provenance import digest
 
-# Tokens that are read at once, with eviction after them, unless the cache says otherwise.
+# Tokens that are read before each eviction, unless the cache has a `prefill_chunk`.
 _BLOCK = 64
-# Above that a mean negative log-likelihood has no perplexity that a float can hold.
+# Above this mean negative log-likelihood the perplexity overflows a float.
 _LARGEST = 600.0
 
 
 @dataclass(eq=False)
 class Perplexity(Task):
-    """A text is read window after window; budgets in fractions are of a window, as in the paper."""
+    """Perplexity of a text by windows; fractional budgets are of a window, as in the paper."""
 
     text: str
-    length: int = 1024  # tokens of a window, of which all but the first are scored
-    windows: int | None = None  # one after another from the text's beginning; None for all
+    length: int = 1024  # tokens of a window; all but the first are scored
+    windows: int | None = None  # from the text's beginning; None for all
     every: int = 128  # tokens of a range of positions
     metrics = ("perplexity",)
 
@@ -44,20 +44,20 @@ class Perplexity(Task):
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         length = self.length
         ids = torch.tensor(model.encode(self.text))
-        whole = len(ids) // length
-        wanted = whole if self.windows is None else self.windows
-        if whole < max(wanted, 1):
+        available = len(ids) // length
+        num_windows = available if self.windows is None else self.windows
+        if available < max(num_windows, 1):
             raise ValueError(
-                f"the text has {len(ids)} tokens for this model, which are {whole} windows of"
+                f"the text has {len(ids)} tokens for this model, enough for {available} windows of"
                 f" {length}; give a longer text, a smaller --length, or fewer --windows"
             )
-        self._ids = list(ids[: wanted * length].reshape(wanted, length))
-        self.samples = range(wanted)
+        self._ids = list(ids[: num_windows * length].reshape(num_windows, length))
+        self.samples = range(num_windows)
         for config in configs:
             block = config.prefill_chunk or _BLOCK
             if not config.is_full and length - 1 <= block:
                 raise ValueError(
-                    f"--length {length} is read as one block of {block} tokens, so that nothing is"
+                    f"--length {length} is read as one block of {block} tokens, so nothing would be"
                     " evicted before it is scored; give a larger --length or a smaller"
                     " --prefill-chunk"
                 )
@@ -66,11 +66,11 @@ class Perplexity(Task):
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
-    ) -> Found:
+    ) -> CacheResults:
         for (number, config), sample in product(enumerate(configs), samples):
-            reading = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
+            settings = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.config, seed)
-            stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), reading)
+            stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), settings)
             run_stream(stream)
             rows = stream.all_rows()
             positions, nlls = [row.position for row in rows], [row.nll for row in rows]
@@ -87,16 +87,16 @@ class Perplexity(Task):
 
     def details(self, results: Mapping[int, Result]) -> list[dict[str, Any]]:
         rows = []
-        places = next(iter(results.values()))["positions"]
+        positions = next(iter(results.values()))["positions"]
         ranges = zip(*(result["nlls"] for result in results.values()), strict=True)
-        for position, nlls in zip(places, ranges, strict=True):
+        for position, nlls in zip(positions, ranges, strict=True):
             nll = math.fsum(nlls) / len(nlls)
             rows.append({"position": position, "nll": nll, "perplexity": _perplexity(nll)})
         return rows
 
 
 def _in_blocks(config: CacheConfig) -> CacheConfig:
-    """The same cache; rolling positions know how long a block is."""
+    """Return the config with a block size if its positions roll, which need one."""
     if config.is_full or config.positions != "rolling":
         return config
     return replace(config, prefill_chunk=config.prefill_chunk or _BLOCK)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from h2okv.console import check_least, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.model import ModelUnderTest, Prompt, answer_question
-from h2okv.evaluation.task import Configs, Found, Result, Task, TooLong
+from h2okv.evaluation.task import CacheResults, Configs, Result, Task, TooLong
 from h2okv.evaluation.tasks.generation import load_rouge
 from h2okv.provenance import digest
 from h2okv.records import read_jsonl
@@ -34,7 +34,7 @@ _CITIES = (
 
 @dataclass(eq=False, kw_only=True)
 class QuestionTask(Task):
-    """Questions about long texts, each with a cache of its own, scored by RULER's rule."""
+    """Questions about long texts, each on a separate cache, scored by RULER's rule."""
 
     compression: Compression = "query-agnostic"
     max_new_tokens: int = 16
@@ -43,9 +43,9 @@ class QuestionTask(Task):
         check_least(max_new_tokens=self.max_new_tokens)
         scores = optional("lm_eval.tasks.ruler.common_utils", "recall")
         self._match: Callable[[list[str], list[list[str]]], float] = scores.string_match_all
-        # Context and question, each tokenized on its own so that both ways read the same; the
-        # answers; and what stands beside the scores.
-        self._asked: list[tuple[list[int], list[int], Sequence[str], dict[str, Any]]] = []
+        # Context and question, tokenized separately so that both compressions read the same tokens;
+        # the answers; and further columns of the result.
+        self._questions: list[tuple[list[int], list[int], Sequence[str], dict[str, Any]]] = []
 
     @property
     def columns(self) -> Mapping[str, Any]:
@@ -53,27 +53,27 @@ class QuestionTask(Task):
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
-    ) -> Found:
+    ) -> CacheResults:
         params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=("\n",))
         aware = self.compression == "query-aware"
         for sample in samples:
-            context, question, expected, beside = self._asked[sample]
-            asked = Prompt(question, params)
-            answers = answer_question(model, configs, context, asked, aware, seed)
+            context, question, expected, columns = self._questions[sample]
+            prompt = Prompt(question, params)
+            answers = answer_question(model, configs, context, prompt, aware, seed)
             for number, (text, _) in enumerate(answers):
-                yield number, {sample: {**beside, **self.judge(text, expected), "text": text}}
+                yield number, {sample: {**columns, **self.judge(text, expected), "text": text}}
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
         return {"string_match": self._match([text], [list(answers)])}
 
 
 class Question(NamedTuple):
-    """A question about a text, with the line end before it; its place is for messages."""
+    """A question about a text, with the line end before it; the location is for messages."""
 
     context: str
     question: str
     answers: tuple[str, ...]
-    place: str
+    location: str
 
 
 def read_ruler(path: Path) -> list[Question]:
@@ -92,7 +92,7 @@ class Recall(QuestionTask):
     """RULER's questions (arXiv 2404.06654)."""
 
     input: Path  # RULER's JSONL
-    max_new_tokens: int = field(default=128, kw_only=True)  # RULER's own for its needles
+    max_new_tokens: int = field(default=128, kw_only=True)  # RULER's value for needles
     limit: int | None = None
     too_long: TooLong = "skip"
     metrics = ("string_match",)
@@ -107,26 +107,26 @@ class Recall(QuestionTask):
         return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        self._asked = []
+        self._questions = []
         lengths: list[tuple[int, str]] = []
-        for text, question, answers, place in self.questions[: self.limit]:
-            ids, asked = model.encode(text), model.encode(question, special=False)
-            self._asked.append((ids, asked, answers, {"expected": answers}))
-            lengths.append((len(ids) + len(asked) + self.max_new_tokens, place))
+        for text, question, answers, location in self.questions[: self.limit]:
+            ids, question_ids = model.encode(text), model.encode(question, special=False)
+            self._questions.append((ids, question_ids, answers, {"expected": answers}))
+            lengths.append((len(ids) + len(question_ids) + self.max_new_tokens, location))
         self.samples = self.within_window(model, configs, lengths, self.too_long)
 
 
 @dataclass(eq=False)
 class NeedleTask(QuestionTask):
-    """A needle in a haystack: a sentence at some depth of a text, asked for at its end."""
+    """A needle in a haystack: a sentence hidden in a text, and a question at its end."""
 
     text: str  # the haystack
     lengths: tuple[int, ...] = (512, 1024, 1536)  # tokens of the whole prompt
     depths: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 1)  # fractions of the text before the needle
-    tries: int = 4  # for each length and depth, each in another part of the text
+    tries: int = 4  # per length and depth, each in a different part of the text
     statement: str = "The city of {name} is {answer}."
     question: str = "\nThe city of {name} is"
-    answer: str | None = None  # if it is always the same one
+    answer: str | None = None  # a fixed answer; None for a random city
     seed: int = 0  # of names and answers
     metrics = ("string_match", "rouge1_recall")
 
@@ -134,18 +134,18 @@ class NeedleTask(QuestionTask):
         super().__post_init__()
         for name, values in (("lengths", self.lengths), ("depths", self.depths)):
             if not values:
-                raise ValueError(f"--{name} names nothing; give at least one value")
+                raise ValueError(f"--{name} must have at least one value, got none; add one")
             if len(set(values)) != len(values):
-                raise ValueError(f"--{name} names a value twice; give each once")
+                raise ValueError(f"--{name} must have each value once, got {values!r}")
         for depth in self.depths:
             if not 0 <= depth <= 1:
-                raise ValueError(f"--depths {depth:g} is out of range; give fractions from 0 to 1")
+                raise ValueError(f"--depths must be fractions from 0 to 1, got {depth:g}")
         check_least(tries=self.tries)
         answer = "{answer}" if self.answer is None else self.answer
         if answer not in self.statement:
             raise ValueError(
-                f"--needle {self.statement!r} does not hold the answer {answer!r}; give both"
-                " --needle and --answer, the one with the other in it"
+                f"--needle {self.statement!r} must contain the answer {answer!r}; give both"
+                " --needle and --answer"
             )
         self._rouge = load_rouge()
 
@@ -160,32 +160,36 @@ class NeedleTask(QuestionTask):
             for n, token in enumerate(ids, start=1)
             if model.decode([token]).rstrip(" ").endswith(_SENTENCE_ENDS)
         ]
-        draw = random.Random(self.seed)
-        self._asked = []
+        rng = random.Random(self.seed)
+        self._questions = []
         for length, depth, number in product(self.lengths, self.depths, range(self.tries)):
-            name, city = draw.choice(_NAMES), draw.choice(_CITIES)
+            name, city = rng.choice(_NAMES), rng.choice(_CITIES)
             statement, question = (
-                model.encode(words.replace("{name}", name).replace("{answer}", city), special=False)
-                for words in (f" {self.statement}", self.question)
+                model.encode(
+                    template.replace("{name}", name).replace("{answer}", city), special=False
+                )
+                for template in (f" {self.statement}", self.question)
             )
             room = length - len(opening) - len(statement) - len(question)
             self._check_room(length, room, len(ids))
             start = number * room % (len(ids) - room + 1)
-            stop, wanted = start + room, start + round(depth * room)
-            # The end of a sentence nearest to it, or an end of the text if that is nearer.
-            places = [start, stop, *(end for end in ends if start < end < stop)]
-            cut = min(places, key=lambda place: abs(place - wanted))
+            stop, target = start + room, start + round(depth * room)
+            # Hide the needle at the nearest end of a sentence, or at an end of the text.
+            cuts = [start, stop, *(end for end in ends if start < end < stop)]
+            cut = min(cuts, key=lambda cut: abs(cut - target))
             context = [*opening, *ids[start:cut], *statement, *ids[cut:stop]]
             expected = self.answer or city
-            beside = {"length": length, "depth": depth, "expected": expected}
-            self._asked.append((context, question, [expected], beside))
-        most = self.max_new_tokens
-        lengths = [(length + most, f"a text of --lengths {length}") for length in self.lengths]
+            columns = {"length": length, "depth": depth, "expected": expected}
+            self._questions.append((context, question, [expected], columns))
+        max_new_tokens = self.max_new_tokens
+        lengths = [
+            (length + max_new_tokens, f"a text of --lengths {length}") for length in self.lengths
+        ]
         self.within_window(model, configs, lengths)
-        self.samples = range(len(self._asked))
+        self.samples = range(len(self._questions))
 
     def _check_room(self, length: int, room: int, tokens: int) -> None:
-        """Refuse a length with too little room for the text, or too much."""
+        """Raise ValueError for a length that leaves too little room for the text, or too much."""
         if room < 1:
             raise ValueError(
                 f"--lengths {length} has no room for the needle and the question; give"
@@ -208,6 +212,6 @@ class NeedleTask(QuestionTask):
         for sample, result in results.items():
             cells.setdefault((result["length"], result["depth"]), {})[sample] = result
         return [
-            {"length": length, "depth": depth, **super(NeedleTask, self).details(here)[0]}
-            for (length, depth), here in cells.items()
+            {"length": length, "depth": depth, **super(NeedleTask, self).details(group)[0]}
+            for (length, depth), group in cells.items()
         ]
