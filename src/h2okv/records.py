@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
 Row = Mapping[str, Any]  # of a table: values by column
+_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 @contextmanager
@@ -31,6 +32,15 @@ def first_line(error: BaseException) -> str:
     """What an error says, in so few words that they fit into a sentence."""
     lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
     return lines[0][:300].rstrip(".") if lines else type(error).__name__
+
+
+def short_repr(value: Any) -> str:
+    """Return a value as an error repeats it: ints may have more digits than Python prints."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def naming(path: Path, what: str, remedy: str) -> AbstractContextManager[None]:

@@ -50,6 +50,24 @@ def test_conversations_are_answered_by_the_chat_template(make_llm, tokenizer, gr
     assert len(two.completions[0].token_ids) == 4
 
 
+def test_an_answer_is_continued(make_llm, tokenizer, greedy):
+    llm = make_llm("bundled", max_prompt_tokens=100)
+    question = {"role": "user", "content": "Once upon"}
+    talk = [question, {"role": "assistant", "content": "A time"}]
+    text = "User: Once upon\n\nAssistant: A time"
+    (whole,) = llm.generate(text, greedy(4))
+    for switches in ({}, {"continue_final_message": True}):
+        assert llm.chat(talk, greedy(4), **switches) == [whole]
+    (other,) = llm.generate(f"{text}\n\nAssistant:", greedy(4))
+    assert llm.chat(talk, greedy(4), add_generation_prompt=True) == [other]
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "Be kind."}]}, question]
+    system = {"role": "system", "content": "Be kind."}
+    assert llm.chat(parts, greedy(4)) == llm.chat([system, question], greedy(4))
+    for messages, words in (([[]], "messages is empty"), ([{"role": "tool"}], "tools are not")):
+        with pytest.raises(ValueError, match=words):
+            llm.chat(messages)
+
+
 @pytest.mark.parametrize("folder", ["engine", "offload"])
 def test_no_layer_is_asked_by_attribute_names(folder):
     asking = [

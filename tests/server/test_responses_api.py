@@ -76,19 +76,19 @@ def test_a_response_tells_what_the_cache_holds(served):
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "calls no tools; leave it out"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "writes plain text; leave it out"),
-        ({"previous_response_id": "resp-1"}, "previous_response_id", "remembers no responses"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools are not supported yet; leave it out"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "answers are plain text; leave"),
+        ({"previous_response_id": "resp-1"}, "previous_response_id", "no responses are stored"),
         ({"background": True}, "background", "while the client waits"),
         ({"input": []}, "input", "input is empty; give at least one"),
         ({"input": 5}, "input", "input=5 does not fit"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content", "part of type 'input_image'; this server reads text only"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0]", "takes messages only"),
-        ({"n": 2}, "n", "a response has no such field"),
+         "input[0].content", "part of type 'input_image'; only text is supported"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0]", "tools are not supported yet"),
+        ({"n": 2}, "n", "a response has one output"),
         ({"max_tokens": 2}, "max_tokens", "give max_output_tokens"),
         ({"max_output_token": 2}, "max_output_token", "did you mean max_output_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "writes plain text"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "answers are plain text"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name(served, fake, change, param, words):

@@ -29,12 +29,12 @@ from h2okv.engine.request import (
     ScheduledStep,
 )
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
-from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number, short_repr
+from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
 from h2okv.integration.enable import enable
 from h2okv.integration.layer_budgets import with_own_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
-from h2okv.records import refusing
+from h2okv.records import refusing, short_repr
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64

@@ -22,6 +22,7 @@ from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import encode, message_spans
+from h2okv.integration.messages import read_conversation
 
 _Events = asyncio.Queue[Event]
 
@@ -94,31 +95,51 @@ class LLM(_Front):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
         pin: Sequence[str] = (),
         show_progress: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of each conversation, by the model's chat template.
 
+        An assistant message at the end is continued: the output is what follows it.
+
         Args:
-            messages: One conversation, or several: messages with ``"role"`` and ``"content"``.
+            messages: One conversation, or several: messages with ``"role"`` and ``"content"``, as
+                clients of OpenAI's API write them.
             params: See `generate`.
             budget: See `generate`.
             pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``.
             show_progress: See `generate`.
+            add_generation_prompt: ``True`` for a new message even after an assistant's; ``False``
+                for no header of one.
+            continue_final_message: Whether the final message, whoever's it is, is continued.
+            chat_template_kwargs: Further variables of the chat template.
 
         Returns:
             One output for each conversation, in their order; none on ranks but the first.
 
         Raises:
-            ValueError: If the template does not take the messages, or as `generate` does.
+            ValueError: If a message cannot be read, or the template does not take them, or as
+                `generate` does.
         """
-        talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [encode(self.tokenizer, talk) for talk in talks]
-        pins = [message_spans(self.tokenizer, talk, pin) for talk in talks]
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        fields = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        chats = [
+            read_conversation({"messages": conversation, **fields})
+            for conversation in ([messages] if is_one else messages)
+        ]
+        prompts = [encode(self.tokenizer, chat) for chat in chats]
+        pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]
         return self.generate(prompts, params, budget=budget, pins=pins, show_progress=show_progress)
 
     def generate(

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from h2okv.records import short_repr
+
 MAX_LOGPROBS = 20
 """Alternatives that may be asked for with each token."""
 
 UNLIMITED = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 """Colder than this, logits divided by the temperature overflow, and nothing is left to chance."""
-_SHOWN = 60
-"""Characters of a wrong value that an error repeats."""
 
 _LIMITS: Mapping[str, tuple[type, float, float]] = {
     "max_tokens": (int, 0, UNLIMITED),
@@ -145,12 +145,3 @@ def _biases(biases: Any) -> dict[int, float]:
         place = check_number("logit_bias: the token", token, int, 0, UNLIMITED)
         checked[place] = check_number(f"logit_bias[{place}]", bias, float, -100.0, 100.0)
     return checked
-
-
-def short_repr(value: Any) -> str:
-    """A value as an error repeats it: ints may have more digits than Python prints."""
-    try:
-        text = repr(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from h2okv.integration.messages import Conversation
 from h2okv.records import unknown_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SHOWN = 300  # characters of a template's reason, which may repeat the whole chat
 # Where an answer ends in the plain form: the model would write the user's next line.
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")
 _PLAIN_FORMS = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assistant: {}\n\n"}
@@ -21,7 +24,7 @@ class ChatTemplateError(ValueError):
     """A model's chat template does not take these messages; `reason` says why, in one line."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = " ".join(reason.split()).rstrip(".")
+        self.reason = " ".join(reason.split())[:_SHOWN].rstrip(".")
         super().__init__(
             f"the model's chat template does not take these messages ({self.reason}); give messages"
             " that it takes."
@@ -30,17 +33,47 @@ class ChatTemplateError(ValueError):
 
 def chat_text(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Conversation | Sequence[Mapping[str, Any]],
     *,
-    to_answer: bool = True,
+    to_answer: bool | None = None,
 ) -> str:
-    """Puts messages in the form that a model knows: its chat template, or the plain form."""
-    if not tokenizer.chat_template:  # a template's text has all special tokens in it, this has none
-        text = "".join(_PLAIN_FORMS[one["role"]].format(one["content"]) for one in messages)
-        return f"{text}Assistant:" if to_answer else text
+    """Put messages in the form that a model knows: its chat template, or the plain form.
+
+    Args:
+        tokenizer: The model's, with its template.
+        messages: A conversation, or messages as templates take them.
+        to_answer: Of messages, whether the text ends where a new answer begins; ``None`` where
+            `Conversation` says so.
+
+    Returns:
+        The text, with all special tokens if it is a template's, and none otherwise.
+
+    Raises:
+        ChatTemplateError: If the template does not take the messages.
+    """
+    chat = messages
+    if not isinstance(chat, Conversation):
+        chat = Conversation(chat, to_answer, None if to_answer is None else False)
+    *earlier, final = chat.messages
+    continues, begins_answer = chat.continues, chat.begins_answer
+    if continues and final["role"] == "assistant" and not final["content"]:
+        # Nothing to continue: the answer begins behind its header.
+        chat = replace(chat, messages=earlier)
+        continues, begins_answer = False, True
+    if not tokenizer.chat_template:
+        text = "".join(_PLAIN_FORMS[one["role"]].format(one["content"]) for one in chat.messages)
+        return f"{text}Assistant:" if begins_answer else text[: -2 if continues else None]
     apply: Any = tokenizer.apply_chat_template
     try:
-        return str(apply(list(messages), tokenize=False, add_generation_prompt=to_answer))
+        return str(
+            apply(
+                list(chat.messages),
+                tokenize=False,
+                add_generation_prompt=begins_answer,
+                continue_final_message=continues,
+                **chat.template_kwargs,
+            )
+        )
     except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ChatTemplateError(str(error)) from error
 
@@ -56,7 +89,7 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
 
 def encode(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Mapping[str, str]],
+    prompt: str | Conversation | Sequence[Mapping[str, Any]],
     vocab_size: int | None = None,
     special: bool = True,
 ) -> list[int]:
@@ -80,16 +113,19 @@ def check_pinnable(pin: Sequence[str]) -> None:
 
 
 def message_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], pin: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Conversation | Sequence[Mapping[str, Any]],
+    pin: Sequence[str],
 ) -> list[tuple[int, int]]:
     """Where messages that `PINNABLE` names stand in the tokens of a chat, for `H2OCache.pin`."""
     if not pin:
         return []
     check_pinnable(pin)
+    messages = chat.messages if isinstance(chat, Conversation) else chat
     for name in pin:
         if not any(one["role"] == name.removeprefix("last_") for one in messages):
             raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
-    text = chat_text(tokenizer, messages)
+    text = chat_text(tokenizer, chat)
     encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
     last, at, found = max(n for n, one in enumerate(messages) if one["role"] == "user"), 0, []
     for number, message in enumerate(messages):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ _POLICY = (
     "default-src 'none'; script-src {inline}; style-src {inline}; {more}; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
 )
+_READING = ["GET", "HEAD"]  # methods of what only tells something
 _OPEN_PATHS = frozenset({"/health", "/", "/view"})
 """What needs no key: whether the server lives, and pages, which browsers ask for without one."""
 
@@ -77,28 +79,30 @@ def _add_status(app: FastAPI, handlers: Handlers) -> None:
         "created": int(time.time()),
         "owned_by": "h2okv",
         # Not OpenAI's, but what clients of other servers look for.
-        "max_model_len": handlers.engine.max_context,
+        "max_model_len": handlers.max_model_len,
     }
 
-    @app.get("/v1/models")
+    get = partial(app.api_route, methods=_READING)
+
+    @get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described]}
 
-    @app.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         handlers.check_model(name)
         return described
 
-    @app.get("/health")
+    @get("/health")
     async def health(response: Response) -> dict[str, str]:
         response.status_code = 200 if handlers.engine.is_healthy else 503
         return {"status": "ok" if handlers.engine.is_healthy else "stopped"}
 
-    @app.get("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(handlers.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/stats")
+    @get("/stats")
     async def stats() -> Response:
         return JSONResponse(handlers.stats(), headers={"Cache-Control": "no-store"})
 
@@ -115,7 +119,9 @@ def _add_pages(app: FastAPI, view_page: str | None) -> None:
         policy = _POLICY.format(inline=inline, more=more)
         return HTMLResponse(html, headers={**_PAGE_HEADERS, "Content-Security-Policy": policy})
 
-    @app.get("/")
+    get = partial(app.api_route, methods=_READING)
+
+    @get("/")
     async def index() -> Response:
         nonce = secrets.token_urlsafe(16)
         html = page.replace("@NONCE@", nonce)
@@ -123,7 +129,7 @@ def _add_pages(app: FastAPI, view_page: str | None) -> None:
 
     if view_page is not None:
         # A recorded page is one file with its scripts inside, and asks for nothing.
-        @app.get("/view")
+        @get("/view")
         async def view() -> Response:
             return answer(view_page, "'unsafe-inline'", "img-src data:")
 

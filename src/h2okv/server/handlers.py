@@ -44,6 +44,12 @@ class Handlers:
         self.tokens = TokenText(engine.tokenizer)
         self._any_length = PromptReader(engine.tokenizer)
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that clients may rely on: no prompt of so many is too long."""
+        limits = (self.engine.max_prompt_tokens, self.engine.max_context)
+        return min(limit for limit in limits if limit is not None)
+
     def stats(self) -> dict[str, Any]:
         limits = ("max_budget", "max_context", "max_prompt_tokens")
         return {
@@ -70,11 +76,11 @@ class Handlers:
     async def tokenize(self, request: Request) -> Response:
         """Tells the tokens of a text or a chat, of any length."""
         body, size = await self.read(request, TokenizeRequest)
-        prompt = [one.turn for one in body.messages] if body.messages else body.prompt or ""
+        prompt = body.prompt if body.messages is None else body.conversation
         read, special = self._any_length.read, body.add_special_tokens
         found = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
         strings = [self.tokens.text(token) for token in found] if body.return_token_strs else None
-        told = {"count": len(found), "max_model_len": self.engine.max_context, "tokens": found}
+        told = {"count": len(found), "max_model_len": self.max_model_len, "tokens": found}
         return JSONResponse({**told, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
@@ -122,7 +128,7 @@ class TextRoute:
     async def _prepare(self, request: Request) -> _Asked:
         """Checks a request and reads its prompts; nothing is generated yet."""
         body, size = await self.handlers.read(request, self.kind)
-        texts, params = body.asked(self.engine.model_sampling)
+        texts, params = body.prompts, body.params(self.engine.model_sampling)
         n, most = params.n, self.settings.max_choices
         if len(texts) * n > most:
             raise invalid(
@@ -150,18 +156,19 @@ class TextRoute:
         """The parameters with the prompt's stops, and as many new tokens as there is room for."""
         context, length = self.engine.max_context, len(prompt.token_ids)
         most, wanted = self.settings.max_new_tokens, params.max_tokens
+        name = body.field_of("max_tokens")
         if not length:
             raise invalid("prompt has no tokens; give at least one.", "prompt")
         if wanted is not None and wanted > most:
-            told = f"max_tokens={wanted} is more than this server writes; give {most} at most."
-            raise invalid(told, "max_tokens")
+            message = f"{name}={wanted} is more than this server writes; give {most} at most."
+            raise invalid(message, name)
         room = most if context is None else context - length
         if room < (1 if wanted is None else wanted):
             asked = "at least 1" if wanted is None else wanted
             raise invalid(
-                f"a prompt of {length} tokens and max_tokens={asked} are more than the model's"
+                f"a prompt of {length} tokens and {name}={asked} are more than the model's"
                 f" context of {context} tokens; shorten the prompt or ask for less.",
-                "max_tokens" if room > 0 else None,
+                name if room > 0 else None,
                 code="context_length_exceeded",
             )
         if wanted is None:
@@ -195,7 +202,8 @@ class TextRoute:
                 for number, own in enumerate(params):
                     group.create_task(one(number, own))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            first = errors.exceptions[0]
+            raise body.refusal(first) if type(first) is ValueError else first from None
         if not body.stream:
             return Response(_json(builder.whole()), media_type="application/json")
         done = b"data: [DONE]\n\n" if builder.says_done else b""

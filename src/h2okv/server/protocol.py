@@ -2,66 +2,62 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-import difflib
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from fastapi import Request
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from h2okv.config import Budget
-from h2okv.engine.sampling_params import SamplingParams, short_repr
+from h2okv.engine.request_fields import UNSUPPORTED, Unsupported, known_fields, sampling_values
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.integration.messages import Conversation, FieldError, format_path, read_conversation
+from h2okv.records import short_repr
 from h2okv.server import responses
 from h2okv.server.errors import ApiError, invalid
 from h2okv.server.tokenization import off_the_loop
 
-_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _NAME = re.compile(r"(\w+)[\[=:]")
 
-Seed = Annotated[int, AfterValidator(lambda seed: seed % 2**63)]
-TopK = Annotated[int, AfterValidator(lambda count: 0 if count == -1 else count)]
-"""-1 is all tokens, in vLLM's requests."""
-Token = Annotated[str, Field(pattern=r"^[0-9]{1,18}$"), AfterValidator(int)]
-"""As a key in JSON, which is always a string."""
+Whole = Annotated[int, BeforeValidator(lambda value: _as_int(value))]
+"""A whole number; JSON does not tell 8.0 from 8."""
 Stops = Annotated[list[str], Field(max_length=64)]
-ONE_OR_MORE = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 TEXT_IS_SAID = BeforeValidator(
-    lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+    lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
 )
-NULL_IS_EMPTY = BeforeValidator(lambda given: {} if given is None else given)
+NULL_IS_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
 
 
-def lacking(why: str, *harmless: Any) -> Any:
-    """A field of OpenAI's for what this server lacks; some values of it change nothing."""
-    return Field(default=None, json_schema_extra={"why": why, "harmless": list(harmless)})
+def _as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Strict(BaseModel):
     """A part of a request: unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    unsupported: ClassVar[Unsupported] = {}
 
-    @field_validator("*")
+    @model_validator(mode="before")
     @classmethod
-    def _refused(cls, value: Any, info: ValidationInfo) -> Any:
-        lacked: Any = cls.model_fields[str(info.field_name)].json_schema_extra
-        if lacked and value is not None and value not in lacked["harmless"]:
-            raise ValueError(f"this server {lacked['why']}.")
-        return value
+    def _known(cls, value: Any) -> Any:
+        is_object = isinstance(value, dict)
+        return known_fields(value, cls.model_fields, cls.unsupported) if is_object else value
 
 
 class StreamOptions(Strict):
@@ -91,43 +87,32 @@ class CacheChoice(Strict):
 class SampledRequest(Strict):
     """What chats and completions have in common; `null` is the same as leaving a field out."""
 
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
     path: ClassVar[str]
     builder: ClassVar[type[responses.ResponseBuilder]]
     default_max_tokens: ClassVar[int | None] = None
 
     model: str
-    response_format: Any = lacking("writes plain text; leave it out", {"type": "text"})
-    tools: Any = lacking("calls no tools; leave it out", [])
-    tool_choice: Any = lacking("calls no tools; leave it out", "none", "auto")
-    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
-    seed: Seed | None = None
+    n: Whole | None = None
+    seed: Whole | None = None
     stop: Annotated[Stops | None, ONE_OR_MORE] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Token, float] | None = None
-    logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: Whole | None = None
     # As vLLM's server takes them.
-    top_k: TopK | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[Whole], Field(max_length=1024)] | None = None
     # This server's own.
     h2o: Annotated[CacheChoice, NULL_IS_EMPTY] = CacheChoice()
-    # Taken, and of no effect here.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -143,98 +128,93 @@ class SampledRequest(Strict):
             raise invalid(f"{name} needs {other}=true; set it, or leave this out.", name)
         return self
 
+    @property
     @abstractmethod
-    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
-        """Texts, tokens, or one chat as templates take it; parameters in place of fields."""
+    def prompts(self) -> list[Any]:
+        """Texts, tokens, or one conversation."""
 
-    def asked(self, standard: Mapping[str, float]) -> tuple[list[Any], SamplingParams]:
-        """What is to be continued, and how; parameters that are left out are the standard."""
-        prompts, own = self._asked()
-        values = {name: value for name, value in self if name in _SAMPLING} | own
-        given = {name: value for name, value in values.items() if value is not None}
+    def _parameters(self) -> dict[str, Any]:
+        """Return parameters that have other names, or values, than their fields."""
+        return {}
+
+    def params(self, standard: Mapping[str, float]) -> SamplingParams:
+        """Return the sampling parameters; those that are left out are the standard."""
         try:
-            return prompts, SamplingParams(**{**standard, **given})
+            values = sampling_values(dict(self)) | self._parameters()
+            stated = {name: value for name, value in values.items() if value is not None}
+            return SamplingParams(**{**standard, **stated})
+        except FieldError as error:
+            raise _field_error(error) from error
         except ValueError as error:
-            found = _NAME.match(str(error))
-            name = found.group(1) if found and found.group(1) in type(self).model_fields else None
-            raise invalid(str(error), name) from error
+            raise self.refusal(error) from error
+
+    def field_of(self, parameter: str) -> str:
+        """Return the field that a parameter of `SamplingParams` came from."""
+        return "logprobs" if parameter == "prompt_logprobs" else parameter
+
+    def refusal(self, error: ValueError) -> ApiError:
+        """Translate the error of a parameter into that of the field that it came from."""
+        text, match = str(error), _NAME.match(str(error))
+        if match is None:
+            return invalid(text)
+        name = self.field_of(match[1])
+        is_field = name in type(self).model_fields
+        return invalid(name + text[match.end(1) :], name) if is_field else invalid(text)
 
 
-class ChatMessage(Strict):
-    """A message; the fields of an answer are taken too, so that clients can send it back."""
+class Templated(Strict):
+    """Messages, and how the model's chat template is applied to them."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Any = ""
-    name: str | None = None
-    refusal: Any = lacking("reads text only; leave it out", [], {}, "")
-    annotations: Any = lacking("reads text only; leave it out", [], {}, "")
-    tool_calls: Any = lacking("reads text only; leave it out", [], {}, "")
-    function_call: Any = lacking("reads text only; leave it out", [], {}, "")
-    audio: Any = lacking("reads text only; leave it out", [], {}, "")
+    messages: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # a variable of some templates
 
-    parts: ClassVar[tuple[str, ...]] = ("text",)
+    _conversation: Conversation = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _read_messages(self) -> Self:
+        self._check()
+        if self.messages is not None:
+            self._conversation = read_conversation(dict(self))
+        return self
+
+    def _check(self) -> None:
+        """Refuse what the messages need not be read for."""
 
     @property
-    def turn(self) -> dict[str, str]:
-        """The message as templates take it."""
-        told = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
-        return told | {"role": self.role.replace("developer", "system")}
-
-    @field_validator("content")
-    @classmethod
-    def _text(cls, content: Any) -> str:
-        if content is None or isinstance(content, str):
-            return content or ""
-        such = f"parts such as {{'type': '{cls.parts[0]}', 'text': '...'}}"
-        if not isinstance(content, list):
-            raise PydanticCustomError("content", f"Input should be a text, or a list of {such}")
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in cls.parts:
-                raise ValueError(
-                    f"part of type {short_repr(kind)}; this server reads text only, so give {such}."
-                )
-            # The last two are in what this server has written.
-            is_text = set(part) - {"annotations", "logprobs"} == {"type", "text"}
-            if not is_text or not isinstance(part["text"], str):
-                raise ValueError("a text part needs 'type' and a string 'text', nothing else.")
-        return "".join(part["text"] for part in content)
+    def conversation(self) -> Conversation:
+        """The messages that were read."""
+        return self._conversation
 
 
-class ChatRequest(SampledRequest):
+class ChatRequest(SampledRequest, Templated):
     """A chat to be answered."""
 
     path: ClassVar[str] = "/v1/chat/completions"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ChatResponseBuilder
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    messages: list[Any]
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    functions: Any = lacking("calls no functions; leave it out", [])
-    function_call: Any = lacking("calls no functions; leave it out", "none", "auto")
-    modalities: Any = lacking("writes text only; leave it out, or give ['text']", ["text"])
-    audio: Any = lacking("writes text only; leave it out")
-    prediction: Any = None
-    reasoning_effort: Any = lacking("has no such setting; leave it out", "none")
-    verbosity: Any = lacking("has no such setting; leave it out", "medium")
-    web_search_options: Any = lacking("searches nothing; leave it out")
+    top_logprobs: Whole | None = None
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise invalid(
-                f"max_tokens={self.max_tokens} and max_completion_tokens="
-                f"{self.max_completion_tokens} contradict each other; give one of them.",
-                "max_tokens",
-            )
         return self._need("top_logprobs", self.top_logprobs is None, "logprobs")
 
-    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
-        wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        own = {"max_tokens": wanted, "logprobs": logprobs}
-        return [[one.turn for one in self.messages]], own
+    @property
+    def prompts(self) -> list[Any]:
+        return [self.conversation]
+
+    def _parameters(self) -> dict[str, Any]:
+        return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+
+    def field_of(self, parameter: str) -> str:
+        if parameter == "max_tokens" and self.max_tokens is None:
+            return "max_completion_tokens"
+        return "top_logprobs" if parameter == "logprobs" else parameter
 
 
 class CompletionRequest(SampledRequest):
@@ -246,13 +226,12 @@ class CompletionRequest(SampledRequest):
 
     prompt: Any
     echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = lacking("only continues a prompt; leave it out", "")
+    best_of: Whole | None = None
 
     @field_validator("prompt")
     @classmethod
     def _listed(cls, value: Any) -> list[str] | list[list[int]]:
-        """Text, texts, tokens or lists of tokens, always as a list of prompts."""
+        """Check texts, or lists of tokens; return a list of prompts."""
         listed = value if isinstance(value, list) and not _are_tokens(value) else [value]
         if listed and (all(isinstance(o, str) for o in listed) or all(map(_are_tokens, listed))):
             return listed
@@ -272,8 +251,12 @@ class CompletionRequest(SampledRequest):
             )
         return self
 
-    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
-        return self.prompt, {"prompt_logprobs": self.logprobs if self.echo else None}
+    @property
+    def prompts(self) -> list[Any]:
+        return self.prompt
+
+    def _parameters(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self.logprobs if self.echo else None}
 
 
 def _are_tokens(value: Any) -> bool:
@@ -281,64 +264,81 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-class InputMessage(ChatMessage):
-    """A message in a response's input; what was an output fits too."""
-
-    parts: ClassVar[tuple[str, ...]] = ("input_text", "output_text")
-
-    type: str = "message"
-    id: str | None = None
-    status: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _message(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type", "message") != "message":
-            raise ValueError("this server takes messages only.")
-        return value
-
-
 class ResponsesRequest(SampledRequest):
     """A conversation to be answered, in the form of OpenAI's Responses API."""
 
     path: ClassVar[str] = "/v1/responses"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED,
+        "n": ("a response has one output; leave it out", 1),
+        "max_tokens": ("a response has no such field; give max_output_tokens",),
+        "logprobs": ("a response has no log-probabilities; leave it out", False),
+        "top_logprobs": ("a response has no log-probabilities; leave it out", 0),
+    }
 
-    input: Annotated[list[InputMessage], Field(min_length=1), TEXT_IS_SAID]
+    input: Annotated[list[Any], TEXT_IS_SAID]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    text: Any = lacking("writes plain text; leave it out", {"format": {"type": "text"}}, {})
-    previous_response_id: Any = lacking("remembers no responses; send all that was said as input")
-    conversation: Any = lacking("remembers no conversations; send all that was said as input")
-    background: bool | None = lacking("answers while the client waits; leave it out", False)
-    truncation: str | None = lacking("shortens no prompts; leave it out", "disabled")
-    reasoning: Any = lacking("has no such setting; leave it out", {})
-    include: Any = lacking("has nothing more to tell; leave it out", [])
-    n: int | None = lacking("gives one output: a response has no such field; leave it out", 1)
-    max_tokens: int | None = lacking("has no such field in a response; give max_output_tokens")
-    logprobs: int | None = lacking("has no such field in a response; leave it out")
+    max_output_tokens: Whole | None = None
+    metadata: Any = None
+    text: dict[str, Any] | None = None
+    include: list[Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
-    def _asked(self) -> tuple[list[Any], dict[str, Any]]:
-        chat = [one.turn for one in self.input]
+    _conversation: Conversation = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        fields = {**dict(self), "reasoning_effort": (self.reasoning or {}).get("effort")}
+        chat = read_conversation(fields, "input")
         if self.instructions:
-            chat.insert(0, {"role": "system", "content": self.instructions})
-        return [chat], {"max_tokens": self.max_output_tokens}
+            system = {"role": "system", "content": self.instructions}
+            chat = dataclasses.replace(chat, messages=[system, *chat.messages])
+        self._conversation = chat
+        return self
+
+    @field_validator("text")
+    @classmethod
+    def _plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Refuse other forms than text; how long answers are is a hint only."""
+        if (value or {}).get("format") not in (None, {"type": "text"}):
+            raise FieldError((), f"={short_repr(value)}: answers are plain text; leave it out")
+        return value
+
+    @field_validator("include")
+    @classmethod
+    def _included(cls, value: list[Any] | None) -> list[Any] | None:
+        """Refuse what would be told; of searches and reasoning there is nothing to tell."""
+        if "message.output_text.logprobs" in (value or []):
+            reason = "a response has no log-probabilities; leave it out"
+            raise FieldError((), f"={short_repr(value)}: {reason}")
+        return value
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [self._conversation]
+
+    def _parameters(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_output_tokens}
+
+    def field_of(self, parameter: str) -> str:
+        return "max_output_tokens" if parameter == "max_tokens" else parameter
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Templated):
     """A text or a chat of which the tokens are asked, as vLLM's server takes it."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.prompt is None) == (not self.messages):
+    def _check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
             raise invalid("give either prompt, a text, or messages, a chat.", "prompt")
-        return self
 
 
 class DetokenizeRequest(Strict):
@@ -364,14 +364,18 @@ async def read_limited(request: Request, most: int) -> bytes:
 
 
 async def read_body(request: Request, model: type[BaseModel], most: int) -> tuple[Any, int]:
-    """Reads and checks a body; tells its size too."""
+    """Read and check a body; return its size too."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A page elsewhere cannot send this type without asking first, which no answer allows.
         remedy = "send the header 'Content-Type: application/json'"
-        told = f"Content-Type {kind!r} is not JSON; {remedy}."
-        raise ApiError(415, told, code="unsupported_media_type")
-    raw = await read_limited(request, most)
+        message = f"Content-Type {kind!r} is not JSON; {remedy}."
+        raise ApiError(415, message, code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        message = f"Content-Encoding {encoding!r} is not supported; send the body uncompressed."
+        raise ApiError(415, message, code="unsupported_media_type")
+    raw = (await read_limited(request, most)).removeprefix(codecs.BOM_UTF8)
     return await off_the_loop(len(raw), lambda: _parse(raw, model)), len(raw)
 
 
@@ -379,44 +383,34 @@ def _parse(raw: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        # An unknown field explains more than what follows from it.
-        first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
-        raise _explained(first, model) from error
+        raise _explained(error.errors(include_url=False)[0], model) from error
 
 
-_CODES = {
-    "json_invalid": "invalid_json",
-    "extra_forbidden": "unknown_field",
-    "missing": "missing_field",
-}
+_CODES = {"json_invalid": "invalid_json", "missing": "missing_field"}
 """Of errors of pydantic's; all others are of a value."""
-_TOLD = {
+_MESSAGES = {
     "json_invalid": "the body is not JSON in UTF-8 ({error}); send one object.",
-    "extra_forbidden": "{field} is not known; {hint}.",
     "missing": "{field} is missing; give it.",
-    "too_short": "{field} is empty; give at least one.",
     "too_long": "{field} has {actual_length} entries; give {max_length} at most.",
     "value_error": "{field}={value}: {error}",
-    "string_pattern_mismatch": (
-        "{field} has the key {value}, which is not a token; give its number."
-    ),
     "model_type": "{field} is not a JSON object, but {value}; send one.",
 }
 
 
 def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
-    """Says what is wrong with a body in one sentence."""
-    place = problem["loc"]
-    if place[-1:] == ("[key]",):  # not the value, but its key
-        place = place[:-2]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
-    near = difflib.get_close_matches(field, model.model_fields, n=1) if len(place) == 1 else []
-    told = _TOLD.get(problem["type"], "{field}={value} does not fit; give {should}.").format(
-        **problem.get("ctx", {}),
+    """Say what is wrong with a body in one sentence."""
+    context, path = problem.get("ctx", {}), problem["loc"]
+    if isinstance(context.get("error"), FieldError):
+        return _field_error(context["error"].within(*path))
+    field = format_path(path)
+    message = _MESSAGES.get(problem["type"], "{field}={value} does not fit; give {should}.").format(
+        **context,
         field=field or "the body",
         value=short_repr(problem["input"]),
-        hint=f"did you mean {near[0]}" if near else "leave it out",
         should=problem["msg"].removeprefix("Input should be ").rstrip("."),
     )
-    return invalid(told, field or None, _CODES.get(problem["type"], "invalid_value"))
+    return invalid(message, field or None, _CODES.get(problem["type"], "invalid_value"))
+
+
+def _field_error(error: FieldError) -> ApiError:
+    return invalid(f"{error}.", error.name or None, error.code)

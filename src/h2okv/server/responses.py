@@ -31,7 +31,7 @@ class ResponseBuilder(ABC):
         self.outputs = [Completion(index) for index in range(self.num_outputs * len(prompts))]
         self._tokens = tokens
         # The plain form has a space between "Assistant:" and the answer, which is not its own.
-        self._strips_start = bool(prompts[0].stops)
+        self._strips_start = prompts[0].strips_start
         self._read: dict[int, PromptRead] = {}
         # For each output, how many tokens were told beside what is kept of them, and what makes
         # text of their bytes.

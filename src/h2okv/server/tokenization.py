@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text, encode
+from h2okv.integration.messages import Conversation
 from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
@@ -32,6 +33,7 @@ class Prompt(NamedTuple):
     text: str
     is_text: bool
     stops: tuple[str, ...] = ()  # texts at which an answer ends beside those that a request names
+    strips_start: bool = False  # whether the answer begins behind a space that is not its own
 
 
 class PromptReader:
@@ -44,15 +46,16 @@ class PromptReader:
         self._max_characters = longest * max_tokens
         tokenizer("a")  # the first use may set the tokenizer up, which is best done alone
 
-    def read(self, prompt: Sequence[Any], *, special: bool = True) -> Prompt:
-        """Reads a text, tokens, or a chat up to where the answer begins."""
-        field, stops = "prompt", tuple[str, ...]()
+    def read(self, prompt: Conversation | Sequence[Any], *, special: bool = True) -> Prompt:
+        """Read a text, tokens, or a chat up to where the answer begins."""
+        field, stops, strips_start = "prompt", tuple[str, ...](), False
         if isinstance(prompt, str):
             text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
+        elif isinstance(prompt, Conversation):
             # A template's text has its special tokens in it.
             field, special = "messages", not self.tokenizer.chat_template
             stops = PLAIN_STOPS if special else ()
+            strips_start = special and not prompt.continues
             try:
                 text = chat_text(self.tokenizer, prompt)
             except ChatTemplateError as error:
@@ -62,7 +65,7 @@ class PromptReader:
         self._check_length(len(text), self._max_characters, "characters", field)
         token_ids = tuple(encode(self.tokenizer, text, special=special))
         self._check_length(len(token_ids), self.max_tokens, "tokens", field)
-        return Prompt(token_ids, text, True, stops)
+        return Prompt(token_ids, text, True, stops, strips_start)
 
     def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
         self._check_length(len(token_ids), self.max_tokens, "tokens", "prompt")
@@ -140,6 +143,7 @@ def shared_prefix(
     prompts: list[Any] = [text + end for end in _FOLLOWING]
     if is_system:
         system = {"role": "system", "content": text}
-        prompts = [[system, {"role": "user", "content": end.strip() or "b"}] for end in _FOLLOWING]
+        users = [{"role": "user", "content": end.strip() or "b"} for end in _FOLLOWING]
+        prompts = [Conversation([system, user]) for user in users]
     reader = PromptReader(tokenizer)
     return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))

@@ -1,0 +1,264 @@
+"""Messages of a chat as clients write them, read the same by server, batch jobs and `LLM.chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2okv.records import short_repr
+
+Message = dict[str, Any]
+"""What chat templates take: ``role``, ``content``, and what else the client gave for a template."""
+
+EMPTY: tuple[Any, ...] = (None, [], {}, "")
+"""Values of any field that change nothing."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEMPLATE_FIELDS = ("name", "reasoning", "reasoning_content")
+_IGNORED_FIELDS = frozenset(
+    {"annotations", "cache_control", "created_at", "id", "metadata", "phase", "prefix",
+     "provider_specific_fields", "reasoning_details", "status", "thinking_blocks", "timestamp",
+     "type"}
+)  # fmt: skip
+"""Of messages; answers have them, or they are hints to other servers."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_PARTS = ("reasoning", "thinking", "redacted_thinking")
+_IGNORED_PART_FIELDS = frozenset(
+    {"annotations", "cache_control", "citations", "id", "logprobs", "prompt_cache_breakpoint",
+     "signature"}
+)  # fmt: skip
+_TOOLS = "tools are not supported yet; leave out tools, tool calls and tool messages"
+_TEXT_ONLY = "only text is supported; leave it out"
+_EXAMPLE = '{"role": "user", "content": "..."}'
+
+
+class FieldError(ValueError):
+    """A field that cannot be used: where it is, and what is wrong, as ``name=value: reason``."""
+
+    def __init__(self, path: Sequence[str | int], problem: str, code: str = "invalid_value"):
+        self.path, self.problem, self.code = tuple(path), problem, code
+        super().__init__(f"{self.name}{problem}")
+
+    @property
+    def name(self) -> str:
+        """The field as in Python: ``messages[0].role``."""
+        return format_path(self.path)
+
+    def within(self, *path: str | int) -> FieldError:
+        """Return the same error of a field of a larger object."""
+        return FieldError((*path, *self.path), self.problem, self.code)
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """Write a path as in Python, such as ``messages[0].role``."""
+    return "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in path).lstrip(".")
+
+
+def tools_error(path: Sequence[str | int], value: Any) -> FieldError:
+    """Return the error of a field that needs tools."""
+    return FieldError(path, f"={short_repr(value)}: {_TOOLS}")
+
+
+def read_messages(messages: Any) -> list[Message]:
+    """Read messages in the form of OpenAI's chats, or of the input of OpenAI's responses.
+
+    Args:
+        messages: A list of objects with ``role`` (system, developer, user, assistant) and
+            ``content``, a text, ``None`` or a list of text parts. Hints that change no answer are
+            left out, and so is earlier reasoning that stands alone.
+
+    Returns:
+        Messages with a text each, as chat templates take them.
+
+    Raises:
+        FieldError: If one of them cannot be read, by its place in the list.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise FieldError((), f"={short_repr(messages)} does not fit; give a list of {_EXAMPLE}")
+    numbered = enumerate(messages)
+    turns = [_read_message(item, at) for at, item in numbered if not _is_reasoning(item)]
+    if not turns:
+        raise FieldError((), " is empty; give at least one message")
+    return turns
+
+
+def _is_reasoning(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("type") == "reasoning"
+
+
+def _read_message(message: Any, at: int) -> Message:
+    if not isinstance(message, Mapping):
+        raise FieldError((at,), f"={short_repr(message)} is not a message; give {_EXAMPLE}")
+    kind = message.get("type") or "message"
+    if kind != "message":
+        if not isinstance(kind, str) or "call" in kind or "tool" in kind or "mcp" in kind:
+            raise FieldError((at,), f": item of type {short_repr(kind)}; {_TOOLS}")
+        raise FieldError((at,), f": item of type {short_repr(kind)}; only messages are supported")
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise tools_error((at, "role"), role)
+    for name in ("tool_calls", "function_call", "tool_call_id"):
+        if message.get(name) not in EMPTY:
+            raise tools_error((at, name), message[name])
+    if role is None:
+        raise FieldError((at, "role"), " is missing; give it", "missing_field")
+    if not isinstance(role, str) or role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise FieldError((at, "role"), f"={short_repr(role)} does not fit; give one of {known}")
+    if "content" not in message and role != "assistant":
+        raise FieldError((at, "content"), " is missing; give it", "missing_field")
+    return {"role": _ROLES[role], "content": _read_content(message, at), **_read_rest(message, at)}
+
+
+def _read_rest(message: Mapping[str, Any], at: int) -> Message:
+    """Read the fields that only some templates know; refuse what needs more than text."""
+    turn: Message = {}
+    for name, value in message.items():
+        if value in EMPTY or name in ("role", "content", "refusal", *_IGNORED_FIELDS):
+            continue
+        if name in _TEMPLATE_FIELDS:
+            if isinstance(value, str):
+                turn[name] = _checked_text(value, (at, name))
+            elif name == "name":
+                problem = f"={short_repr(value)} does not fit; give a valid string"
+                raise FieldError((at, name), problem)
+        elif name in ("audio", "images"):
+            raise FieldError((at, name), f"={short_repr(value)}: {_TEXT_ONLY}")
+        else:
+            raise FieldError((at, name), " is not known; leave it out", "unknown_field")
+    return turn
+
+
+def _read_content(message: Mapping[str, Any], at: int) -> str:
+    # An assistant that refused has said so in a field of its own.
+    content = message.get("content") or message.get("refusal") or ""
+    path: tuple[str | int, ...] = (at, "content")
+    if isinstance(content, str):
+        return _checked_text(content, path)
+    if not isinstance(content, (list, tuple)):
+        such = "give a text, or a list of parts such as {'type': 'text', 'text': '...'}"
+        raise FieldError(path, f"={short_repr(content)} does not fit; {such}")
+    return "".join(_read_part(part, (*path, number)) for number, part in enumerate(content))
+
+
+def _read_part(part: Any, path: tuple[str | int, ...]) -> str:
+    if isinstance(part, str):
+        return _checked_text(part, path)
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _REASONING_PARTS:
+        return ""
+    if kind in ("tool_use", "tool_result", "tool_call"):
+        raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {_TOOLS}")
+    if kind not in (*_TEXT_PARTS, "refusal"):
+        such = "only text is supported, so give parts such as {'type': 'text', 'text': '...'}"
+        raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {such}")
+    name = "refusal" if kind == "refusal" else "text"
+    for other, value in part.items():
+        if other not in ("type", name, *_IGNORED_PART_FIELDS) and value not in EMPTY:
+            raise FieldError((*path, other), " is not known; leave it out", "unknown_field")
+    if not isinstance(part.get(name), str):
+        raise FieldError((*path, name), f"={short_repr(part.get(name))} does not fit; give a text")
+    return _checked_text(part[name], (*path, name))
+
+
+def _checked_text(text: str, path: Sequence[str | int]) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise FieldError(path, " has half of a surrogate pair; correct the text") from error
+    return text
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that were read, and how a chat template is applied to them.
+
+    A final assistant message is continued, unless one of the two switches says otherwise; both mean
+    what they mean for `apply_chat_template` and in vLLM's requests.
+
+    Attributes:
+        messages: As `read_messages` returns them.
+        add_generation_prompt: Whether the text ends with the header of a new assistant message;
+            ``None`` for one wherever the final message is not continued.
+        continue_final_message: Whether the text ends within the final message; ``None`` where that
+            is an assistant's, and no header of a new one is asked for.
+        template_kwargs: Further variables of the template.
+
+    Raises:
+        FieldError: If the switches contradict each other, or something is of another type.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("add_generation_prompt", "continue_final_message"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                problem = f"={short_repr(value)} does not fit; give true or false"
+                raise FieldError((name,), problem)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise FieldError(
+                ("continue_final_message",),
+                "=true contradicts add_generation_prompt=true; give one of them",
+            )
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on within the final message."""
+        if self.continue_final_message is None:
+            return not self.add_generation_prompt and self.messages[-1]["role"] == "assistant"
+        return self.continue_final_message
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the header of a new assistant message follows."""
+        return not self.continues and self.add_generation_prompt is not False
+
+
+_RESERVED = frozenset(
+    {"chat_template", "continue_final_message", "conversation", "max_length", "padding",
+     "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+     "tokenize", "tokenizer_kwargs", "tools", "truncation"}
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that are no variables of a template."""
+
+
+def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conversation:
+    """Read a request's messages with the fields that say how they are rendered.
+
+    Args:
+        fields: A request, of which ``add_generation_prompt``, ``continue_final_message``,
+            ``chat_template_kwargs`` and ``reasoning_effort`` are read beside the messages.
+        name: The field of the messages.
+
+    Returns:
+        The conversation.
+
+    Raises:
+        FieldError: If something cannot be read.
+    """
+    try:
+        messages = read_messages(fields[name])
+    except FieldError as error:
+        raise error.within(name) from error
+    field_name = "chat_template_kwargs"
+    given = fields.get(field_name) or {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise FieldError((field_name,), f"={short_repr(given)} does not fit; give an object")
+    variables = dict(given)
+    switches = {
+        switch: variables.pop(switch, None) if fields.get(switch) is None else fields[switch]
+        for switch in ("add_generation_prompt", "continue_final_message")
+    }
+    for variable in variables:
+        if variable == "tools":
+            raise tools_error((field_name, variable), variables[variable])
+        if variable in _RESERVED:
+            raise FieldError((field_name, variable), " is not a template's variable; leave it out")
+    if fields.get("reasoning_effort") is not None:
+        variables.setdefault("reasoning_effort", fields["reasoning_effort"])
+    return Conversation(messages, **switches, template_kwargs=variables)
