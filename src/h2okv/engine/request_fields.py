@@ -57,13 +57,13 @@ IGNORED = frozenset(
 
 
 def known_fields(
-    fields: Mapping[str, Any], known: Collection[str], unsupported: Unsupported = UNSUPPORTED
+    fields: Mapping[str, Any], names: Collection[str], unsupported: Unsupported = UNSUPPORTED
 ) -> dict[str, Any]:
     """Leave out the fields that change nothing.
 
     Args:
         fields: A request as its client wrote it.
-        known: The fields that are read.
+        names: The fields that are read.
         unsupported: Those that ask for what is not supported, even if they are known.
 
     Returns:
@@ -78,10 +78,10 @@ def known_fields(
             reason, *harmless = unsupported[name]
             if value not in EMPTY and value not in harmless:
                 raise FieldError((name,), f"={short_repr(value)}: {reason}")
-        elif name in known:
+        elif name in names:
             read[name] = value
         elif name not in IGNORED and value not in EMPTY:
-            near = difflib.get_close_matches(name, [*known], n=1)
+            near = difflib.get_close_matches(name, [*names], n=1)
             hint = f"did you mean {near[0]}" if near else "leave it out"
             raise FieldError((name,), f" is not known; {hint}", "unknown_field")
     return read

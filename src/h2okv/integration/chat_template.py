@@ -61,7 +61,9 @@ def chat_text(
         chat = replace(chat, messages=earlier)
         continues, begins_answer = False, True
     if not tokenizer.chat_template:
-        text = "".join(_PLAIN_FORMS[one["role"]].format(one["content"]) for one in chat.messages)
+        text = "".join(
+            _PLAIN_FORMS[message["role"]].format(message["content"]) for message in chat.messages
+        )
         return f"{text}Assistant:" if begins_answer else text[: -2 if continues else None]
     apply: Any = tokenizer.apply_chat_template
     try:
@@ -93,7 +95,7 @@ def encode(
     vocab_size: int | None = None,
     special: bool = True,
 ) -> list[int]:
-    """The tokens of a text, or of messages up to their answer; none outside the vocabulary."""
+    """Encode a text, or messages up to their answer; refuse tokens outside the vocabulary."""
     if not isinstance(prompt, str):
         prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
     ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
@@ -117,7 +119,7 @@ def message_spans(
     chat: Conversation | Sequence[Mapping[str, Any]],
     pin: Sequence[str],
 ) -> list[tuple[int, int]]:
-    """Where messages that `PINNABLE` names stand in the tokens of a chat, for `H2OCache.pin`."""
+    """Find the tokens of the messages that `PINNABLE` names, for `H2OCache.pin`."""
     if not pin:
         return []
     check_pinnable(pin)

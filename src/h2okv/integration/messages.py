@@ -104,8 +104,8 @@ def _read_message(message: Any, at: int) -> Message:
     if role is None:
         raise FieldError((at, "role"), " is missing; give it", "missing_field")
     if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise FieldError((at, "role"), f"={short_repr(role)} does not fit; give one of {known}")
+        roles = ", ".join(_ROLES)
+        raise FieldError((at, "role"), f"={short_repr(role)} does not fit; give one of {roles}")
     if "content" not in message and role != "assistant":
         raise FieldError((at, "content"), " is missing; give it", "missing_field")
     return {"role": _ROLES[role], "content": _read_content(message, at), **_read_rest(message, at)}
@@ -139,13 +139,13 @@ def _read_content(message: Mapping[str, Any], at: int) -> str:
     if not isinstance(content, (list, tuple)):
         such = "give a text, or a list of parts such as {'type': 'text', 'text': '...'}"
         raise FieldError(path, f"={short_repr(content)} does not fit; {such}")
-    return "".join(_read_part(part, (*path, number)) for number, part in enumerate(content))
+    return "".join(_read_part(item, (*path, number)) for number, item in enumerate(content))
 
 
-def _read_part(part: Any, path: tuple[str | int, ...]) -> str:
-    if isinstance(part, str):
-        return _checked_text(part, path)
-    kind = part.get("type") if isinstance(part, Mapping) else None
+def _read_part(content: Any, path: tuple[str | int, ...]) -> str:
+    if isinstance(content, str):
+        return _checked_text(content, path)
+    kind = content.get("type") if isinstance(content, Mapping) else None
     if kind in _REASONING_PARTS:
         return ""
     if kind in ("tool_use", "tool_result", "tool_call"):
@@ -154,12 +154,14 @@ def _read_part(part: Any, path: tuple[str | int, ...]) -> str:
         such = "only text is supported, so give parts such as {'type': 'text', 'text': '...'}"
         raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {such}")
     name = "refusal" if kind == "refusal" else "text"
-    for other, value in part.items():
+    for other, value in content.items():
         if other not in ("type", name, *_IGNORED_PART_FIELDS) and value not in EMPTY:
             raise FieldError((*path, other), " is not known; leave it out", "unknown_field")
-    if not isinstance(part.get(name), str):
-        raise FieldError((*path, name), f"={short_repr(part.get(name))} does not fit; give a text")
-    return _checked_text(part[name], (*path, name))
+    if not isinstance(content.get(name), str):
+        raise FieldError(
+            (*path, name), f"={short_repr(content.get(name))} does not fit; give a text"
+        )
+    return _checked_text(content[name], (*path, name))
 
 
 def _checked_text(text: str, path: Sequence[str | int]) -> str:
@@ -246,10 +248,10 @@ def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conv
     except FieldError as error:
         raise error.within(name) from error
     field_name = "chat_template_kwargs"
-    given = fields.get(field_name) or {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise FieldError((field_name,), f"={short_repr(given)} does not fit; give an object")
-    variables = dict(given)
+    variables = fields.get(field_name) or {}
+    if not isinstance(variables, Mapping) or not all(isinstance(key, str) for key in variables):
+        raise FieldError((field_name,), f"={short_repr(variables)} does not fit; give an object")
+    variables = dict(variables)
     switches = {
         switch: variables.pop(switch, None) if fields.get(switch) is None else fields[switch]
         for switch in ("add_generation_prompt", "continue_final_message")

@@ -55,7 +55,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
+    def _read_fields(cls, value: Any) -> Any:
         is_object = isinstance(value, dict)
         return known_fields(value, cls.model_fields, cls.unsupported) if is_object else value
 
@@ -76,10 +76,10 @@ class CacheChoice(Strict):
     kept_every: Annotated[int, Field(ge=1)] | None = None  # new tokens between two reports
 
     def budget(self, standard: Budget) -> Budget | None:
-        """The server's budget with what is given; ``None`` if nothing is."""
-        given = self.model_dump(include={"heavy", "recent", "sink"}, exclude_none=True)
+        """Return the server's budget with what is stated; ``None`` if nothing is."""
+        stated = self.model_dump(include={"heavy", "recent", "sink"}, exclude_none=True)
         try:
-            return dataclasses.replace(standard, **given) if given else None
+            return dataclasses.replace(standard, **stated) if stated else None
         except ValueError as error:
             raise invalid(f"h2o: {error}", "h2o") from error
 
@@ -261,7 +261,7 @@ class CompletionRequest(SampledRequest):
 
 def _are_tokens(value: Any) -> bool:
     # bool is an int to isinstance, and no token.
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 class ResponsesRequest(SampledRequest):
@@ -311,7 +311,7 @@ class ResponsesRequest(SampledRequest):
     @field_validator("include")
     @classmethod
     def _included(cls, value: list[Any] | None) -> list[Any] | None:
-        """Refuse what would be told; of searches and reasoning there is nothing to tell."""
+        """Refuse what an answer would hold; of searches and reasoning there is nothing to tell."""
         if "message.output_text.logprobs" in (value or []):
             reason = "a response has no log-probabilities; leave it out"
             raise FieldError((), f"={short_repr(value)}: {reason}")
@@ -348,22 +348,22 @@ class DetokenizeRequest(Strict):
     tokens: list[int]
 
 
-async def read_limited(request: Request, most: int) -> bytes:
-    """Reads a body of so many bytes at most, whether or not its length is told before."""
+async def read_limited(request: Request, limit: int) -> bytes:
+    """Read a body up to a limit, whether or not its length is stated before."""
     remedy = "send less, or start the server with a larger --max-body"
-    told = f"the body has more than {most} bytes; {remedy}."
-    too_large = ApiError(413, told, code="body_too_large")
+    message = f"the body has more than {limit} bytes; {remedy}."
+    too_large = ApiError(413, message, code="body_too_large")
     length, data = request.headers.get("content-length", "0"), bytearray()
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and int(length) > limit:
         raise too_large
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
             raise too_large
     return bytes(data)
 
 
-async def read_body(request: Request, model: type[BaseModel], most: int) -> tuple[Any, int]:
+async def read_body(request: Request, model: type[BaseModel], limit: int) -> tuple[Any, int]:
     """Read and check a body; return its size too."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -375,7 +375,7 @@ async def read_body(request: Request, model: type[BaseModel], most: int) -> tupl
     if encoding != "identity":
         message = f"Content-Encoding {encoding!r} is not supported; send the body uncompressed."
         raise ApiError(415, message, code="unsupported_media_type")
-    raw = (await read_limited(request, most)).removeprefix(codecs.BOM_UTF8)
+    raw = (await read_limited(request, limit)).removeprefix(codecs.BOM_UTF8)
     return await off_the_loop(len(raw), lambda: _parse(raw, model)), len(raw)
 
 
