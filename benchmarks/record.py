@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from h2okv.benchmarking.results import interleaved, quartiles, ratios
 from h2okv.integration.models import resolve_model
 from h2okv.offload.profile import Clock
-from h2okv.ops.dispatch import wanted
+from h2okv.ops.dispatch import implementation_in_use
 from h2okv.provenance import environment as describe
 from h2okv.records import read_csv, write_csv
 
@@ -131,7 +131,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def environment() -> dict[str, Any]:
     """Return the columns that say where a benchmark ran, and on which code."""
     told = describe(torch.device("cpu"))
-    return {name: told[name] for name in FIELDS if name in told} | {"ops": wanted()}
+    return {name: told[name] for name in FIELDS if name in told} | {"ops": implementation_in_use()}
 
 
 def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -37,8 +37,8 @@ NOT_VERBS = frozenset(
 PHRASES = {
     r"\bis no more\b": "is gone, has ended",
     r"\bare no more\b": "are gone, have ended",
-    r"\b(?-i:is none)\b": "must be ..., got ...",
-    r"\b(?-i:are none)\b": "must be ..., got ...",
+    r"(?<!there )\b(?-i:is none)\b": "must be ..., got ...",
+    r"(?<!there )\b(?-i:are none)\b": "must be ..., got ...",
     r"\bis no (seed|folder|file|format|number|budget|model|policy|name|method)\b": "is not a ...",
     r"\bso many\b": "the number itself",
     r"\banew\b": "again",

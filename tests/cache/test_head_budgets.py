@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.ops.decode import NOBODY, share_slots
+from h2okv.ops.decode import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
 OPTIONS = [
@@ -96,7 +96,7 @@ def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
     )
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped[:, 15:], masked[:, 15:], atol=2e-4, rtol=1e-4)
-    assert bool((cache.layers[0].state.owner[1] == NOBODY).any())  # the longer one has more
+    assert bool((cache.layers[0].state.owner[1] == NO_HEAD).any())  # the longer one has more
     alone = h2okv.H2OCache(model.config, 0.2, 0.1, layer_budgets=FACTORS)
     own = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
     torch.testing.assert_close(dropped[1:, 15:], own, atol=2e-4, rtol=1e-4)
@@ -166,7 +166,7 @@ def test_slots_are_shared_by_budget():
     kept = torch.tensor([[[True, True, False], [True] * 3], [[True] * 3, [True, False, False]]])
     total = torch.tensor([[[2], [3]], [[3], [1]]])
     chosen, stays, owner = share_slots(indices, kept, total)
-    assert owner[:, 0].tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, NOBODY]]
+    assert owner[:, 0].tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, NO_HEAD]]
     held = [row[mask].tolist() for row, mask in zip(chosen[:, 0], stays[:, 0], strict=True)]
     assert held == [[0, 1, 3, 4, 5], [7, 8, 9, 2]]
 

@@ -66,14 +66,14 @@ def test_a_padded_batch_on_triton_kernels(make_llama, kept_sets):
 
 
 def test_the_environment_and_the_innermost_block_decide(monkeypatch):
-    assert dispatch.wanted() == "auto"
+    assert dispatch.implementation_in_use() == "auto"
     monkeypatch.setenv("H2OKV_OPS", "plain")
-    assert dispatch.wanted() == "plain"
+    assert dispatch.implementation_in_use() == "plain"
     with dispatch.use("triton"):
         with dispatch.use("auto"):
-            assert dispatch.wanted() == "auto"
-        assert dispatch.wanted() == "triton"
-    assert dispatch.wanted() == "plain"
+            assert dispatch.implementation_in_use() == "auto"
+        assert dispatch.implementation_in_use() == "triton"
+    assert dispatch.implementation_in_use() == "plain"
 
 
 def test_an_implementation_that_does_not_exist(monkeypatch, make_llama):

@@ -94,9 +94,9 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
         for name in ("keys", "values"):
             entries = getattr(slots, name)
             if indexed:
-                others = [place for place in range(5) if place not in entries.places]
+                others = [place for place in range(5) if place not in entries.block_index]
                 assert entries.blocks[others].isnan().all()
-                entries = entries.blocks[entries.places]
+                entries = entries.blocks[entries.block_index]
             assert torch.equal(entries[taken], getattr(twin, name)[taken]), name
         torch.testing.assert_close(slots.scores[taken], twin.scores[taken], atol=1e-4, rtol=1e-4)
         # Only entries count: a difference in the last bits must not become another choice later.

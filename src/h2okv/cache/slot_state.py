@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
-from h2okv.ops.decode import NOBODY, Slots, compact, pick
+from h2okv.ops.decode import NO_HEAD, Slots, compact, pick
 from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
@@ -341,7 +341,7 @@ class SlotState(Slots):
 def empty_value(name: str, num_slots: int) -> int:
     """What stands in a slot that holds nothing."""
     # The rank of an empty slot is the last one.
-    return {"ranks": num_slots - 1, "positions": -1, "owner": NOBODY}.get(name, 0)
+    return {"ranks": num_slots - 1, "positions": -1, "owner": NO_HEAD}.get(name, 0)
 
 
 def _field(name: str) -> str:

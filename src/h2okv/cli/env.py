@@ -36,7 +36,7 @@ def env(model: ModelOptions = model_options(dtype=None), as_json: bool = JSON) -
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": known["device"] if device.type == "cuda" else None,
-        dispatch.VARIABLE: dispatch.wanted(),
+        dispatch.VARIABLE: dispatch.implementation_in_use(),
     }
     if as_json:
         shown = [

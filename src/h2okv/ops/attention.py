@@ -24,12 +24,12 @@ _LOG2_E = math.log2(math.e)
 _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 288, 1024, 1 << 23
 if torch.cpu._is_amx_tile_supported():
     _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 384, 8192, 1 << 24
-# From so many logits on (4,096 tokens of 9 heads) tiles run in threads of their own.
+# From this number of logits on (4,096 tokens of 9 heads) tiles run in separate threads.
 _MANY_LOGITS = 1 << 27
-# Up to so many keys of all heads, these are read at once: in fp32 as long as their tiles stay in a
+# Up to this number of keys of all heads they are read at once: in fp32 while their tiles stay in a
 # core's cache, while products of bf16 gain more from fewer operations.
 _FEW_KEYS, _FEW_KEYS_BF16 = 1 << 12, 1 << 15
-# In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
+# Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _LOWEST = -1e30
 # Sums of powers of two that lose nothing to fp32, and those whose squares do not.
 _MOST = 2.0**100
@@ -62,7 +62,7 @@ def blockwise_attention_with_scores(
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
         weights: as in `reference.attention_with_scores`.
-        needs_sums: whether anybody looks at the sums, which are zero if not.
+        needs_sums: whether to compute the sums; zero otherwise.
 
     Returns:
         ``(output, sums)`` as in `reference.attention_with_scores`, computed in fp32. The output's
@@ -80,54 +80,55 @@ def blockwise_attention_with_scores(
     if entries is not None:
         entries = entries.expand(batch, num_kv_heads, num_keys)
     for row in range(batch):
-        own: Any = slice(None)
+        columns: Any = slice(None)
         seen: Any = slice(None)
         if real is not None:
             # A row runs alone over its real tokens: its padding costs nothing and cannot leak.
-            own = real[row].nonzero().squeeze(1)
-            if len(own) == 0:
+            columns = real[row].nonzero().squeeze(1)
+            if len(columns) == 0:
                 continue
-            seen = torch.cat([torch.arange(past, device=own.device), past + own])
-        own_output, own_sums = grouped_output[row][:, :, own], sums[row][:, seen]
-        own_weights = None if weights is None else weights[row, own]
+            seen = torch.cat([torch.arange(past, device=columns.device), past + columns])
+        row_output, row_sums = grouped_output[row][:, :, columns], sums[row][:, seen]
+        row_weights = None if weights is None else weights[row, columns]
         states = [key[row][:, seen], value[row][:, seen]]
-        own_past, places, bias = past, None, None
+        row_past, entry_columns, bias = past, None, None
         if entries is not None:
-            taken = entries[row][:, seen]
-            places = None if visibility.window else _places(taken, past)
-            if places is None:
-                bias = torch.zeros_like(own_sums).masked_fill_(~taken, -torch.inf).unsqueeze(1)
+            is_entry = entries[row][:, seen]
+            entry_columns = None if visibility.window else _entry_columns(is_entry, past)
+            if entry_columns is None:
+                bias = torch.zeros_like(row_sums).masked_fill_(~is_entry, -torch.inf).unsqueeze(1)
             else:
-                own_past = past - taken.shape[1] + places.shape[1]
-                states = [own_states.gather(1, _wide(places, own_states)) for own_states in states]
-        some_sums = own_sums if places is None else own_sums.new_zeros(places.shape)
+                row_past = past - is_entry.shape[1] + entry_columns.shape[1]
+                states = [tensor.gather(1, _wide(entry_columns, tensor)) for tensor in states]
+        entry_sums = row_sums if entry_columns is None else row_sums.new_zeros(entry_columns.shape)
         _attend_row(
-            _Row(own_past, visibility.window, softcap, own_weights, needs_sums), scale, own_output,
-            some_sums, grouped_query[row][:, :, own], states[0], states[1], bias,
+            _Row(row_past, visibility.window, softcap, row_weights, needs_sums), scale, row_output,
+            entry_sums, grouped_query[row][:, :, columns], states[0], states[1], bias,
         )  # fmt: skip
-        if places is not None:
-            own_sums.scatter_(1, places, some_sums)
+        if entry_columns is not None:
+            row_sums.scatter_(1, entry_columns, entry_sums)
         if real is not None:  # those were copies
-            grouped_output[row][:, :, own], sums[row][:, seen] = own_output, own_sums
+            grouped_output[row][:, :, columns], sums[row][:, seen] = row_output, row_sums
     return output, sums
 
 
-def _places(taken: Tensor, past: int) -> Tensor | None:
-    """Where each head's entries stand, int64 ``[H, n]``; ``None`` if they cannot be put together.
+def _entry_columns(is_entry: Tensor, past: int) -> Tensor | None:
+    """Return the columns of each head's entries, int64 ``[H, n]``, or ``None``.
 
-    That is, if heads of ``[H, N]`` have taken different numbers, or some of the block are none.
+    ``None`` if heads of ``[H, N]`` have different numbers of entries, or not all of the block are
+    entries.
     """
-    if torch.compiler.is_compiling() or not taken[:, past:].all():
+    if torch.compiler.is_compiling() or not is_entry[:, past:].all():
         return None
-    counts = taken.sum(dim=1)
+    counts = is_entry.sum(dim=1)
     if not (counts == counts[0]).all():
         return None
-    return taken.nonzero()[:, 1].view(len(counts), -1)
+    return is_entry.nonzero()[:, 1].view(len(counts), -1)
 
 
-def _wide(places: Tensor, states: Tensor) -> Tensor:
-    """Indices ``[H, n]`` for states ``[H, N, D]``."""
-    return places.unsqueeze(-1).expand(-1, -1, states.shape[-1])
+def _wide(columns: Tensor, states: Tensor) -> Tensor:
+    """Expand indices ``[H, n]`` for states ``[H, N, D]``."""
+    return columns.unsqueeze(-1).expand(-1, -1, states.shape[-1])
 
 
 class _Row(NamedTuple):
@@ -150,7 +151,7 @@ def _attend_row(
     value: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """One sequence, all H heads; shapes as in `_attend_heads`, numbers as the model makes them."""
+    """Attend for one sequence and all H heads; shapes as in `_attend_heads`."""
     num_heads, groups, length, _ = query.shape
     reach = min(key.shape[1], row.window or key.shape[1])
     is_plain = _is_plain(query)
@@ -166,17 +167,20 @@ def _attend_row(
     dtype = value.dtype if is_kept else torch.float32
     factor = scale / row.softcap if row.softcap else scale * _LOG2_E
 
-    def attend(at: slice, share: slice, some_sums: Tensor, scratch_elements: int) -> None:
-        some_bias = None if bias is None else bias[at]
-        outputs, some = (output[at], some_sums[at]), (query[at], key[at], value[at].to(dtype))
-        _attend_heads(row, share, scratch_elements, factor, *outputs, *some, some_bias)
+    def attend(at: slice, share: slice, head_sums: Tensor, scratch_elements: int) -> None:
+        head_bias = None if bias is None else bias[at]
+        outputs, head_states = (
+            (output[at], head_sums[at]),
+            (query[at], key[at], value[at].to(dtype)),
+        )
+        _attend_heads(row, share, scratch_elements, factor, *outputs, *head_states, head_bias)
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
     many = length * reach * num_heads * groups >= _MANY_LOGITS
     if many and is_plain and threads > 1:
         _spread_heads(
-            threads, sums, lambda head, share, own: attend(
-                slice(head, head + 1), share, own, _SCRATCH_ELEMENTS // threads
+            threads, sums, lambda head, share, head_sums: attend(
+                slice(head, head + 1), share, head_sums, _SCRATCH_ELEMENTS // threads
             ),
         )  # fmt: skip
         return
@@ -187,22 +191,22 @@ def _attend_row(
 
 
 def _spread_heads(threads: int, sums: Tensor, attend: Callable[[int, slice, Tensor], None]) -> None:
-    """Has threads attend to a head each, and adds to the sums ``[H, N]``.
+    """Attend to one head a thread and add to the sums ``[H, N]``.
 
-    Where threads cannot share heads evenly, to every so manyth of its blocks of queries. Each call
-    has a head, a slice of these blocks and sums of its own, ``[H, N]``, to add the head's to.
+    Where heads do not divide among threads, each takes every n-th block of a head's queries. A call
+    gets a head, a slice of its blocks and separate sums ``[H, N]``, to which it adds the head's.
     """
-    parts = threads // math.gcd(len(sums), threads)
-    part_sums = sums.new_zeros(parts, *sums.shape)
+    num_shares = threads // math.gcd(len(sums), threads)
+    share_sums = sums.new_zeros(num_shares, *sums.shape)
     run_apart([
-        functools.partial(attend, head, slice(part, None, parts), part_sums[part])
-        for head in range(len(sums)) for part in range(parts)
+        functools.partial(attend, head, slice(share, None, num_shares), share_sums[share])
+        for head in range(len(sums)) for share in range(num_shares)
     ])  # fmt: skip
-    sums += part_sums.sum(dim=0)
+    sums += share_sums.sum(dim=0)
 
 
 def _is_plain(query: Tensor) -> bool:
-    """Whether other threads and kernels may be used, which know no gradients and no tracing."""
+    """Tell whether threads and kernels that support no gradients and no tracing may be used."""
     is_tensor = type(query) is Tensor and query.device.type == "cpu"
     return is_tensor and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
@@ -219,13 +223,13 @@ def _attend_heads(
     value: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """One sequence's tiles of h heads, in fp32; mutates the output and the sums, which are zero.
+    """Attend by tiles of h heads of one sequence, in fp32; mutates the output and the zero sums.
 
     Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, to be multiplied by
     ``scale``, key and value ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits. Of the blocks
     of queries it attends to those in ``share``, whose tiles take at most ``scratch_elements``
-    numbers. Values of fewer bits are multiplied by probabilities of as many, as the model would
-    without us; the sums never know of that.
+    numbers. Values of fewer bits are multiplied by probabilities of as many, as in the model's own
+    attention; the sums stay fp32.
     """
     past, window, softcap, weights, needs_sums = row
     heads, groups, length, _ = query.shape
@@ -243,11 +247,11 @@ def _attend_heads(
         height = groups * (bottom - top)
         # All queries at once would be new memory for each layer, page by page.
         scaled = query[:, :, top:bottom].float() * scale
-        own_keys = keys[:, None, past + top : past + bottom, : key.shape[2]]
-        own = (scaled * own_keys).sum(dim=-1, keepdim=True)
+        query_keys = keys[:, None, past + top : past + bottom, : key.shape[2]]
+        own_logits = (scaled * query_keys).sum(dim=-1, keepdim=True)
         if shifted:
-            scaled = torch.cat([scaled, own], dim=-1)
-        some_queries = scaled.reshape(heads, height, -1)
+            scaled = torch.cat([scaled, own_logits], dim=-1)
+        row_queries = scaled.reshape(heads, height, -1)
         first = 0 if window is None else max(0, past + top - window + 1)
         edges = range(first, past + bottom, _TILE_KEYS)
         slices = [slice(left, min(left + _TILE_KEYS, past + bottom)) for left in edges]
@@ -256,11 +260,11 @@ def _attend_heads(
             width = columns.stop - columns.start
             offset = heads * height * (columns.start - first)
             tile = scratch[offset : offset + heads * height * width].view(heads, height, width)
-            some_keys = keys[:, columns].transpose(1, 2)
+            tile_keys = keys[:, columns].transpose(1, 2)
             if bias is None or softcap is not None:
-                torch.bmm(some_queries, some_keys, out=tile)
+                torch.bmm(row_queries, tile_keys, out=tile)
             else:
-                torch.baddbmm(bias[:, :, columns], some_queries, some_keys, out=tile)
+                torch.baddbmm(bias[:, :, columns], row_queries, tile_keys, out=tile)
             if softcap is not None:
                 tile.tanh_().mul_(softcap * _LOG2_E)
                 if bias is not None:
@@ -276,9 +280,9 @@ def _attend_heads(
                     tile.sub_(shift)
                 tile.exp2_()
                 tiles.append(tile)
-                part, product = tile.sum(dim=-1, keepdim=True), value[:, columns]
+                tile_total, product = tile.sum(dim=-1, keepdim=True), value[:, columns]
                 product = torch.bmm(tile.to(value.dtype), product).float()
-                total = part if total is None else total.add_(part)
+                total = tile_total if total is None else total.add_(tile_total)
                 mixed = product if mixed is None else mixed.add_(product)
             assert total is not None and mixed is not None
             return tiles, total, mixed
@@ -288,7 +292,7 @@ def _attend_heads(
         # rows are done again relative to their maximum.
         shift = None
         if softcap is not None:
-            shift = own.tanh_().mul_(softcap * _LOG2_E).reshape(heads, height, 1)
+            shift = own_logits.tanh_().mul_(softcap * _LOG2_E).reshape(heads, height, 1)
         tiles, total, mixed = attend(shift)
         if not _in_range(total, 1 / _MOST, _MOST):
             highest = [logits(columns).amax(dim=-1, keepdim=True) for columns in slices]
@@ -307,16 +311,16 @@ def _attend_heads(
         attend_rows(top)
 
 
-def _in_range(total: Tensor, least: float, most: float) -> bool:
-    """Whether sums of powers of two lost nothing to fp32; a compiler cannot look and is told no."""
+def _in_range(total: Tensor, lowest: float, highest: float) -> bool:
+    """Tell whether sums of powers of two are exact in fp32; False while compiling."""
     if torch.compiler.is_compiling():
         return False
-    low, high = total.aminmax()
-    return low.item() > least and high.item() < most
+    minimum, maximum = total.aminmax()
+    return minimum.item() > lowest and maximum.item() < highest
 
 
 def _hide(tile: Tensor, columns: slice, first: int, last: int, window: int | None) -> None:
-    """Adds -inf where a query must not look: the future, and what its window has left behind.
+    """Add -inf where a query must not look: the future, and positions before its window.
 
     Mutates logits ``[h, G, rows, width]`` of the keys in ``columns``; the queries' own keys are
     those from ``first`` up to ``last``.
@@ -339,9 +343,9 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 
     Fp32 ``[rows, stop - start]``, which are at most `_TILE_ROWS` each.
     """
-    own = torch.arange(rows, device=device).unsqueeze(1)
+    queries = torch.arange(rows, device=device).unsqueeze(1)
     keys = torch.arange(start, stop, device=device)
-    hidden = keys > own if window is None else keys <= own - window
+    hidden = keys > queries if window is None else keys <= queries - window
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 
@@ -378,28 +382,31 @@ def expected_attention(
     batch, heads, count, _ = key.shape
     sums = torch.zeros(batch, heads, count, dtype=torch.float32, device=key.device)
     for row in range(batch):
-        own: Any = slice(None) if queries is None else queries[row]
-        asked, seen = query[row].unflatten(0, (heads, -1))[:, :, own], key[row]
-        places, bias = None, None
+        columns: Any = slice(None) if queries is None else queries[row]
+        queries_of_row, keys_of_row = query[row].unflatten(0, (heads, -1))[:, :, columns], key[row]
+        entry_columns, bias = None, None
         if entries is not None:
-            places = _places(entries[row], count)
-            if places is None:
+            entry_columns = _entry_columns(entries[row], count)
+            if entry_columns is None:
                 floor = torch.finfo(torch.float32).min
                 bias = torch.zeros_like(sums[row]).masked_fill_(~entries[row], floor).unsqueeze(1)
             else:
-                seen = seen.gather(1, _wide(places, seen))
-        squares = _expected_squares(asked, seen, bias, scale, softcap)
-        if places is None:
+                keys_of_row = keys_of_row.gather(1, _wide(entry_columns, keys_of_row))
+        squares = _expected_squares(queries_of_row, keys_of_row, bias, scale, softcap)
+        if entry_columns is None:
             sums[row] = squares
         else:
-            sums[row].scatter_(1, places, squares)
+            sums[row].scatter_(1, entry_columns, squares)
     return sums.sqrt_() if entries is None else sums.sqrt_().masked_fill_(~entries, 0.0)
 
 
 def _expected_squares(
     query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """Of one sequence, ``[H, G, T, D]`` and ``[H, N, D]``; the bias ``[H, 1, N]`` hides keys."""
+    """Sum squares for one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
+
+    The bias ``[H, 1, N]`` hides keys.
+    """
     if bias is None and softcap is None and _is_plain(query):
         rounded = query.to(key.dtype)
         if flash.sums_apply(rounded, key, key):
@@ -408,16 +415,16 @@ def _expected_squares(
     sums = torch.zeros(heads, count, dtype=torch.float32, device=key.device)
     rows = max(1, (_TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS) // count)
     factor = scale / softcap if softcap else scale * _LOG2_E
-    asked, seen = query.float().flatten(1, 2) * factor, key.float().transpose(1, 2)
-    if asked.shape[1] == 0:  # a sequence that is all padding in this block
+    queries, keys = query.float().flatten(1, 2) * factor, key.float().transpose(1, 2)
+    if queries.shape[1] == 0:  # a sequence that is all padding in this block
         return sums
 
-    def ask(head: int, share: slice, own_sums: Tensor) -> None:
-        scratch = own_sums.new_empty(min(rows, asked.shape[1]) * count)
+    def square_head(head: int, share: slice, head_sums: Tensor) -> None:
+        scratch = head_sums.new_empty(min(rows, queries.shape[1]) * count)
 
-        def powers(part: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
-            tile = scratch[: len(part) * count].view(len(part), count)
-            torch.mm(part, seen[head], out=tile)
+        def powers(rows_of_queries: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
+            tile = scratch[: len(rows_of_queries) * count].view(len(rows_of_queries), count)
+            torch.mm(rows_of_queries, keys[head], out=tile)
             if softcap is not None:
                 tile.tanh_().mul_(softcap * _LOG2_E)
             if bias is not None:
@@ -427,19 +434,19 @@ def _expected_squares(
             tile.exp2_()
             return tile, tile.sum(dim=-1)
 
-        for part in asked[head].split(rows)[share]:
+        for rows_of_queries in queries[head].split(rows)[share]:
             # As in tiles: a maximum only where squares would leave fp32. A GPU need not wait then.
-            tile, total = powers(part, key.is_cuda)
+            tile, total = powers(rows_of_queries, key.is_cuda)
             if not key.is_cuda and not _in_range(total, _LEAST_TO_SQUARE, _MOST_TO_SQUARE):
-                tile, total = powers(part, True)
-            own_sums[head].addmv_(tile.square_().T, total.square_().reciprocal_())
+                tile, total = powers(rows_of_queries, True)
+            head_sums[head].addmv_(tile.square_().T, total.square_().reciprocal_())
 
     threads = torch.get_num_threads()
-    if threads > 1 and _is_plain(query) and asked.shape[:2].numel() * count >= _MANY_LOGITS:
-        _spread_heads(threads, sums, ask)
+    if threads > 1 and _is_plain(query) and queries.shape[:2].numel() * count >= _MANY_LOGITS:
+        _spread_heads(threads, sums, square_head)
     else:
         for head in range(heads):
-            ask(head, slice(None), sums)
+            square_head(head, slice(None), sums)
     return sums
 
 
@@ -470,19 +477,19 @@ def windowed_attention(
         ``[B, HQ, T, Dv]``; gradients pass.
     """
     length, past = query.shape[2], key.shape[2] - query.shape[2]
-    # A block as large as the window computes at most twice what is needed.
+    # A block as large as the window computes at most twice the products needed.
     size = max(_MIN_BLOCK, min(_MAX_BLOCK, window))
     outputs = []
     for start in range(0, length, size):
         stop = min(start + size, length)
         reach = slice(max(0, past + start - window + 1), past + stop)
-        own = torch.arange(past + start, past + stop, device=query.device).unsqueeze(1)
+        queries = torch.arange(past + start, past + stop, device=query.device).unsqueeze(1)
         columns = torch.arange(reach.start, reach.stop, device=query.device)
-        visible = (columns <= own) & (columns > own - window)
+        visible = (columns <= queries) & (columns > queries - window)
         if real is not None:
             visible = visible & real[:, None, None, reach]
-        parts = query[:, :, start:stop], key[:, :, reach], value[:, :, reach]
+        states = query[:, :, start:stop], key[:, :, reach], value[:, :, reach]
         options: Any = {"dropout_p": dropout, "scale": scale}
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-        outputs.append(scaled_dot_product_attention(*parts, attn_mask=visible, **options))
+        outputs.append(scaled_dot_product_attention(*states, attn_mask=visible, **options))
     return torch.cat(outputs, dim=2)

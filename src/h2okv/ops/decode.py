@@ -20,7 +20,7 @@ _ROTATE_ELEMENTS = 5 << 17
 _FUSED_GROUPS = 8
 # Slots by which the products of a step that fills them grow, in dtypes other than fp32.
 _SHAPE_STEP = 64
-NOBODY = 255  # the owner of shared slots beyond a sequence's own
+NO_HEAD = 255  # the owner of shared slots beyond a sequence's own
 # Added to a position, it sorts behind every other; no sequence is that long.
 BEHIND_ALL = 1 << 30
 
@@ -29,11 +29,11 @@ class Ranks(NamedTuple):
     """Where keys that are not rotated yet belong."""
 
     factors: Tensor  # fp32 [n, R / 2, 2], the rotation to each rank
-    ranks: Tensor  # int32 [B, H, S], below n, whatever it is for slots that are hidden
+    ranks: Tensor  # int32 [B, H, S], below n; any such number for hidden slots
 
 
 def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
-    """Writes one entry for each sequence and head into its free slot.
+    """Write one entry for each sequence and head into its free slot.
 
     Args:
         slots: ``[B, H, S, D]``, contiguous, packed or indexed; mutated. Slots that heads share
@@ -54,8 +54,8 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
     else:
         first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
     # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
-    places = first.view(batch, heads, 1) + free
-    slots.view(-1, size).index_copy_(0, places.flatten(), entry.reshape(-1, size))
+    rows = first.view(batch, heads, 1) + free
+    slots.view(-1, size).index_copy_(0, rows.flatten(), entry.reshape(-1, size))
 
 
 def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
@@ -64,14 +64,14 @@ def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
 
 
 def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
-    """Writes the new entry of each sequence and head."""
+    """Write the new entry of each sequence and head."""
     keys, values = slots.keys, slots.values
     if isinstance(keys, Packed) and isinstance(values, Packed) and key.shape == value.shape:
         # Many small operations pack it: once for both.
-        both = pack(torch.stack([key, value]), keys.bits)
-        for half, own in enumerate((keys, values)):
-            entry = both._replace(codes=both.codes[half], grid=both.grid[half])
-            _write_packed(own, slots.free_slot, entry)
+        packed = pack(torch.stack([key, value]), keys.bits)
+        for half, store in enumerate((keys, values)):
+            entry = packed._replace(codes=packed.codes[half], grid=packed.grid[half])
+            _write_packed(store, slots.free_slot, entry)
         return
     write_slot(keys, slots.free_slot, key)
     write_slot(values, slots.free_slot, value)
@@ -79,7 +79,7 @@ def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _first_slots_of(rows: int, num_slots: int) -> Tensor:
-    """For all layers of a step; an ordinary tensor, whatever mode the first caller is in."""
+    """Return the first slot of each row; an ordinary tensor, also under inference_mode."""
     with torch.inference_mode(False):
         return torch.arange(0, rows * num_slots, num_slots)
 
@@ -136,7 +136,7 @@ def decode_with_scores(
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     rows = batch * num_kv_heads
     groups = num_heads // num_kv_heads
-    # Logits in fp32 whatever the model's dtype: bf16 logits would move the scores by percents.
+    # Logits are fp32 in every dtype: bf16 logits would move the scores by percents.
     logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -153,8 +153,8 @@ def decode_with_scores(
     output = output.view(batch, num_heads, 1, -1)
     if scores is not None and groups > 1 and not torch.compiler.is_compiling():
         # One product in place of a sum and an addition.
-        ones = _ones_like(weights, rows, 1, groups)
-        scores.view(rows, 1, num_slots).baddbmm_(ones, weights)
+        row_of_ones = _ones_like(weights, rows, 1, groups)
+        scores.view(rows, 1, num_slots).baddbmm_(row_of_ones, weights)
         return output, scores
     # A sum over one query head would be a copy.
     sums = weights if groups == 1 else weights.sum(dim=1)
@@ -172,7 +172,7 @@ def _by_row(entries: Entries | Indexed) -> Entries | Indexed:
 
 
 def _fuses(groups: int, device: torch.device) -> bool:
-    """Whether products are loops, of which inductor makes one with conversion and sum."""
+    """Tell whether inductor fuses the product with conversion and sum into one loop."""
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
@@ -203,7 +203,7 @@ def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks |
 
 
 def _output(weights: Tensor, values: Entries | Indexed, dtype: torch.dtype) -> Tensor:
-    """Sums ``[rows, G, Dv]`` of values ``[rows, S, Dv]``."""
+    """Sum ``[rows, G, Dv]`` of values ``[rows, S, Dv]``."""
     if isinstance(values, Indexed):
         return values.mix(weights)
     if isinstance(values, Packed):
@@ -226,25 +226,25 @@ def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     converted = None if keys.dtype == factors.dtype else torch.empty_like(gathered)
     for start in range(0, count, step):
         at = slice(start, start + step)
-        own, places = keys[at], index[at].flatten()
-        torch.index_select(factors, 0, places, out=gathered[: len(places)])
-        pairs = own[..., :width].unflatten(-1, (-1, 2))
-        rotated = gathered[: len(places)].view(pairs.shape)
+        piece, piece_ranks = keys[at], index[at].flatten()
+        torch.index_select(factors, 0, piece_ranks, out=gathered[: len(piece_ranks)])
+        pairs = piece[..., :width].unflatten(-1, (-1, 2))
+        rotated = gathered[: len(piece_ranks)].view(pairs.shape)
         if converted is not None:
-            pairs = converted[: len(places)].view(pairs.shape).copy_(pairs)
+            pairs = converted[: len(piece_ranks)].view(pairs.shape).copy_(pairs)
         # A product in place takes two thirds of the time of one into new memory.
         torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
-        whole, rest = rotated.flatten(-2), own[..., width:]
-        if rest.shape[-1] > 0:
-            whole = torch.cat([whole, rest.float()], dim=-1)
-        torch.bmm(query[at], whole.transpose(1, 2), out=logits[at])
+        rotated_keys, unrotated = rotated.flatten(-2), piece[..., width:]
+        if unrotated.shape[-1] > 0:
+            rotated_keys = torch.cat([rotated_keys, unrotated.float()], dim=-1)
+        torch.bmm(query[at], rotated_keys.transpose(1, 2), out=logits[at])
     return logits
 
 
 def protected_entries(
     positions: Tensor, newest: Tensor, sink: Tensor | None, recent: Tensor
 ) -> Tensor:
-    """Marks the entries that eviction must not touch.
+    """Mark the entries that eviction must not touch.
 
     Args:
         positions: original positions, ``[B, H, N]``; -1 for an empty slot (the mark means nothing
@@ -276,7 +276,7 @@ def keep_indices(
 
     Args:
         priority: fp32 ``[B, H, N]``; the lowest go first, on equal priority the older.
-        positions: int32 ``[B, H, N]``; -1 marks what is not an entry.
+        positions: int32 ``[B, H, N]``; -1 marks a slot without an entry.
         protected: bool ``[B, H, N]``, entries that stay.
         total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``, or ``[B, H, 1]`` by head.
         limit: the largest ``K`` of the batch.
@@ -288,14 +288,14 @@ def keep_indices(
     num_entries = priority.shape[-1]
     rank = torch.where(protected, torch.inf, priority)
     rank = torch.where(positions < 0, -torch.inf, rank)
-    # Two stable sorts: by position, then by rank, so that equal ranks stay in order of age.
+    # Two stable sorts, by position, then by rank: equal ranks stay in order of age.
     by_age = positions.argsort(dim=-1, stable=True)
     order = by_age.gather(-1, rank.gather(-1, by_age).argsort(dim=-1, stable=True))
     size = min(limit, num_entries)
     order = order[..., num_entries - size :]
     place_from_end = torch.arange(size, 0, -1, device=priority.device)
-    kept = (place_from_end <= total) & (positions.gather(-1, order) >= 0)
-    indices = torch.where(kept, order, num_entries).sort(dim=-1).values
+    is_kept = (place_from_end <= total) & (positions.gather(-1, order) >= 0)
+    indices = torch.where(is_kept, order, num_entries).sort(dim=-1).values
     return indices.clamp(max=num_entries - 1), indices < num_entries
 
 
@@ -310,7 +310,7 @@ class Slots:
     pairs next to each other.
 
     Heads that hold different numbers of entries share one row of slots: then there is an `owner`,
-    the dimension H of what is there for each slot is 1, and the free slots are ``[B, 1, H]``.
+    the dimension H of per-slot tensors is 1, and the free slots are ``[B, 1, H]``.
     """
 
     keys: Entries  # [B, H, S, D], contiguous or packed
@@ -321,10 +321,10 @@ class Slots:
     num_real_tokens: Tensor  # int64 [B], those that went through, padding not counted
     slot_mask: Tensor | None = None  # bool [B, H, S], within each budget + 1; None if all are
     ranks: Tensor | None = None  # int32 [B, H, S], places in the cache when positions roll
-    owner: Tensor | None = None  # uint8 [B, 1, S], the KV head of a shared slot; `NOBODY`: of none
+    owner: Tensor | None = None  # uint8 [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none
 
     def of_others(self) -> Tensor:
-        """Marks, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
+        """Mark, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
         assert self.owner is not None
         count, device = self.free_slot.shape[-1], self.owner.device
         if device.type == "cpu" and not torch.compiler.is_compiling():
@@ -366,7 +366,7 @@ def decode_step(
     rules: StepRules,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Runs one token of each sequence through the slots (arXiv 2306.14048, Algorithm 1).
+    """Run one token of each sequence through the slots (arXiv 2306.14048, Algorithm 1).
 
     Static shapes and no host sync.
 
@@ -374,7 +374,7 @@ def decode_step(
         query: ``[B, HQ, 1, D]``; un-rotated if there are `RotaryTables`.
         key: ``[B, H, 1, D]``, likewise.
         value: ``[B, H, 1, Dv]``.
-        slots: what is held; mutated.
+        slots: the cached entries; mutated.
         rules: how.
         real: bool ``[B, 1]``, False where the token is padding; ``None`` if all are real.
 
@@ -409,7 +409,7 @@ def decode_step(
 
 
 def write_position(slots: Slots, real: Tensor | None) -> None:
-    """Notes the new tokens' positions in the free slots; mutates them."""
+    """Write the new tokens' positions into the free slots; mutates them."""
     if real is None and is_number(slots.num_real_tokens):
         slots.positions.scatter_(-1, slots.free_slot, int(slots.num_real_tokens))
         return
@@ -420,7 +420,7 @@ def write_position(slots: Slots, real: Tensor | None) -> None:
 
 
 def is_number(tensor: Tensor) -> bool:
-    """Whether a tensor is one number that can be had for nothing."""
+    """Tell whether a tensor is one number that can be read without waiting."""
     on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
     return on_host and not torch.compiler.is_compiling()
 
@@ -428,7 +428,7 @@ def is_number(tensor: Tensor) -> bool:
 def _fill_slot(
     query: Tensor, key: Tensor, value: Tensor, slots: Any, rules: StepRules, filled: int
 ) -> Tensor:
-    """The step where the new token takes a slot behind all others and nothing is evicted."""
+    """Run a step whose token takes the next slot; nothing is evicted."""
     slots.keys.narrow(2, filled, 1).copy_(key)
     slots.values.narrow(2, filled, 1).copy_(value)
     slots.positions.narrow(2, filled, 1).copy_(slots.num_real_tokens.view(-1, 1, 1))
@@ -498,15 +498,15 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
     if slots.ranks is not None:
         # The entries behind the freed slot move one rank down. Slots that stay closed (`slot_mask`)
         # move too, but never below a rank that is freed.
-        behind = slots.ranks > slots.ranks.gather(-1, slots.free_slot)
-        slots.ranks.add_(behind, alpha=-1)
+        is_behind = slots.ranks > slots.ranks.gather(-1, slots.free_slot)
+        slots.ranks.add_(is_behind, alpha=-1)
         slots.ranks.scatter_(-1, slots.free_slot, slots.ranks.shape[-1] - 1)
 
 
 def compact(
     entries: Tensor, indices: Tensor, num_slots: int, heads: Tensor | None = None
 ) -> Tensor:
-    """Copies whole entries into the first of new slots.
+    """Copy whole entries into the first of new slots.
 
     Args:
         entries: ``[B, H, N, D]``, of any strides.
@@ -520,26 +520,26 @@ def compact(
     count = indices.shape[2]
     # Whole entries at once, straight to their places; gather with an index for each number takes
     # twice the time, and a copy of what stays would need its memory once more.
-    places = torch.nn.functional.pad(indices, (0, num_slots - count))
-    slots = pick(entries, places, heads).contiguous()
+    padded = torch.nn.functional.pad(indices, (0, num_slots - count))
+    slots = pick(entries, padded, heads).contiguous()
     slots[:, :, count:] = 0
     return slots
 
 
 def pick(entries: Tensor, indices: Tensor, heads: Tensor | None = None) -> Tensor:
-    """Takes what indices ``[B, H', K]`` name of ``[B, H, N, ...]``; heads as in `compact`."""
+    """Gather ``[B, H, N, ...]`` by indices ``[B, H', K]``; heads as in `compact`."""
     rows = torch.arange(len(entries), device=entries.device).view(-1, 1, 1)
     if heads is None:
         heads = torch.arange(entries.shape[1], device=entries.device).view(1, -1, 1)
     return entries[rows, heads, indices]
 
 
-def share_slots(indices: Tensor, kept: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Puts what heads keep, of which each has another number, into one row of slots.
+def share_slots(indices: Tensor, is_kept: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the entries of heads that keep different numbers into one row of slots.
 
     Args:
-        indices: int64 ``[B, H, K]``, as `keep_indices` gives them: what is not kept comes last.
-        kept: bool ``[B, H, K]``.
+        indices: int64 ``[B, H, K]``, as `keep_indices` returns them: evicted ones come last.
+        is_kept: bool ``[B, H, K]``.
         total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept.
 
     Returns:
@@ -547,14 +547,14 @@ def share_slots(indices: Tensor, kept: Tensor, total: Tensor) -> tuple[Tensor, T
         and one, S are those of the sequence that has most; owner is uint8.
     """
     ends = (total.squeeze(-1) + 1).cumsum(dim=-1)
-    places = torch.arange(int(ends[:, -1].max()), device=indices.device)
-    places = places.expand(len(ends), -1).contiguous()
-    owner = torch.searchsorted(ends, places, right=True)
-    is_nobodys = owner == total.shape[1]
-    heads = owner.masked_fill(is_nobodys, 0)
-    places = places - (ends - total.squeeze(-1) - 1).gather(-1, heads)
-    is_beyond = is_nobodys | (places >= indices.shape[2])
-    flat = heads * indices.shape[2] + places.masked_fill(is_beyond, 0)
-    chosen, stays = (t.flatten(1).gather(-1, flat).unsqueeze(1) for t in (indices, kept))
-    owner = owner.masked_fill(is_nobodys, NOBODY).to(torch.uint8).unsqueeze(1)
+    offsets = torch.arange(int(ends[:, -1].max()), device=indices.device)
+    offsets = offsets.expand(len(ends), -1).contiguous()
+    owner = torch.searchsorted(ends, offsets, right=True)
+    is_unused = owner == total.shape[1]
+    heads = owner.masked_fill(is_unused, 0)
+    offsets = offsets - (ends - total.squeeze(-1) - 1).gather(-1, heads)
+    is_beyond = is_unused | (offsets >= indices.shape[2])
+    flat = heads * indices.shape[2] + offsets.masked_fill(is_beyond, 0)
+    chosen, stays = (t.flatten(1).gather(-1, flat).unsqueeze(1) for t in (indices, is_kept))
+    owner = owner.masked_fill(is_unused, NO_HEAD).to(torch.uint8).unsqueeze(1)
     return chosen, stays & ~is_beyond.unsqueeze(1), owner

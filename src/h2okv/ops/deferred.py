@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2okv.ops.decode import (
     BEHIND_ALL,
-    NOBODY,
+    NO_HEAD,
     Slots,
     StepRules,
     evict_one,
@@ -26,7 +26,7 @@ _MOVED = ("positions", "free_slot", "num_real_tokens")
 
 
 def evict_together(layers: Sequence[Slots], rules: StepRules) -> None:
-    """Ends the deferred steps of many layers that are alike with the operations of one.
+    """End the deferred steps of many layers that are alike with the operations of one.
 
     Args:
         layers: what each holds, all of one shape, full, without owners; positions, free slots and
@@ -64,7 +64,7 @@ class Segments:
             heads = layer.free_slot.numel() // batch
             own = torch.arange(rows).view(-1, 1).expand(batch, rows, num_slots)
             if layer.owner is not None:
-                own = layer.owner.long().masked_fill(layer.owner == NOBODY, -1 - count)
+                own = layer.owner.long().masked_fill(layer.owner == NO_HEAD, -1 - count)
             numbers.append((count + own).flatten(1))
             first = end + num_slots * torch.arange(rows)
             starts.append(first.repeat_interleave(heads // rows))

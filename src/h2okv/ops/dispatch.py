@@ -46,19 +46,19 @@ def use(implementation: str) -> Iterator[None]:
     Raises:
         ValueError: if there is no such implementation.
     """
-    token = _override.set(_known(implementation, "ops"))
+    token = _override.set(_checked_name(implementation, "ops"))
     try:
         yield
     finally:
         _override.reset(token)
 
 
-def wanted() -> str:
-    """Returns the implementation that was asked for: by `use`, else by the environment."""
-    return _override.get() or _known(os.environ.get(VARIABLE, "auto"), VARIABLE)
+def implementation_in_use() -> str:
+    """Return the implementation set by `use`, else by the environment."""
+    return _override.get() or _checked_name(os.environ.get(VARIABLE, "auto"), VARIABLE)
 
 
-def _known(name: str, where: str) -> str:
+def _checked_name(name: str, where: str) -> str:
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"{where}={name!r} is not an implementation; choose one of"
@@ -76,7 +76,7 @@ def operations(
     is_packed: bool = False,
 ) -> Operations:
     """Chooses what the tokens of a layer run through, until its next block."""
-    name, why, remedy = wanted(), None, "leave the choice to ops='auto'"
+    name, why, remedy = implementation_in_use(), None, "leave the choice to ops='auto'"
     case = device, dtype, size, value_size, groups
     if name == "plain":
         why = "asked for: plain"
@@ -97,7 +97,7 @@ def operations(
 
 
 def _trouble(case: Case) -> str | None:
-    """Why the Triton kernels cannot run here; ``None`` if they can."""
+    """Return why the Triton kernels cannot run here; ``None`` if they can."""
     device, dtype = case[:2]
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -106,14 +106,14 @@ def _trouble(case: Case) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels do not take {dtype}"
     trouble = _disagreement(case)
-    if trouble is not None and wanted() == "auto":
+    if trouble is not None and implementation_in_use() == "auto":
         warnings.warn(f"h2okv: Triton kernels are left out: {trouble}", stacklevel=2)
     return trouble
 
 
 def _interprets() -> bool:
-    """Whether Triton runs kernels in Python, for tests without a GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and wanted() == "triton"
+    """Tell whether Triton runs kernels in Python, for tests without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and implementation_in_use() == "triton"
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def _load_kernels(device: torch.device) -> Operations:
 
 
 def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Launches on the first tensor's device: Triton takes the current one, whatever it is."""
+    """Launch on the first tensor's device: Triton itself takes the current one."""
 
     def run(first: Tensor, *args: Any, **options: Any) -> Any:
         # A compiler sees to that itself.
@@ -145,7 +145,7 @@ def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _flash_agrees(case: Case) -> bool:
-    """Tries PyTorch's own fused attention, whose sums come from our kernel, likewise."""
+    """Compare PyTorch's fused attention with the reference; its sums come from our kernel."""
     query, key, value, _ = _example_block(case)
     scale = query.shape[-1] ** -0.5
     visibility = Visibility(key.shape[2] - query.shape[2])
@@ -153,46 +153,46 @@ def _flash_agrees(case: Case) -> bool:
         return False
     try:
         attend = _load_kernels(case[0]).attend
-        made = attend(query, key, value, visibility, scale, uses_flash=True)
+        result = attend(query, key, value, visibility, scale, uses_flash=True)
     except Exception:  # a failure of any kind leaves the kernel of our own
         return False
-    return _same(made, attention_with_scores(query, key, value, causal(query, key), scale))
+    return _same(result, attention_with_scores(query, key, value, causal(query, key), scale))
 
 
 @functools.cache
 def _disagreement(case: Case) -> str | None:
-    """Tries the kernels, before they decide a user's text; what is wrong with them, or ``None``."""
+    """Compare the kernels with PyTorch before use; return what is wrong, or ``None``."""
     device, dtype, size = case[:3]
     query, key, value, entries = _example_block(case)
     past, scale = key.shape[2] - query.shape[2], size**-0.5
-    held = _example_slots(key, value)
-    twins = [part.clone() for part in held]
+    slots = _example_slots(key, value)
+    copies = [tensor.clone() for tensor in slots]
     rules = StepRules(scale, torch.full((1, 1, 1), 30, device=device), full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
     try:
         kernels = _load_kernels(device)
-        made = (
+        result = (
             *kernels.attend(query, key, value, Visibility(past, entries), scale),
-            kernels.step(*token, Slots(*held), rules),
-            *held,
+            kernels.step(*token, Slots(*slots), rules),
+            *slots,
         )
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     visible = causal(query, key) & entries.unsqueeze(2)
     expected = (
         *attention_with_scores(query, key, value, visible, scale),
-        decode_step(*token, Slots(*twins), rules),
-        *twins,
+        decode_step(*token, Slots(*copies), rules),
+        *copies,
     )
-    if _same(made, expected):
+    if _same(result, expected):
         return None
     return f"they differ from plain PyTorch for {dtype} and heads of {size}"
 
 
-def _same(made: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+def _same(result: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     return all(
-        torch.allclose(one.float(), other.float(), atol=3e-2, rtol=3e-2)
-        for one, other in zip(made, expected, strict=True)
+        torch.allclose(actual.float(), reference.float(), atol=3e-2, rtol=3e-2)
+        for actual, reference in zip(result, expected, strict=True)
     )
 
 
@@ -207,7 +207,7 @@ def _example_block(case: Case) -> tuple[Tensor, ...]:
 
 
 def _example_slots(key: Tensor, value: Tensor) -> list[Tensor]:
-    """The first parts of `Slots` of which all but one are taken."""
+    """Return the first fields of `Slots` with one free slot."""
     batch, heads, num_slots = key.shape[:3]
     positions = torch.arange(num_slots, dtype=torch.int32, device=key.device)
     positions = positions.repeat(batch, heads, 1)

@@ -61,26 +61,26 @@ def attention_with_sums(
         past: number of leading keys that every query sees.
         scale: factor on the logits.
         weights: fp32 ``[T]``, what each query counts for in the sums; ``None``: one.
-        needs_sums: whether anybody looks at the sums, which are zero if not.
+        needs_sums: whether to compute the sums; zero otherwise.
 
     Returns:
         ``(output, sums)``: ``[H, G, T, D]`` in the query's dtype, as the model would have it
         without us, and fp32 ``[H, N]``. Products are exact, sums fp32; the kernel's
         exponentials right to 6e-5.
     """
-    asked, keys, values = query.flatten(0, 1)[None], key[None], value[None]
+    queries, keys, values = query.flatten(0, 1)[None], key[None], value[None]
     spans = [(slice(past, None), True)]
     if past:
         spans.append((slice(past), False))
-    made = [
-        _fused(asked, keys[:, :, span], values[:, :, span], scale, is_causal)
+    results = [
+        _fused(queries, keys[:, :, span], values[:, :, span], scale, is_causal)
         for span, is_causal in spans
     ]
-    output, limits = made[0]
+    output, limits = results[0]
     if past:
-        limits = torch.logaddexp(limits, made[1][1])
-        shares = [(own - limits).exp_().unsqueeze(-1) for _, own in made]
-        output = (made[0][0] * shares[0] + made[1][0] * shares[1]).to(query.dtype)
+        limits = torch.logaddexp(limits, results[1][1])
+        shares = [(limit - limits).exp_().unsqueeze(-1) for _, limit in results]
+        output = (results[0][0] * shares[0] + results[1][0] * shares[1]).to(query.dtype)
     if not needs_sums:
         return output.view_as(query), limits.new_zeros(key.shape[:2])
     shift = -limits if weights is None else weights.log().clamp_(min=_LOWEST) - limits
@@ -89,12 +89,12 @@ def attention_with_sums(
 
 
 def expected_squares(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Sums the squares of what every query gives to each key, whichever came first.
+    """Sum the squares of what every query gives to each key, whichever came first.
 
     Query ``[H, G, T, D]`` and key ``[H, N, D]`` are bf16, products and sums fp32, ``[H, N]``.
     """
-    asked, keys = query.flatten(0, 1)[None], key[None]
-    _, limits = _fused(asked, keys, keys, scale, False)
+    queries, keys = query.flatten(0, 1)[None], key[None]
+    _, limits = _fused(queries, keys, keys, scale, False)
     shift = limits.view(query.shape[:3]).mul_(-2)
     return key_sums(query, shift, key, 2 * scale, [(slice(None), False)])
 
@@ -106,35 +106,35 @@ def key_sums(
     scale: float,
     spans: list[tuple[slice, bool]],
 ) -> Tensor:
-    """Sums ``exp(q . k * scale + shift[q])`` over the queries of each key's group.
+    """Sum ``exp(q . k * scale + shift[q])`` over the queries of each key's group.
 
     Args:
         query: ``[H, G, T, D]``, bf16.
         shift: fp32 ``[H, G, T]``.
         key: ``[H, N, D]``, bf16.
         scale: factor on the products.
-        spans: parts of the keys, and of each whether the queries are its own tokens, so that only
-            those from a key on count.
+        spans: slices of the keys, each with True if they are the queries' own tokens: then only
+            queries from a key on count.
 
     Returns:
         fp32 ``[H, N]``.
     """
     heads, groups, length, size = query.shape
-    asked = query.new_zeros(heads, groups, length, size + _MORE_COLUMNS)
-    asked[..., :size] = query.flip(2)
-    rest = shift.flip(2) / scale
+    queries = query.new_zeros(heads, groups, length, size + _MORE_COLUMNS)
+    queries[..., :size] = query.flip(2)
+    remainder = shift.flip(2) / scale
     for column in range(size, size + _PARTS):
-        asked[..., column] = part = rest.to(asked.dtype)
-        rest = rest - part
-    asked = asked.flatten(0, 1)[None]
+        queries[..., column] = rounded = remainder.to(queries.dtype)
+        remainder = remainder - rounded
+    queries = queries.flatten(0, 1)[None]
     sums = shift.new_empty(key.shape[:2])
     for span, is_causal in spans:
-        own = key[:, span].flip(1)
-        asking = own.new_zeros(heads, groups, own.shape[1], size + _MORE_COLUMNS)
-        asking[..., :size] = own[:, None]
-        asking[..., size : size + _PARTS] = 1
-        # What it mixes of the values, which are none, is thrown away.
-        _, limits = _fused(asking.flatten(0, 1)[None], asked, asked, scale, is_causal)
+        span_keys = key[:, span].flip(1)
+        asking_keys = span_keys.new_zeros(heads, groups, span_keys.shape[1], size + _MORE_COLUMNS)
+        asking_keys[..., :size] = span_keys[:, None]
+        asking_keys[..., size : size + _PARTS] = 1
+        # The output is discarded; only the log-sum-exp is used.
+        _, limits = _fused(asking_keys.flatten(0, 1)[None], queries, queries, scale, is_causal)
         sums[:, span] = limits.view(heads, groups, -1).exp_().sum(dim=1).flip(1)
     return sums
 
@@ -150,19 +150,21 @@ def _fused(
 
 @functools.cache
 def _sums_agree(size: int) -> bool:
-    """Tries the kernel, which has no public name, before it decides a user's text."""
+    """Try the kernel, which has no public name, before it decides a user's text."""
     # Whatever the default device is.
     options: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
     query = torch.randn(2, 2, 70, size, **options).bfloat16()
     key, value = (torch.randn(2, 70, size, **options).bfloat16() for _ in range(2))
     scale = size**-0.5
     try:
-        made = attention_with_sums(query[:, :, 20:], key, value, 20, scale, None)
-    except Exception:  # whatever it is, the tiles do without
+        actual = attention_with_sums(query[:, :, 20:], key, value, 20, scale, None)
+    except Exception:  # the tiles serve then, for any reason
         return False
-    whole = query.flatten(0, 1)[None, :, 20:], key[None], value[None]
-    expected = attention_with_scores(*whole, causal(*whole[:2]), scale)
+    states = query.flatten(0, 1)[None, :, 20:], key[None], value[None]
+    expected = attention_with_scores(*states, causal(*states[:2]), scale)
     return all(
-        torch.allclose(one.flatten().float(), other.flatten().float(), atol=3e-2, rtol=3e-2)
-        for one, other in zip(made, expected, strict=True)
+        torch.allclose(
+            actual_tensor.flatten().float(), expected_tensor.flatten().float(), atol=3e-2, rtol=3e-2
+        )
+        for actual_tensor, expected_tensor in zip(actual, expected, strict=True)
     )

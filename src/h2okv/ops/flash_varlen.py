@@ -42,13 +42,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
 
     As `h2okv.ops.triton_prefill.forward`, for queries that are the last of the keys' tokens.
     """
-    found = _varlen()
-    assert found is not None, "applies() was not asked"
-    attend, request = found
+    kernel = _varlen()
+    assert kernel is not None, "applies() was not asked"
+    attend, request = kernel
     batch, num_heads, length, size = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    # The last query sees the last key: shorter blocks stand at the end of what is held.
+    # The last query sees the last key: shorter blocks stand at the end of the keys.
     output, limits = attend(
         query.transpose(1, 2).reshape(-1, num_heads, size),
         key.transpose(1, 2).reshape(-1, num_kv_heads, size),

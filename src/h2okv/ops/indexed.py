@@ -14,7 +14,7 @@ _FEW_VALUES = 1 << 16
 
 
 def mix_values(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums ``[rows, G, D]`` of values ``[rows, S, D]`` by fp32 weights ``[rows, G, S]``."""
+    """Sum ``[rows, G, D]`` of values ``[rows, S, D]`` by fp32 weights ``[rows, G, S]``."""
     if values.is_cpu and values.numel() <= _FEW_VALUES:
         return torch.bmm(weights, values.float()).to(values.dtype)
     return torch.bmm(weights.to(values.dtype), values)
@@ -24,38 +24,38 @@ class Indexed(NamedTuple):
     """Entries ``[B, H, S, D]`` in blocks of a pool; to gather large ones would take longer."""
 
     blocks: Tensor  # [N, H, S, D]; a block is contiguous, the blocks may lie apart
-    places: Tensor  # int64 [B], each sequence's block
+    block_index: Tensor  # int64 [B], each sequence's block
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self.places), *self.blocks.shape[1:]))
+        return torch.Size((len(self.block_index), *self.blocks.shape[1:]))
 
     def write(self, free: Tensor, entry: Tensor) -> None:
-        """Writes an entry ``[B, H, 1, D]`` into each free slot, int64 ``[B, H, 1]``; mutates."""
+        """Write an entry ``[B, H, 1, D]`` into each free slot, int64 ``[B, H, 1]``; mutates."""
         heads = torch.arange(free.shape[1], device=free.device)
-        self.blocks[self.places.unsqueeze(1), heads, free.squeeze(2)] = entry.squeeze(2)
+        self.blocks[self.block_index.unsqueeze(1), heads, free.squeeze(2)] = entry.squeeze(2)
 
     def logits(self, query: Tensor) -> Tensor:
         """Products ``[B * H, G, S]`` of fp32 queries ``[B * H, G, D]`` and all keys."""
         if self._is_small:
-            keys = self.blocks.index_select(0, self.places).float().flatten(0, 1)
+            keys = self.blocks.index_select(0, self.block_index).float().flatten(0, 1)
             return torch.bmm(query, keys.transpose(1, 2))
         batch, heads, num_slots, _ = self.shape
         queries = query.unflatten(0, (batch, heads))
         logits = query.new_empty(batch, heads, query.shape[1], num_slots)
-        for sequence, block in enumerate(self.places.tolist()):
+        for sequence, block in enumerate(self.block_index.tolist()):
             keys = self.blocks[block].float().transpose(1, 2)
             torch.bmm(queries[sequence], keys, out=logits[sequence])
         return logits.flatten(0, 1)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Sums ``[B * H, G, D]`` of all values, by fp32 weights ``[B * H, G, S]``."""
+        """Sum ``[B * H, G, D]`` of all values, by fp32 weights ``[B * H, G, S]``."""
         if self._is_small:
-            return mix_values(weights, self.blocks.index_select(0, self.places).flatten(0, 1))
+            return mix_values(weights, self.blocks.index_select(0, self.block_index).flatten(0, 1))
         batch, heads, _, size = self.shape
         grouped = weights.to(self.blocks.dtype).unflatten(0, (batch, heads))
         output = grouped.new_empty(batch, heads, weights.shape[1], size)
-        for sequence, block in enumerate(self.places.tolist()):
+        for sequence, block in enumerate(self.block_index.tolist()):
             torch.bmm(grouped[sequence], self.blocks[block], out=output[sequence])
         return output.flatten(0, 1)
 

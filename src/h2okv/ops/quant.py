@@ -21,7 +21,7 @@ class Packed(NamedTuple):
 
     Of 4 bits each byte holds two codes: the low nibbles are a group's first half (the larger, if
     its size is odd), the high ones its second, so that both halves are read as contiguous numbers.
-    The grid is bf16, which has fp32's range, so that no outlier overflows.
+    The grid is bf16, which has fp32's range: no outlier overflows.
     """
 
     codes: Tensor  # uint8 [..., N, C], group after group
@@ -43,7 +43,7 @@ Entries = Tensor | Packed
 
 
 def group_size(size: int) -> int:
-    """How many numbers share a grid."""
+    """Return how many numbers share a grid."""
     return next(group for group in range(_LARGEST_GROUP, 0, -1) if size % group == 0)
 
 
@@ -79,22 +79,26 @@ def pack(entries: Tensor, bits: int) -> Packed:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """Makes numbers of packed entries, fp32 ``[..., N, D]``."""
+    """Make numbers of packed entries, fp32 ``[..., N, D]``."""
     scale, low = scales_and_lows(packed)
-    parts = halves(packed)
-    codes = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)[..., : packed.group]
+    codes_by_half = halves(packed)
+    codes = (
+        codes_by_half[0]
+        if len(codes_by_half) == 1
+        else torch.cat(codes_by_half, dim=-1)[..., : packed.group]
+    )
     numbers = codes.float()
     return torch.addcmul(low.unsqueeze(-1), numbers, scale.unsqueeze(-1)).flatten(-2)
 
 
 def scales_and_lows(packed: Packed) -> tuple[Tensor, Tensor]:
-    """The grids' parts, fp32 ``[..., N, groups]``."""
+    """Return the grids' scales and lows, fp32 ``[..., N, groups]``."""
     scale, low = packed.grid.float().chunk(2, dim=-1)
     return scale, low
 
 
 def halves(packed: Packed) -> tuple[Tensor, ...]:
-    """The codes, in parts that follow one another in each group.
+    """Return the codes in parts that follow one another in each group.
 
     Of 8 bits uint8 ``[..., N, groups, group]``; of 4 bits twice ``[..., N, groups, half]``, of
     which the second has a number too many, zero, if the group's size is odd.
@@ -107,12 +111,12 @@ def halves(packed: Packed) -> tuple[Tensor, ...]:
 
 
 def _rounded_up(numbers: Tensor) -> Tensor:
-    """The next bf16 number from 0 on, as fp32; for what is not negative."""
+    """Round non-negative numbers up to bf16, as fp32."""
     return ((numbers.view(torch.int32) + _ROUND_UP) & _KEEP).view(torch.float32)
 
 
 def _rounded_down(numbers: Tensor) -> Tensor:
-    """The next bf16 number below, as fp32."""
+    """Round down to bf16, as fp32."""
     more = torch.where(numbers < 0, _ROUND_UP, 0).to(torch.int32)
     return ((numbers.view(torch.int32) + more) & _KEEP).view(torch.float32)
 
@@ -144,7 +148,7 @@ def packed_logits(
 
 
 def packed_output(weights: Tensor, values: Packed) -> Tensor:
-    """Sums fp32 ``[rows, G, Dv]`` of packed values, by weights, fp32 ``[rows, G, S]``."""
+    """Sum fp32 ``[rows, G, Dv]`` of packed values, by weights, fp32 ``[rows, G, S]``."""
     if torch.compiler.is_compiling():
         return _fused_output(weights, values)
     output = weights.new_empty(*weights.shape[:2], values.size)
@@ -156,8 +160,8 @@ def packed_output(weights: Tensor, values: Packed) -> Tensor:
 def _pieces(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
     """Rows and their numbers, fp32 ``[some rows, S, D]``."""
     rows, num_slots, size = packed.shape
-    most = _PIECE.get(packed.codes.device.type, _LARGE_PIECE)
-    step = max(1, min(rows, most // (num_slots * size)))
+    largest_piece = _PIECE.get(packed.codes.device.type, _LARGE_PIECE)
+    step = max(1, min(rows, largest_piece // (num_slots * size)))
     for start in range(0, rows, step):
         at = slice(start, start + step)
         yield at, unpack(packed._replace(codes=packed.codes[at], grid=packed.grid[at]))
@@ -165,16 +169,16 @@ def _pieces(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
 
 def _numbers(packed: Packed) -> list[Tensor]:
     """Numbers by halves, fp32 ``[rows, 1, S, groups, half]``; put together they would be copied."""
-    scale, low = (part.unsqueeze(-1) for part in scales_and_lows(packed))
-    return [(part.float() * scale + low).unsqueeze(1) for part in halves(packed)]
+    scale, low = (tensor.unsqueeze(-1) for tensor in scales_and_lows(packed))
+    return [(tensor.float() * scale + low).unsqueeze(1) for tensor in halves(packed)]
 
 
 def _fused_logits(query: Tensor, keys: Packed) -> Tensor:
     grouped = query.unflatten(-1, (-1, keys.group)).unsqueeze(2)
     terms, start = [], 0
     for numbers in _numbers(keys):
-        asked = grouped[..., start : start + numbers.shape[-1]]
-        terms.append(numbers[..., : asked.shape[-1]] * asked)
+        group_queries = grouped[..., start : start + numbers.shape[-1]]
+        terms.append(numbers[..., : group_queries.shape[-1]] * group_queries)
         start += numbers.shape[-1]
     if terms[0].shape == terms[-1].shape:  # one loop over both
         return sum(terms[1:], start=terms[0]).sum(dim=(-2, -1))
@@ -182,6 +186,6 @@ def _fused_logits(query: Tensor, keys: Packed) -> Tensor:
 
 
 def _fused_output(weights: Tensor, values: Packed) -> Tensor:
-    given = weights[..., None, None]
-    sums = [(given * numbers).sum(dim=2) for numbers in _numbers(values)]
+    weight_column = weights[..., None, None]
+    sums = [(weight_column * numbers).sum(dim=2) for numbers in _numbers(values)]
     return torch.cat(sums, dim=-1)[..., : values.group].flatten(-2)

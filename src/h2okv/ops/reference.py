@@ -64,6 +64,6 @@ def attention_with_scores(
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
-    """Which keys each query sees, bool ``[T, N]``; the last query sees the last key."""
+    """Return the keys that each query sees, bool ``[T, N]``; the last query sees the last key."""
     columns = torch.arange(key.shape[2], device=key.device)
     return columns <= columns[-query.shape[2] :].unsqueeze(1)

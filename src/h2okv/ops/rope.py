@@ -33,8 +33,8 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
     width = 2 * factors.shape[-2]
     pairs = states[..., :width].float().unflatten(-1, (-1, 2))
     rotated = multiply(pairs, factors).flatten(-2)
-    rest = states[..., width:]
-    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest.float()], dim=-1)
+    unrotated = states[..., width:]
+    return rotated if unrotated.shape[-1] == 0 else torch.cat([rotated, unrotated.float()], dim=-1)
 
 
 def inverse(factors: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def inverse(factors: Tensor) -> Tensor:
 
 
 def relative(factors: Tensor) -> Tensor:
-    """The rotations to n ranks, fp32 ``[n, R / 2, 2]``, as seen from the last, which needs none."""
+    """Return the rotations to n ranks relative to the last one, fp32 ``[n, R / 2, 2]``."""
     last = factors[-1] * factors.new_tensor([1.0, -1.0])
     return multiply(factors, last)
 

@@ -16,7 +16,7 @@ import torch
 
 
 def run_apart(jobs: list[Callable[[], None]]) -> None:
-    """Runs jobs without gradients, as many at a time as PyTorch has threads; waits for all.
+    """Run jobs without gradients, as many at a time as PyTorch has threads; waits for all.
 
     What they compute must not depend on their order. PyTorch's own threads stay awake for some
     milliseconds after an operation and take the cores from these: not for short jobs.
@@ -35,7 +35,7 @@ def run_apart(jobs: list[Callable[[], None]]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _pool(count: int) -> ThreadPoolExecutor:
-    """As many threads as that, with one thread each for their operations."""
+    """Return a pool of threads, each with one thread for its operations."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="h2okv-tiles")
     all_here = threading.Barrier(count)
 

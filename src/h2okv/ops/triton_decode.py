@@ -18,7 +18,7 @@ _BLOCK_BYTES = 32 << 10
 # Slots that a program of the second kernel reads at a time: single numbers, not entries.
 _FINISH_SLOTS = 256
 _PROGRAMS_PER_CORE = 4  # fewer leave the memory idle between two loads
-# In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
+# Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _NOTHING = tl.constexpr(-1e30)
 
 
@@ -27,22 +27,22 @@ def _attend(
     query, new_key, new_value, keys, values, blocks, positions, free, seen, real, factors, ranks,
     logits, tops, totals, mixed,
     query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b,
-    num_slots, part_size, scale, softcap,
+    num_slots, split_size, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0), tl.program_id(1)
+    row, split = tl.program_id(0), tl.program_id(1)
     row = row.to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     slot = tl.load(free + row)
     position = tl.load(seen + batch).to(tl.int32)
     if HAS_REAL:
         position = tl.where(tl.load(real + batch) != 0, position, -1)
-    first = part * part_size
-    last = tl.minimum(first + part_size, num_slots)
+    first = split * split_size
+    last = tl.minimum(first + split_size, num_slots)
     group = tl.arange(0, BLOCK_G)
     # The numbers of a head that do not rotate; all of them when positions stay (R = 0).
     plain = R + tl.arange(0, BLOCK_D)
@@ -82,16 +82,18 @@ def _attend(
         slots = start + tl.arange(0, BLOCK_S)
         inside = slots < last
         is_new = slots == slot
-        place = tl.load(positions + row * num_slots + slots, mask=inside, other=-1)
-        place = tl.where(is_new, position, place)
-        is_entry = inside & (place >= 0)
+        slot_positions = tl.load(positions + row * num_slots + slots, mask=inside, other=-1)
+        slot_positions = tl.where(is_new, position, slot_positions)
+        is_entry = inside & (slot_positions >= 0)
         # The new entry comes from its argument: its slot may not have been written yet.
-        held = (is_entry & (slots != slot))[:, None]
+        cached = (is_entry & (slots != slot))[:, None]
         entries = slots[:, None]
         scores = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
         if R < D:
             key = tl.load(
-                keys + entries * D + plain[None, :], mask=held & (plain < D)[None, :], other=0.0
+                keys + entries * D + plain[None, :],
+                mask=cached & (plain < D)[None, :],
+                other=0.0,
             )
             key = tl.where(is_new[:, None], plain_added[None, :], key)
             scores += tl.dot(
@@ -99,7 +101,7 @@ def _attend(
             )
         if R > 0:
             rank = tl.load(ranks + row * num_slots + slots, mask=is_entry, other=0)[:, None]
-            seen_pairs = held & is_pair[None, :]
+            seen_pairs = cached & is_pair[None, :]
             even = tl.load(keys + entries * D + 2 * pair[None, :], mask=seen_pairs, other=0.0)
             odd = tl.load(keys + entries * D + 2 * pair[None, :] + 1, mask=seen_pairs, other=0.0)
             even = tl.where(is_new[:, None], even_added[None, :], even).to(tl.float32)
@@ -126,7 +128,9 @@ def _attend(
         fade = tl.exp(top - higher)
         total = total * fade + tl.sum(weights, axis=1)
         value = tl.load(
-            values + entries * DV + output[None, :], mask=held & (output < DV)[None, :], other=0.0
+            values + entries * DV + output[None, :],
+            mask=cached & (output < DV)[None, :],
+            other=0.0,
         )
         value = tl.where(is_new[:, None], added_value[None, :], value)
         # What is no entry has weight zero, but zero times NaN would still be NaN.
@@ -134,8 +138,8 @@ def _attend(
         mix = mix * fade[:, None]
         mix += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         top = higher
-    parts = tl.num_programs(1)
-    at = (row * GROUPS + group) * parts + part
+    num_splits = tl.num_programs(1)
+    at = (row * GROUPS + group) * num_splits + split
     tl.store(tops + at, top, mask=group < GROUPS)
     tl.store(totals + at, total, mask=group < GROUPS)
     tl.store(
@@ -147,7 +151,7 @@ def _attend(
 @triton.jit
 def _finish(
     output, scores, positions, free, seen, real, slot_mask, ranks, sinks, recents,
-    logits, tops, totals, mixed, num_slots, parts,
+    logits, tops, totals, mixed, num_slots, num_splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -161,23 +165,23 @@ def _finish(
         is_real = tl.load(real + batch) != 0
         newest = tl.where(is_real, position, position - 1)
         position = tl.where(is_real, position, -1)
-    group, part, wide = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
+    group, split, wide = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
     some_queries = group < GROUPS
-    at = (row * GROUPS + group)[:, None] * parts + part[None, :]
-    has_part = some_queries[:, None] & (part < parts)[None, :]
-    part_tops = tl.load(tops + at, mask=has_part, other=_NOTHING)
-    top = tl.max(part_tops, axis=1)
-    fades = tl.exp(part_tops - top[:, None])
-    total = tl.sum(tl.load(totals + at, mask=has_part, other=0.0) * fades, axis=1)
+    at = (row * GROUPS + group)[:, None] * num_splits + split[None, :]
+    has_split = some_queries[:, None] & (split < num_splits)[None, :]
+    split_tops = tl.load(tops + at, mask=has_split, other=_NOTHING)
+    top = tl.max(split_tops, axis=1)
+    fades = tl.exp(split_tops - top[:, None])
+    total = tl.sum(tl.load(totals + at, mask=has_split, other=0.0) * fades, axis=1)
     # A sequence with nothing to see gives zeros.
     factor = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
     has_number = some_queries[:, None] & (wide < DV)[None, :]
-    for one in range(0, parts):
-        own = (row * GROUPS + group) * parts + one
-        fade = tl.exp(tl.load(tops + own, mask=some_queries, other=_NOTHING) - top)
+    for index in range(0, num_splits):
+        source = (row * GROUPS + group) * num_splits + index
+        fade = tl.exp(tl.load(tops + source, mask=some_queries, other=_NOTHING) - top)
         mix += fade[:, None] * tl.load(
-            mixed + own[:, None] * DV + wide[None, :], mask=has_number, other=0.0
+            mixed + source[:, None] * DV + wide[None, :], mask=has_number, other=0.0
         )
     tl.store(
         output + (row * GROUPS + group)[:, None] * DV + wide[None, :],
@@ -189,7 +193,7 @@ def _finish(
         if HAS_SINKS:
             sink = tl.load(sinks + batch).to(tl.int32)
     best_rank = tl.full([], float("inf"), tl.float32)
-    best_place, best = tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
+    best_position, best = tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, num_slots, BLOCK_S):
         slots = start + tl.arange(0, BLOCK_S)
         inside = slots < num_slots
@@ -206,28 +210,28 @@ def _finish(
         score = tl.where(slots == slot, 0.0, score) + added
         tl.store(scores + where, score, mask=inside)
         if CHOOSES:
-            place = tl.load(positions + where, mask=inside, other=-1)
-            place = tl.where(slots == slot, position, place)
-            stays = place > newest - recent
+            slot_positions = tl.load(positions + where, mask=inside, other=-1)
+            slot_positions = tl.where(slots == slot, position, slot_positions)
+            stays = slot_positions > newest - recent
             if HAS_SINKS:
-                stays = stays | (place < sink)
+                stays = stays | (slot_positions < sink)
             rank = tl.where(stays, float("inf"), score)
-            rank = tl.where(place < 0, -float("inf"), rank)
+            rank = tl.where(slot_positions < 0, -float("inf"), rank)
             if HAS_MASK:
                 is_within = tl.load(slot_mask + where, mask=inside, other=0) != 0
                 rank = tl.where(is_within, rank, float("inf"))
-            # Slots beyond the last one lose against whatever there is.
+            # Slots beyond the last one never win.
             rank = tl.where(inside, rank, float("inf"))
-            place = tl.where(inside, place, 2147483647)
+            slot_positions = tl.where(inside, slot_positions, 2147483647)
             lowest = tl.min(rank, axis=0)
-            oldest = tl.min(tl.where(rank == lowest, place, 2147483647), axis=0)
+            oldest = tl.min(tl.where(rank == lowest, slot_positions, 2147483647), axis=0)
             leftmost = tl.min(
-                tl.where((rank == lowest) & (place == oldest), slots, 2147483647), axis=0
+                tl.where((rank == lowest) & (slot_positions == oldest), slots, 2147483647), axis=0
             )
-            is_older = (lowest == best_rank) & (oldest < best_place)
+            is_older = (lowest == best_rank) & (oldest < best_position)
             is_better = is_older | (lowest < best_rank)
             best = tl.where(is_better, leftmost, best)
-            best_place = tl.where(is_better, oldest, best_place)
+            best_position = tl.where(is_better, oldest, best_position)
             best_rank = tl.where(is_better, lowest, best_rank)
     base = row * num_slots
     if CHOOSES:
@@ -259,7 +263,7 @@ def decode_step(
     *,
     num_cores: int = 1,
 ) -> Tensor:
-    """Runs one token of each sequence through the slots, as `h2okv.ops.decode.decode_step`."""
+    """Run one token of each sequence through the slots, as `h2okv.ops.decode.decode_step`."""
     full = rules.full and real is None
     query, rolled = rank_new(query, slots, rules, full, real)
     # Anything, where nothing is rotated.
@@ -272,26 +276,26 @@ def decode_step(
     groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
     query, key, value = (states.contiguous() for states in (query, key, value))
     exact = key.dtype == torch.float32 or width > 0
-    # Shared memory of small cards, 96 KiB, holds so many blocks.
+    # Shared memory of small cards, 96 KiB, holds this number of blocks.
     stages = 3 if not exact else 1 if width and key.dtype == torch.float32 else 2
     block = block_slots(size, value_size, 4 if exact else key.element_size())
-    parts = share_out(rows, num_slots, block, num_cores)
+    num_splits = share_out(rows, num_slots, block, num_cores)
     logits = query.new_empty((rows, groups, num_slots), dtype=torch.float32)
-    tops = query.new_empty((2, rows, groups, parts), dtype=torch.float32)
-    mixed = query.new_empty((rows, groups, parts, value_size), dtype=torch.float32)
+    tops = query.new_empty((2, rows, groups, num_splits), dtype=torch.float32)
+    mixed = query.new_empty((rows, groups, num_splits, value_size), dtype=torch.float32)
     output = value.new_empty((batch, num_heads, 1, value_size))
     none = slots.free_slot  # stands for pointers that are not read
     mask = none if real is None else real.to(torch.uint8)
-    held: Any = slots
-    keys, values, blocks = held.keys, held.values, none
+    source: Any = slots
+    keys, values, blocks = source.keys, source.values, none
     if isinstance(keys, Indexed):
-        blocks, keys, values = keys.places.contiguous(), keys.blocks, values.blocks
-    _attend[(rows, parts)](
+        blocks, keys, values = keys.block_index.contiguous(), keys.blocks, values.blocks
+    _attend[(rows, num_splits)](
         query, key, value, keys, values, blocks, slots.positions, slots.free_slot,
         slots.num_real_tokens, mask, factors, ranks, logits, tops[0], tops[1], mixed,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), keys.stride(0), values.stride(0),
-        num_slots, _part_size(num_slots, parts, block),
+        num_slots, _split_size(num_slots, num_splits, block),
         rules.scale, 1.0 if rules.softcap is None else rules.softcap,
         HEADS=num_kv_heads, GROUPS=groups, D=size, DV=value_size, R=width,
         HAS_BLOCKS=blocks is not none, HAS_REAL=real is not None,
@@ -305,11 +309,11 @@ def decode_step(
         output, slots.scores, slots.positions, slots.free_slot, slots.num_real_tokens, mask,
         none if slots.slot_mask is None else slots.slot_mask.to(torch.uint8), ranks,
         none if rules.sink is None else rules.sink, rules.recent,
-        logits, tops[0], tops[1], mixed, num_slots, parts,
+        logits, tops[0], tops[1], mixed, num_slots, num_splits,
         HEADS=num_kv_heads, GROUPS=groups, DV=value_size, HAS_REAL=real is not None,
         HAS_SINKS=rules.sink is not None, HAS_MASK=slots.slot_mask is not None,
         ROLLS=width > 0, CHOOSES=chooses,
-        BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(parts),
+        BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
         BLOCK_DV=side(value_size), BLOCK_S=_FINISH_SLOTS,
     )  # fmt: skip
     slots.num_real_tokens.add_(1 if real is None else real[:, 0])
@@ -319,20 +323,20 @@ def decode_step(
 
 
 def block_slots(size: int, value_size: int, itemsize: int) -> int:
-    """How many slots a program reads at a time."""
+    """Return how many slots a program reads at a time."""
     fitting = _BLOCK_BYTES // ((side(size) + side(value_size)) * itemsize)
     return max(16, min(64, 1 << (fitting.bit_length() - 1)))
 
 
 def share_out(rows: int, num_slots: int, block: int, num_cores: int) -> int:
     """Says into how many parts the slots of each KV head are cut."""
-    wanted = math.ceil(_PROGRAMS_PER_CORE * num_cores / rows)
-    parts = max(1, min(wanted, math.ceil(num_slots / block)))
-    return math.ceil(num_slots / _part_size(num_slots, parts, block))
+    desired = math.ceil(_PROGRAMS_PER_CORE * num_cores / rows)
+    num_splits = max(1, min(desired, math.ceil(num_slots / block)))
+    return math.ceil(num_slots / _split_size(num_slots, num_splits, block))
 
 
-def _part_size(num_slots: int, parts: int, block: int) -> int:
-    return block * math.ceil(math.ceil(num_slots / parts) / block)
+def _split_size(num_slots: int, num_splits: int, block: int) -> int:
+    return block * math.ceil(math.ceil(num_slots / num_splits) / block)
 
 
 def side(size: int) -> int:

@@ -2,7 +2,7 @@
 
 Twin: `h2okv.ops.attention.blockwise_attention_with_scores`.
 A fused forward pass keeps the log-sum-exp of every row; a second kernel without values makes the
-probabilities anew, for one tile of keys after the other, and adds up their columns. No sum is
+probabilities again, for one tile of keys after the other, and adds up their columns. No sum is
 shared between programs, so the results are the same in every run.
 """
 
@@ -22,7 +22,7 @@ from h2okv.ops.triton_decode import side
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
-# In place of -inf for the maximum of what sees nothing, so that no inf - inf arises.
+# Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -130,7 +130,7 @@ def _sums(
     HAS_SHARES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what the queries that see a tile of keys give to each."""
+    """Add up the probabilities that a tile of keys receives from the queries that see it."""
     begin = tl.program_id(0) * BLOCK_N
     batch = (tl.program_id(1) // (HEADS * GROUPS)).to(tl.int64)
     query_head = tl.program_id(1) % (HEADS * GROUPS)
@@ -152,8 +152,8 @@ def _sums(
     # The first query that sees any of these keys; the tile of its neighbours begins with it.
     first = tl.maximum(0, (begin - past) // BLOCK_M * BLOCK_M)
     # Tiles whose queries all see all of these keys come last, and need no comparison.
-    behind = tl.maximum(0, begin + BLOCK_N - 1 - past)
-    edge = tl.minimum(length, (behind + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    first_behind = tl.maximum(0, begin + BLOCK_N - 1 - past)
+    edge = tl.minimum(length, (first_behind + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     for SEES_ALL in tl.static_range(2):
         for top in range(
             tl.maximum(first, edge) if SEES_ALL else first, length if SEES_ALL else edge, BLOCK_M
@@ -247,7 +247,7 @@ def score_sums(
     weights: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Sums the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning."""
+    """Sum the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning."""
     query, key = _rows_whole(query), _rows_whole(key)
     batch, num_heads, num_keys = *query.shape[:2], key.shape[2]
     tile = tile or _sums_tile(query.shape[3], query.dtype)
@@ -259,12 +259,12 @@ def score_sums(
         *query.stride()[:3], *key.stride()[:3], *numbers, _LOG2_E,
         HAS_SHARES=weights is not None, **constants, **_launch(tile),
     )  # fmt: skip
-    # Each query head has its own row, so that no two programs add to one number.
+    # Each query head has its own row, no two programs add to one number.
     return sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
 
 
 def _forward_tile(size: int, dtype: torch.dtype) -> Tile:
-    """What fits the registers and 96 KiB of shared memory, as small cards have."""
+    """Return the tile that fits the registers and 96 KiB of shared memory of small cards."""
     if dtype == torch.float32:
         return Tile(64, 32, 4, 1) if size <= 128 else Tile(16, 16, 4, 1)
     if size <= 64:
@@ -273,7 +273,7 @@ def _forward_tile(size: int, dtype: torch.dtype) -> Tile:
 
 
 def _sums_tile(size: int, dtype: torch.dtype) -> Tile:
-    """Likewise; the keys stay in the registers, the queries pass by."""
+    """Return the tile of the second kernel, where keys stay in registers and queries pass by."""
     if dtype == torch.float32:
         return Tile(32, 64, 4, 2) if size <= 64 else Tile(16, 32, 4, 2)
     if size <= 64:
@@ -291,15 +291,15 @@ def _launch(tile: Tile) -> dict[str, int]:
 def _shared_arguments(
     query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None
 ) -> tuple[Tensor | None, tuple[float, ...], dict[str, Any]]:
-    """What both kernels get: the keys that are entries, as bytes, numbers, and constants."""
+    """Return what both kernels take: keys that are entries, as bytes, numbers, constants."""
     (_, num_heads, length, size), (batch, heads, num_keys) = query.shape, key.shape[:3]
-    entries, own = visibility.entries, visibility.queries
-    if entries is None and own is not None:
-        before = own.new_ones(batch, visibility.past)
-        entries = torch.cat([before, own], dim=1).unsqueeze(1)
+    entries, queries = visibility.entries, visibility.queries
+    if entries is None and queries is not None:
+        before = queries.new_ones(batch, visibility.past)
+        entries = torch.cat([before, queries], dim=1).unsqueeze(1)
     if entries is not None:
         entries = entries.expand(batch, heads, num_keys).to(torch.uint8).contiguous()
-    # What `_logits` multiplies by, so that powers of two come out.
+    # The factor of `_logits`, which yields powers of two.
     factors = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
     constants = {
         "HEADS": heads, "GROUPS": num_heads // heads, "D": size, "BLOCK_D": side(size),
