@@ -87,14 +87,19 @@ def test_padded_rows_and_fractions_survive(model, tmp_path):
     assert torch.equal(first, second)
 
 
-def test_layers_of_other_kinds_are_kept_too(tmp_path):
+@pytest.fixture
+def window_model():
     config = AutoConfig.for_model(
         "gemma3_text", hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=97,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"], pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+
+
+def test_layers_of_other_kinds_are_kept_too(window_model, tmp_path):
+    model = window_model
     cache, path = saved(model, tmp_path)
     loaded = h2okv.H2OCache.load(path, model)
     assert torch.equal(follow(model, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
@@ -342,6 +347,48 @@ def test_a_slot_mask_where_no_slots_are_closed_is_refused(model, tmp_path, optio
     save_file(tensors, path, metadata={"h2okv": json.dumps(head)})
     with pytest.raises(ValueError, match="has slot_mask, or has none, against its options"):
         h2okv.H2OCache.load(path, model)
+
+
+def rewrite(path, change, values=None):
+    """Changes the tensors of a saved cache, and the values in its header."""
+    with safe_open(path, framework="pt") as file:
+        head = json.loads(file.metadata()["h2okv"])
+    tensors = load_file(path)
+    change(tensors)
+    if values is not None:
+        values(head["layers"])
+    save_file(tensors, path, metadata={"h2okv": json.dumps(head)})
+
+
+def test_layers_that_have_seen_different_texts_are_refused(model, tmp_path):
+    ids, mask = tokens(60, batch=2), torch.ones(2, 60, dtype=torch.long)
+    mask[0, :17] = 0
+    cache = h2okv.H2OCache(model.config, 6, 6, policy="heavy")
+    h2okv.prefill(model, ids, cache, mask)
+    cache.save(tmp_path / "c")
+    rewrite(tmp_path / "c", lambda tensors: tensors["1.num_real_tokens"].add_(torch.tensor([5, 0])))
+    with pytest.raises(ValueError, match="different numbers of real tokens"):
+        h2okv.H2OCache.load(tmp_path / "c", model)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "seen"),
+    [("0.keys", slice(1, None), 60), ("0.values", slice(1, None), 60), (None, None, 59)],
+)
+def test_a_window_of_another_text_is_refused(window_model, tmp_path, name, cut, seen):
+    _, path = saved(window_model, tmp_path)
+
+    def change(tensors):
+        if name is not None:
+            tensors[name] = tensors[name][:, :, cut].clone()
+
+    def values(layers):
+        if "cumulative_length" in layers[0]["values"]:
+            layers[0]["values"]["cumulative_length"] = seen
+
+    rewrite(path, change, values)
+    with pytest.raises(ValueError, match="layer 0 holds other tokens than the layers that evict"):
+        h2okv.H2OCache.load(path, window_model)
 
 
 def places(value, path=()):

@@ -20,6 +20,15 @@ def read(model, cache, length=32, batch=1, seed=0):
         return model(input_ids, past_key_values=cache).logits
 
 
+def test_names_of_earlier_transformers_are_answered(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 6, 6)
+    assert (cache.max_batch_size, cache.max_cache_len) == (-1, -1)
+    h2okv.prefill(model, torch.full((2, 20), 5), cache)
+    assert cache.is_compileable and cache.get_max_cache_shape() == cache.get_max_length() == -1
+    assert (cache.max_batch_size, cache.max_cache_len) == (2, -1)
+
+
 def test_reports_what_it_holds(model):
     cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
     assert (cache.nbytes, cache.full_nbytes, cache.num_seen_tokens) == (0, 0, 0)

@@ -60,7 +60,7 @@ def test_no_family_of_the_table_is_refused(family):
         ("phi3", {"sliding_window": 2047}, "no full-attention layer"),
         ("mamba", {}, "no full-attention layer"),
         ("recurrent_gemma", {}, "no full-attention layer"),
-        ("falcon_h1", {}, "no full-attention layer"),
+        ("falcon_h1", {}, "caches attention and a linear state in one layer"),
     ],
 )
 def test_refused_by_the_config(model_type, options, reason):

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.slot_state import ordinary_tensors
@@ -234,6 +235,20 @@ def _fill(
             fill: Any = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
             fill(layer, tensors, own["values"])
         cache.check_integrity()
+    first = next(layer for layer in cache.layers if isinstance(layer, CacheLayer))
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicLayer) and not _follows(layer, first):
+            raise ValueError(f"layer {index} holds other tokens than the layers that evict")
+
+
+def _follows(layer: DynamicLayer, first: CacheLayer) -> bool:
+    """Tells whether a layer of transformers' own holds what one of ours has seen."""
+    seen = length = int(first.get_seq_length())
+    window = getattr(layer, "sliding_window", None) or 0
+    if window > 1:
+        length = min(seen, window - 1)
+    shapes = {(own.shape[0], own.shape[2]) for own in (layer.keys, layer.values)}
+    return layer.get_seq_length() == seen and shapes == {(first.batch_size, length)}
 
 
 def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:

@@ -148,11 +148,16 @@ class H2OCache(Cache):
         kind = config.model_type
         if not self._scored:
             kinds = sorted({type(layer).__name__ for layer in layers})
-            raise ValueError(
-                f"model type {kind!r} has no full-attention layer (its cache layers: "
-                f"{', '.join(kinds)}), so there is nothing for H2O to evict; use transformers' own "
-                "cache."
+            problem = (
+                f"has no full-attention layer (its cache layers: {', '.join(kinds)}), so there is "
+                "nothing for H2O to evict"
             )
+            if any("FullAttention" in name for name in kinds):
+                problem = (
+                    f"caches attention and a linear state in one layer ({', '.join(kinds)}), of "
+                    "which H2O cannot evict the attention alone"
+                )
+            raise ValueError(f"model type {kind!r} {problem}; use transformers' own cache.")
         if self.rule.rewrites and len(self._scored) != len(layers):
             raise ValueError(
                 f"positions={positions!r} would give the layers of model type {kind!r} that are "
@@ -462,6 +467,20 @@ class H2OCache(Cache):
             layer.make_static()
         return True
 
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Returns `get_max_length`, for code that knows the name of before transformers 5.16."""
+        return int(self.get_max_length(layer_idx))
+
+    @property
+    def max_cache_len(self) -> int:
+        """`get_max_length`, likewise: -1, as any number of tokens may pass."""
+        return int(self.get_max_length())
+
+    @property
+    def max_batch_size(self) -> int:
+        """Sequences held, likewise; -1 before the first."""
+        return int(self.batch_size)
+
     @property
     def num_seen_tokens(self) -> int:
         """Tokens that went through, padding included. Waits for the device."""
@@ -545,6 +564,11 @@ class H2OCache(Cache):
                 f"layers have seen different numbers of tokens ({sorted(lengths)}): a forward was "
                 "interrupted; call cache.reset() and read the prompt again."
             )
-        for layer in self._scored:
-            if layer.holds_entries:
-                validation.check_integrity(layer)
+        held = [layer for layer in self._scored if layer.holds_entries]
+        if len({tuple(layer.state.num_real_tokens.tolist()) for layer in held}) > 1:
+            raise ValueError(
+                "layers have seen different numbers of real tokens; call cache.reset() and read "
+                "the prompt again."
+            )
+        for layer in held:
+            validation.check_integrity(layer)
