@@ -1,6 +1,7 @@
 """`CacheConfig`: one object for every part of the package."""
 
 import inspect
+from dataclasses import fields, replace
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_fields_are_the_arguments_of_the_cache():
         for name, parameter in arguments.items()
         if name not in ("self", "config", "simulate")
     }
-    assert CacheConfig().to_dict() == wanted
+    assert {own.name: own.default for own in fields(CacheConfig)} == wanted
 
 
 def test_a_dict_comes_back():
@@ -72,3 +73,70 @@ def test_best_says_what_it_is(make_llama):
     cache = H2OCache(make_llama().config, 12, 4, policy="best")
     assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4)
     assert cache.policy.name == "h2o" and cache.scoring.looks_ahead
+
+
+@pytest.mark.parametrize("given", [{"sink": 0}, {"scoring": "sum"}, {"sink": 0, "scoring": "sum"}])
+def test_best_leaves_what_is_given_though_it_is_the_default_elsewhere(make_llama, given):
+    expected = CacheConfig("h2o", 12, 4, **({"sink": 4, "scoring": "expected"} | given))
+    assert CacheConfig("best", 12, 4, **given) == expected
+    assert H2OCache(make_llama().config, 12, 4, policy="best", **given).cache_config == expected
+    # As a file has it, and as an engine changes it.
+    assert CacheConfig.from_dict(expected.to_dict()) == expected == replace(expected, heavy=12)
+
+
+def test_what_is_left_out_is_filled_in_at_once():
+    plain = CacheConfig()
+    assert (plain.sink, plain.scoring) == (0, "sum")
+    assert CacheConfig(sink=0, scoring="sum") == plain
+
+
+FRACTIONS = [
+    (0.3, 0.1, ((3.5, 0.5), (0, 0))),
+    (0.3, 16, ((3.5, 0.5), (0.0, 0.0))),
+    (0.6, 16, (1.8, 0.2)),
+    (0.6, 0.4, (2.0, 0.0)),
+    (0.5, 0.3, ((1.5, 1.3, 0.6, 0.6), (3.0, 0.5, 0.25, 0.25))),
+    (0.9, 0.1, (1.004, 1.004)),
+]
+
+
+@pytest.mark.parametrize(("heavy", "recent", "factors"), FRACTIONS)
+def test_factors_that_lift_a_head_beyond_the_prompt_leave_the_whole_as_it_is(
+    heavy, recent, factors
+):
+    config = CacheConfig(heavy=heavy, recent=recent, layer_budgets=factors)
+    layers = range(len(factors))
+    heads = [own for n in layers for own in config.head_budgets(n) or [config.layer_budget(n)]]
+    most = 1 - recent if isinstance(recent, float) else 1
+    assert all(own.heavy <= most and own.recent == recent for own in heads)
+    assert sum(own.heavy for own in heads) == pytest.approx(len(heads) * heavy)
+    flat = [one for own in factors for one in (own if isinstance(own, tuple) else (own,))]
+    # Those with a larger factor have no less than others.
+    order = sorted(range(len(heads)), key=lambda index: flat[index])
+    given = [heads[index].heavy for index in order]
+    assert given == sorted(given)
+    tokens = [own.resolve(1000) for own in heads]
+    even = config.budget.resolve(1000).total
+    assert sum(own.total for own in tokens) == pytest.approx(len(heads) * even, abs=len(heads))
+
+
+def test_factors_within_the_prompt_are_left_alone():
+    config = CacheConfig(heavy=0.2, recent=0.1, layer_budgets=((0.5, 1.0), (2.0, 0.5)))
+    assert [own.heavy for own in config.head_budgets(1)] == [0.4, 0.1]
+    assert config.layer_budgets == ((0.5, 1.0), (2.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("parts", "factors", "message"),
+    [
+        ((1, 0), ((4.0, 0.0), (0.0, 0.0)), "a factor of 0 on heavy=1 keeps nothing .* recent=0"),
+        ((0.5, 0), (2.0, 0.0), "a factor of 0 on heavy=0.5 keeps nothing"),
+        ((4, 0), (1.9, 0.1), "a factor of 0.1 on heavy=4 keeps nothing"),
+        ((8, 4), (1.75, 0.25), "a factor of 1.75 makes heavy=8 too large .*; or give smaller"),
+    ],
+)
+def test_factors_that_cannot_be_kept_are_refused_in_words_about_them(
+    make_llama, parts, factors, message
+):
+    with pytest.raises(ValueError, match="layer_budgets: " + message):
+        H2OCache(make_llama().config, *parts, layer_budgets=factors, max_tokens=17)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
-from h2okv.records import unknown_name
+from h2okv.records import refusing, unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
 LayerBudgets = Sequence[float | Sequence[float]]
@@ -19,11 +21,23 @@ _ROUNDING_SLACK = 1e-6
 # H2O with what loses least of all that was measured (docs/quality.md). Configs and labels name each
 # part of it, so that a text can be made again when a later version knows better.
 BEST = "best"
-_BEST = {"policy": "h2o", "scoring": "expected", "sink": 4}
+_BEST_SINK, _BEST_SCORING = 4, "expected"
 _BEST_HEAVY_FRACTION = 0.75
 
 LEAST_ENTRIES = 64
 """What commands that write text raise a fraction of a short prompt to, heavy and recent each."""
+
+
+def resolve_policy(
+    policy: str, sink: int | None = None, scoring: str | None = None
+) -> tuple[str, int, str]:
+    """The policy that a name stands for, with sinks and scoring; its own where they are `None`."""
+    is_best = policy == BEST
+    return (
+        "h2o" if is_best else policy,
+        (_BEST_SINK if is_best else 0) if sink is None else sink,
+        (_BEST_SCORING if is_best else "sum") if scoring is None else scoring,
+    )
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,23 @@ def checked_factors(given: LayerBudgets) -> LayerBudgets:
     return factors
 
 
+def _limit_factors(factors: Sequence[float], most: float) -> list[float]:
+    """Lowers factors to `most`; what they lose goes to the others in proportion to theirs."""
+    limited, whole = list(factors), sum(factors)
+    while max(limited) > most:
+        is_most = [factor >= most for factor in limited]
+        if all(is_most):  # their mean is not quite 1
+            return [most] * len(limited)
+        rest = whole - most * sum(is_most)
+        below = sum(factor for factor in limited if factor < most)
+        even = rest / is_most.count(False)
+        limited = [
+            min(factor, most) if at_most else factor * rest / below if below else even
+            for factor, at_most in zip(limited, is_most, strict=True)
+        ]
+    return limited
+
+
 def _check_part(name: str, value: int | float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         problem = "is not a budget; give an int (tokens) or a float (fraction)"
@@ -180,9 +211,10 @@ class CacheConfig:
             ``"h2o"`` with ``scoring="expected"`` and ``sink=4``, where they are not given.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep whatever their score, in tokens.
+        sink: first tokens to keep whatever their score, in tokens; left out: none, or 4 with
+            ``policy="best"``.
         scoring: ``"sum"``, ``"mean"``, ``"decay"``, ``"last"``, ``"value_norm"`` or
-            ``"expected"``.
+            ``"expected"``; left out: ``"sum"``, or ``"expected"`` with ``policy="best"``.
         decay: the factor per later query, with ``scoring="decay"`` or ``"value_norm"``; ``None``
             for the default.
         positions: ``"original"``, ``"rolling"`` or ``"clamped"``.
@@ -192,8 +224,9 @@ class CacheConfig:
         min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each.
         seed: for policies that draw at random.
         layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
-            of its KV heads, of mean 1; ``None``: all are alike. ``"auto"`` stands for the model's
-            own, until a command has measured them; no cache can be made of it.
+            of its KV heads, of mean 1; ``None``: all are alike. What would lift a fraction beyond
+            the prompt goes to the others. ``"auto"`` stands for the model's own, until a command
+            has measured them; no cache can be made of it.
 
     Raises:
         ValueError: if the budget or the positions make no sense.
@@ -202,8 +235,9 @@ class CacheConfig:
     policy: str = "h2o"
     heavy: int | float = 0.1
     recent: int | float = 0.1
-    sink: int = 0
-    scoring: str = "sum"
+    # Filled in when a config is made: whoever reads them gets no `None`.
+    sink: int = None  # type: ignore[assignment]
+    scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
     positions: Positions = "original"
     prefill_chunk: int | None = None
@@ -214,10 +248,9 @@ class CacheConfig:
     layer_budgets: LayerBudgets | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        if self.policy == BEST:
-            for name, value in _BEST.items():
-                if name == "policy" or getattr(self, name) == getattr(CacheConfig, name):
-                    object.__setattr__(self, name, value)
+        resolved = resolve_policy(self.policy, self.sink, self.scoring)
+        for name, value in zip(("policy", "sink", "scoring"), resolved, strict=True):
+            object.__setattr__(self, name, value)
         if self.layer_budgets not in (None, MEASURED):
             object.__setattr__(self, "layer_budgets", checked_factors(self.layer_budgets))
         if self.positions not in POSITIONS:
@@ -315,16 +348,39 @@ class CacheConfig:
         return tuple(map(self._scaled, factors))
 
     def _factor(self, index: int) -> float | Sequence[float] | None:
-        own = self.layer_budgets
-        return None if self.is_full or own is None or isinstance(own, str) else own[index]
+        return None if self._factors is None else self._factors[index]
+
+    @cached_property
+    def _factors(self) -> LayerBudgets | None:
+        """The factors on heavy, of which none lifts a fraction beyond the prompt."""
+        given = self.layer_budgets
+        if self.is_full or given is None or isinstance(given, str):
+            return None
+        if not isinstance(self.heavy, float) or not self.heavy:
+            return given
+        flat = [one for own in given for one in (own if isinstance(own, Sequence) else (own,))]
+        limited = iter(_limit_factors(flat, self._most_heavy / self.heavy))
+        return tuple(
+            tuple(islice(limited, len(own))) if isinstance(own, Sequence) else next(limited)
+            for own in given
+        )
+
+    @property
+    def _most_heavy(self) -> float:
+        """What the recent part leaves of the prompt, as a fraction."""
+        return 1.0 - self.recent if isinstance(self.recent, float) else 1.0
 
     def _scaled(self, factor: float) -> Budget:
         heavy = self.heavy * factor
-        if isinstance(self.heavy, int):
-            heavy = round(heavy)
-        elif isinstance(self.recent, float):
-            heavy = min(heavy, 1.0 - self.recent)
-        return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
+        heavy = round(heavy) if isinstance(self.heavy, int) else min(heavy, self._most_heavy)
+        if heavy == 0 == self.recent:
+            raise ValueError(
+                f"layer_budgets: a factor of {factor:g} on heavy={self.heavy!r} keeps nothing of a"
+                " layer or head, as recent=0; give larger factors, or recent tokens."
+            )
+        problem = f"layer_budgets: a factor of {factor:g} makes heavy={self.heavy!r} too large"
+        with refusing(problem, "or give smaller factors.", ValueError):
+            return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
     def entries(self, length: int) -> int:
         """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""

@@ -21,7 +21,7 @@ from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.slots import SlotLayer
-from h2okv.config import BEST, MEASURED, CacheConfig, LayerBudgets, Positions
+from h2okv.config import MEASURED, CacheConfig, LayerBudgets, Positions, resolve_policy
 from h2okv.policy import Policy, get_policy
 from h2okv.policy.scoring import get_scoring
 
@@ -44,13 +44,15 @@ class H2OCache(Cache):
         config: the model's config, or the model.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep whatever their score, in tokens.
+        sink: first tokens to keep whatever their score, in tokens; ``None``: none, or 4 with
+            ``policy="best"``.
         policy: a name of `h2okv.policy_names()`, ``"best"`` (see `CacheConfig`) or a `Policy`
             object.
         scoring: what the attention that an entry receives counts for: ``"sum"`` (H2O),
             ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
             arXiv 2407.20485), ``"value_norm"`` (VATP, arXiv 2406.12335) or ``"expected"`` (what a
             block's queries would give from behind its end); see `h2okv.policy.scoring.Scoring`.
+            ``None``: ``"sum"``, or ``"expected"`` with ``policy="best"``.
         decay: the factor in (0, 1] by which every further query lowers what was received before,
             with ``scoring="decay"`` (0.995 by default) or ``"value_norm"`` (none by default).
         positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
@@ -71,8 +73,9 @@ class H2OCache(Cache):
             itself is in full precision; it is rounded once, when it becomes an entry.
         seed: for policies that draw at random.
         layer_budgets: a factor on ``heavy`` for each layer with H2O entries, or a list of one for
-            each of its KV heads, of mean 1, so that the whole is the same;
-            `h2okv.measure_layer_budgets` finds a model's. ``None``: all alike.
+            each of its KV heads, of mean 1, so that the whole is the same: what would lift a
+            fraction beyond the prompt goes to the others. `h2okv.measure_layer_budgets` finds a
+            model's. ``None``: all alike.
 
     Raises:
         ValueError: if the budget or the policy makes no sense, or the model is not supported.
@@ -83,10 +86,10 @@ class H2OCache(Cache):
         config: PreTrainedConfig,
         heavy: int | float = 0.1,
         recent: int | float = 0.1,
-        sink: int = 0,
+        sink: int | None = None,
         *,
         policy: str | Policy = "h2o",
-        scoring: str = "sum",
+        scoring: str | None = None,
         decay: float | None = None,
         positions: Positions = "original",
         prefill_chunk: int | None = None,
@@ -97,10 +100,9 @@ class H2OCache(Cache):
         seed: int = 0,
         layer_budgets: LayerBudgets | None = None,
     ) -> None:
-        if policy == BEST:
-            found = CacheConfig(BEST, heavy, recent, sink, scoring)
-            policy, scoring, sink = found.policy, found.scoring, found.sink
-        self.policy = get_policy(policy, seed)
+        name = policy.name if isinstance(policy, Policy) else policy
+        name, sink, scoring = resolve_policy(name, sink, scoring)
+        self.policy = get_policy(policy if isinstance(policy, Policy) else name, seed)
         self.scoring = get_scoring(scoring, decay)
         self.cache_config = CacheConfig(
             policy=self.policy.name,

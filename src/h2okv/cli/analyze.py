@@ -74,7 +74,7 @@ def analyze(
 _OFFERED = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
 _SHORT_PROMPT = 6000  # characters of the built-in text, so that the page is there soon
 _UNSEEN: dict[str, Any] = {
-    "scoring": "sum", "decay": None, "positions": "original", "prefill_chunk": None,
+    "scoring": None, "decay": None, "positions": "original", "prefill_chunk": None,
     "kv_bits": None, "layer_budgets": None,
 }  # fmt: skip
 """What the page does not show: it follows the scores of H2O, a token at a time."""

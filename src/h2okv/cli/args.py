@@ -243,8 +243,12 @@ def make_cache(
     heavy_fraction: float | None = option(
         None, "Part of --budget for heavy hitters (0.5; best: 0.75); the rest: recent."
     ),
-    sink: int = option(0, "First tokens that are never evicted, beyond --budget."),
-    scoring: str = option("sum", f"How attention is accumulated: {', '.join(SCORINGS)}."),
+    sink: int | None = option(
+        None, "First tokens that are never evicted, beyond --budget (none; best: 4)."
+    ),
+    scoring: str | None = option(
+        None, f"How attention is accumulated: {', '.join(SCORINGS)} (sum; best: expected)."
+    ),
     decay: float | None = option(
         None, "Factor per later token: with --scoring decay (0.995), or value_norm (none)."
     ),
@@ -298,12 +302,18 @@ def cache_options(budget: str = "20%", **changed: Any) -> Any:
     return Bundle(make_cache, "Cache", changed)
 
 
-def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **changed: Any) -> Any:
+def cache_lists(
+    budget: str, policy: str = "h2o", scoring: str | None = None, **changed: Any
+) -> Any:
     """The same for a list of them: each policy with each budget."""
 
     @functools.wraps(make_cache)
     def build(**values: Any) -> list[CacheConfig]:
-        lists = {name: names(name, values.pop(name)) for name in ("budget", "policy", "scoring")}
+        lists = {
+            name: names(name, values.pop(name))
+            for name in ("budget", "policy", "scoring")
+            if values[name] is not None
+        }
         for name, found in lists.items():
             if not found:
                 raise ValueError(f"--{name} names nothing; give at least one value")
@@ -311,7 +321,7 @@ def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **change
             lists["budget"], values["usual"] = (",".join(lists["budget"]),), budget
         caches: dict[str, CacheConfig] = {}
         for own, name in itertools.product(lists["budget"], lists["policy"]):
-            for chosen in _scorings_of(name, lists["scoring"], values["decay"]):
+            for chosen in _scorings_of(name, lists.get("scoring", ()), values["decay"]):
                 made = make_cache(policy=name, budget=own, **(values | chosen))
                 caches.setdefault(repr(made.identity()), made)
         return list(caches.values())
@@ -330,10 +340,10 @@ def cache_lists(budget: str, policy: str = "h2o", scoring: str = "sum", **change
 
 def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
     """The scorings of a list that a policy looks at; the options of each."""
-    if len(scorings) == 1:
-        return [{"scoring": scorings[0]}]
+    if len(scorings) <= 1:
+        return [{"scoring": next(iter(scorings), None)}]
     if policy == BEST:
-        return [{"scoring": "sum", "decay": None}]  # its own takes their place
+        return [{"scoring": None, "decay": None}]  # its own takes their place
     from h2okv.policy import get_policy
 
     known = get_policy(policy)
@@ -370,7 +380,7 @@ def cache_flags(config: CacheConfig) -> str:
     budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
     flags = [f"--policy {config.policy}", budget]
     for name in ("sink", "scoring", "decay", "positions", "prefill_chunk", "kv_bits"):
-        if getattr(config, name) != getattr(CacheConfig, name):
+        if getattr(config, name) != getattr(CacheConfig(), name):
             flags.append(f"{flag(name)} {getattr(config, name)}")
     if config.layer_budgets is not None:
         flags.append("--layer-budgets FILE")

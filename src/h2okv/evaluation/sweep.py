@@ -126,8 +126,8 @@ class CacheEntry(Strict):
     policy: str = "h2o"
     budgets: Amounts | None = None
     heavy_fraction: float | None = None
-    sink: int = 0
-    scoring: str = "sum"
+    sink: int | None = None
+    scoring: str | None = None
     decay: float | None = None
     positions: Positions = "original"
     prefill_chunk: int | None = None
