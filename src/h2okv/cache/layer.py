@@ -375,8 +375,11 @@ class CacheLayer(CacheLayerMixin):
             output = self._attend_block(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
+            num_unread = length
             for index, part in block.split(chunk):
                 output.transpose(1, 2)[index] = self._attend_block(part).transpose(1, 2)
+                num_unread -= part.query.shape[2]
+            self.cumulative_length += num_unread  # columns in which every sequence has padding
             # The next layer begins with the first of these tokens, this one has seen the last.
             self.end_steps()
         if self.pins and int(self.state.num_real_tokens.min()) >= self.pins[-1][1]:

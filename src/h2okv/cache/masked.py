@@ -37,8 +37,9 @@ def choose_by_query(
 class MaskedLayer(CacheLayer):
     """Keeps every token and marks which are still alive; slow, large, and easy to check.
 
-    The state's slots are the N tokens seen, padding too, in their order; a position of -1 is
-    padding or evicted. With ``kv_bits`` numbers are rounded as they would be stored.
+    The state's slots are the N tokens seen, in their order, padding too unless it is all of a
+    chunk; a position of -1 is padding or evicted. With ``kv_bits`` numbers are rounded as they
+    would be stored.
     """
 
     drops = False

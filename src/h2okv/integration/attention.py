@@ -34,6 +34,8 @@ def h2o_mask(
     *,
     q_length: int,
     kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     **options: Any,
@@ -43,35 +45,74 @@ def h2o_mask(
     A causal block over itself (every block of an `H2OCache`, and the first one of any cache) needs
     no T x T mask, only to know which tokens are padding, bool ``[B, 1, 1, T]``, or `None` if none
     is. A sliding window adds one number: `WINDOW_DTYPE` ``[B, 1, 1, N]``. Everything else gets
-    SDPA's mask, bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T]``.
+    SDPA's mask, bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T or more]``,
+    of which the block's columns are those behind the tokens seen, as in transformers.
+
+    Raises:
+        ValueError: if the attention mask ends before the block does.
     """
+    # Only patterns that look both ways, whose keys may be another text's, come with this option.
+    if attention_mask is not None and "allow_is_bidirectional_skip" not in options:
+        _check_columns(attention_mask, q_offset, q_length)
+    offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
     is_causal = mask_function is causal_mask_function
-    window = None if is_causal else _sliding_window(mask_function, q_length, kv_length, options)
-    if is_causal and q_length == kv_length:
-        return _padding_mask(attention_mask, q_length)
+    window = None
+    if not is_causal:
+        window = _sliding_window(mask_function, q_length, kv_length, offsets | options)
+    if q_length == kv_length and (is_causal or (window is not None and window >= kv_length)):
+        # An H2O layer's own offset is a tensor, which slices would wait for.
+        start = q_offset if isinstance(q_offset, int) else kv_offset
+        return padding_mask(attention_mask, start, q_length)
     if window is None:
         given = {"mask_function": mask_function, "attention_mask": attention_mask, **options}
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **given)
-    if window >= kv_length == q_length:
-        return _padding_mask(attention_mask, q_length)
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, **offsets, **given)
     shape = (options["batch_size"], 1, 1, kv_length)
     mask = torch.full(shape, window, dtype=WINDOW_DTYPE, device=options.get("device"))
     if attention_mask is None:
         return mask
-    start = options.get("kv_offset", 0)
-    return mask * attention_mask[:, start : start + kv_length].to(torch.bool)[:, None, None, :]
+    keys = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return mask * keys.to(torch.bool)[:, None, None, :]
 
 
-def _padding_mask(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """The block's part of the mask, bool ``[B, 1, 1, T]``; ``None`` if all tokens are real."""
+def padding_mask(attention_mask: Tensor | None, start: Any, length: int) -> Tensor | None:
+    """Cuts a block's T columns out of a mask; ``None`` if all tokens are real.
+
+    Args:
+        attention_mask: ``[B, tokens seen + T or more]``, 0 for padding.
+        start: tokens seen, an int or an int64 tensor.
+        length: T.
+
+    Returns:
+        bool ``[B, 1, 1, T]``, or ``None``.
+    """
     if attention_mask is None:
         return None
-    real = attention_mask[:, -length:].to(torch.bool)
+    if isinstance(start, int):
+        real = attention_mask[:, start : start + length]
+    else:
+        columns = start + torch.arange(length, device=attention_mask.device)
+        real = attention_mask.index_select(1, columns)
+    real = real.to(torch.bool)
     # Reading the mask is free on the CPU and once per prompt elsewhere, but not in a decode step.
-    readable = real.device.type == "cpu" or length > 1
+    readable = real.device.type == "cpu" or (length > 1 and real.device.type != "meta")
     if readable and not torch.compiler.is_compiling() and bool(real.all()):
         return None
     return real[:, None, None, :]
+
+
+def _check_columns(attention_mask: Tensor, seen: Any, length: int) -> None:
+    """Refuses a mask without a column for each of the tokens seen and the T new ones."""
+    # Where the number of tokens seen is on a device, asking for it would stop every step.
+    is_known = isinstance(seen, int) or seen.device.type == "cpu"
+    if torch.compiler.is_compiling() or not is_known:
+        return
+    needed = int(seen) + length
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < needed:
+        raise ValueError(
+            f"attention_mask of shape {list(attention_mask.shape)} must have a column for each of "
+            f"the {int(seen)} tokens seen and the {length} new ones, padding included: give "
+            f"[batch, {needed}], 0 for padding and 1 for text, or none if nothing is padding."
+        )
 
 
 def _sliding_window(
@@ -79,7 +120,7 @@ def _sliding_window(
 ) -> int | None:
     """The window, if the pattern is a causal sliding window and nothing else."""
     window: Any = options.get("local_size")
-    offsets: Any = options.get("q_offset", 0), options.get("kv_offset", 0)
+    offsets: Any = options["q_offset"], options["kv_offset"]
     # transformers withdraws the skip when it lays another pattern over the window.
     is_plain = window is not None and options.get("allow_is_causal_skip", True)
     # A decode step's mask is small; a compiled one must not look at numbers.
@@ -109,6 +150,8 @@ def plain_attention(
 ) -> tuple[Tensor, None]:
     """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]  # without a cache it has all columns that the user gave
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
     if softcap is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
@@ -196,8 +239,10 @@ def h2o_attention(
             "train without a cache (use_cache=False), which is plain SDPA."
         )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
-    _check_causal(layer, module, query.shape[2], attention_mask, options)
-    real = None if attention_mask is None else attention_mask[:, 0, 0, :]
+    _check_causal(layer, module, query, attention_mask, options)
+    real = None
+    if attention_mask is not None:
+        real = attention_mask[:, 0, 0, :].expand(query.shape[0], -1)
     if not torch.compiler.is_compiling():
         layer.claim(module)
         if not layer.rule.rewrites:
@@ -229,15 +274,18 @@ def _check_modelled(
 
 
 def _check_causal(
-    layer: CacheLayer, module: Any, length: int, mask: Tensor | None, options: dict[str, Any]
+    layer: CacheLayer, module: Any, query: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> None:
     """Raises if a block with H2O entries is not plain causal attention over what is held."""
-    if mask is not None and (mask.dtype != torch.bool or mask.shape[-2:] != (1, length)):
-        raise ValueError(
-            f"H2OCache got an attention mask of shape {list(mask.shape)} and {mask.dtype}; it "
-            "needs causal attention and takes a 2D mask [batch, tokens seen + new tokens] with 0 "
-            "for padding."
-        )
+    batch, length = query.shape[0], query.shape[2]
+    if mask is not None:
+        fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[-2:] == (1, length)
+        if mask.dtype != torch.bool or not fits:
+            raise ValueError(
+                f"H2OCache got an attention mask of shape {list(mask.shape)} and {mask.dtype} for "
+                f"{length} new tokens of each of {batch} sequences; it needs causal attention and "
+                "takes a 2D mask [batch, tokens seen + new tokens] with 0 for padding."
+            )
     is_causal = options.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE, cache_in
 from h2okv.cache.validation import check_model, unwrap
 from h2okv.config import check_tokens
-from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.attention import ATTENTION_NAME, h2o_mask
 from h2okv.records import refusing
 
 
@@ -39,20 +40,30 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # on a GPU ``generate`` does so by itself
             return plain(*args, **kwargs)
-        cache = cache_in(kwargs)
-        tokens = kwargs.get("input_ids", args[0] if args else None)
+        kwargs = _by_name(plain, args, kwargs)
+        cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
         is_step = tokens is not None and tokens.shape[1] == 1
         if not (is_step and isinstance(cache, H2OCache) and cache.prepare_step()):
-            return plain(*args, **kwargs)
+            return plain(**kwargs)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2:
             # What was seen before is in the cache; a mask that grows would be compiled again.
-            mask = mask[:, -1:]
-            readable = mask.device.type == "cpu"
-            kwargs["attention_mask"] = None if readable and bool(mask.all()) else mask.clone()
-        return compiled(*args, **kwargs)
+            seen: Any
+            length, seen = cache.get_mask_sizes(1, 0)
+            places = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
+            kwargs["attention_mask"] = h2o_mask(attention_mask=mask.to(seen.device), **places)
+        return compiled(**kwargs)
 
     return forward
+
+
+def _by_name(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Names a forward's arguments, which may all be given by place."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
 
 
 class _Enabled:
@@ -147,13 +158,13 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses a batch that looks padded and has no mask; a mask that is given is believed."""
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
+    given = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
+    input_ids, mask = given.get("input_ids"), given.get("attention_mask")
     pad = getattr(module.config, "pad_token_id", None)
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if input_ids is None or pad is None or 1 in input_ids.shape:
         return
     # ``generate`` drops a mask of ones, or makes one, and always gives positions.
-    if mask is not None or kwargs.get("position_ids") is not None:
+    if mask is not None or given.get("position_ids") is not None:
         return
     for side, column in (("left", 0), ("right", -1)):
         rows = input_ids[:, column] == pad
@@ -169,20 +180,43 @@ def _place_tokens(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Gives the model the positions that the cache asks for, where it asks for others."""
-    cache = cache_in(kwargs)
+    given = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
+    cache, position_ids = cache_in(given), given.get("position_ids")
     if not isinstance(cache, H2OCache) or not cache.needs_enabling:
         return None
-    position_ids = kwargs.get("position_ids")
     if position_ids is None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        length, mask = tokens.shape[1], kwargs.get("attention_mask")
+        tokens, mask = given.get("input_ids"), given.get("attention_mask")
+        tokens = given["inputs_embeds"] if tokens is None else tokens
+        length, seen = tokens.shape[1], cache.num_seen_tokens
         if mask is not None and mask.dim() == 2:
-            position_ids = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
+            position_ids = positions_of(mask)[:, seen : seen + length]
         else:
-            new = torch.arange(length, device=tokens.device)
-            position_ids = (cache.num_seen_tokens + new).unsqueeze(0)
-    return args, {**kwargs, "position_ids": cache.place(position_ids)}
+            position_ids = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
+    return (), {**given, "position_ids": cache.place(position_ids)}
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Counts each sequence's real tokens, as `generate` does for its positions; ``[B, N]``."""
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def input_device(model: Any) -> torch.device:
+    """Finds where a model takes its tokens: where its embedding runs.
+
+    ``model.device`` is that of the first parameter, which is meta where accelerate has offloaded
+    it, and not always the embedding's where it has spread a model over devices.
+    """
+    base = unwrap(model)
+    embedding: Any = base.get_input_embeddings()
+    for module in (embedding, *base.modules()):
+        hook: Any = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if getattr(part, "execution_device", None) is not None:
+                return torch.device(part.execution_device)
+        if module is embedding and embedding.weight.device.type != "meta":
+            break
+    device: torch.device = embedding.weight.device
+    return device
 
 
 def recipe_path() -> Path:
@@ -217,7 +251,7 @@ def read_blocks(
         chunk: tokens of a forward; by default ``cache.prefill_chunk``, else all at once.
         all_logits: whether to give the logits of every token, not only of a block's last one.
         attention_mask: ones ``[B, tokens seen + T]``, which say that tokens like the padding
-            token's are text; ``None`` to let the model guess.
+            token's are text; ``None`` to refuse what looks padded.
 
     Yields:
         ``(read, logits)``: how many tokens have been read, and ``[B, c or 1, V]``.
@@ -230,18 +264,18 @@ def read_blocks(
         raise ValueError("input_ids has no tokens; give at least one.")
     chunk = chunk if chunk is not None else cache.prefill_chunk or length
     check_tokens("chunk", chunk, 1)
-    mask = attention_mask
-    before = 0 if mask is None else mask.shape[1] - length
+    seen = cache.num_seen_tokens
     cache.expect(length)
     try:
         with _attending(model, cache):
             for start in range(0, length, chunk):
-                block = input_ids[:, start : start + chunk].to(model.device)
+                block = input_ids[:, start : start + chunk].to(input_device(model))
                 read = start + block.shape[1]
+                mask = None if attention_mask is None else attention_mask[:, : seen + read]
                 with torch.no_grad():
                     logits = model(
                         block,
-                        attention_mask=None if mask is None else mask[:, : before + read],
+                        attention_mask=mask,
                         **{CACHE: cache},
                         logits_to_keep=0 if all_logits else 1,
                     ).logits
@@ -277,7 +311,7 @@ def prefill(
         Logits of the last token, ``[B, V]``.
 
     Raises:
-        ValueError: if there is nothing to read.
+        ValueError: if there is nothing to read, or the mask is of another shape.
     """
     if not isinstance(cache, H2OCache):
         raise ValueError(
@@ -289,19 +323,26 @@ def prefill(
             f"input_ids={given} is not a batch of tokens; give an int tensor [batch, tokens], such"
             " as tokenizer(text, return_tensors='pt').input_ids."
         )
-    told = attention_mask
-    if attention_mask is None:
-        attention_mask = cache.next_turn(input_ids)["attention_mask"]
-    if bool(attention_mask.to(torch.bool).all()):
-        for _, logits in read_blocks(model, input_ids, cache, attention_mask=told):
+    length, needed = input_ids.shape[1], cache.num_seen_tokens + input_ids.shape[1]
+    mask = (
+        cache.next_turn(input_ids)["attention_mask"] if attention_mask is None else attention_mask
+    )
+    if tuple(mask.shape) != (input_ids.shape[0], needed):
+        raise ValueError(
+            f"attention_mask of shape {list(mask.shape)} must be [{input_ids.shape[0]}, {needed}]:"
+            f" a column for each of the {needed - length} tokens seen, padding included, and the"
+            f" {length} of input_ids, 0 for padding and 1 for text."
+        )
+    if bool(mask.to(torch.bool).all()):
+        for _, logits in read_blocks(model, input_ids, cache, attention_mask=attention_mask):
             last = logits[:, -1]
         return last
-    new = attention_mask.long().cumsum(dim=1)[:, -input_ids.shape[1] :] - 1
+    device = input_device(model)
     with _attending(model, cache), torch.no_grad():
         return model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=new.clamp(min=0),
+            input_ids.to(device),
+            attention_mask=mask.to(device),
+            position_ids=positions_of(mask)[:, -length:].to(device),
             logits_to_keep=1,
             **{CACHE: cache},
         ).logits[:, -1]

@@ -42,9 +42,10 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
             f"{', '.join(options)} would have no effect on the cache in {given}; give them to that "
             f"H2OCache, or leave {given} out."
         )
-    prompt = kwargs.get("input_ids", kwargs.get("inputs"))
-    # The rows of a batch may be padded, and are then cut inside the layers, each by its own tokens.
-    if cache.prefill_chunk is not None and prompt is not None and prompt.shape[0] == 1:
+    prompt, mask = kwargs.get("input_ids", kwargs.get("inputs")), kwargs.get("attention_mask")
+    # Rows that may be padded are cut inside the layers, each by its own tokens.
+    is_cut = cache.prefill_chunk is not None and (mask is None or bool(mask.all()))
+    if is_cut and prompt is not None and prompt.shape[0] == 1:
         kwargs.setdefault("prefill_chunk_size", cache.prefill_chunk)
         cache.expect(prompt.shape[1])
     with h2okv.enable(model):

@@ -1,0 +1,259 @@
+"""Masks of every width and padding, against SDPA on a `DynamicCache`, which shares no code."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
+
+import h2okv
+from h2okv.cache.argument import CACHE
+
+LENGTH, TOTAL = 20, 40
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+# How many columns of zeros each row of the prompt has, and whether they are on the left of it, on
+# its right, or one somewhere inside.
+PADDINGS = {
+    "left": ((0, 6, 13), "left"),
+    "none": ((0, 0, 0), "left"),
+    "all": ((3, 6, 13), "left"),
+    "right": ((0, 4, 9), "right"),
+    "inside": ((0, 1, 1), "inside"),
+}
+BIG, SMALL = {"heavy": 100, "recent": 100}, {"heavy": 4, "recent": 5}
+
+
+@pytest.fixture(scope="module")
+def models(make_llama):
+    """Tiny models by family; Gemma 2 caps its logits, and every other layer slides."""
+    torch.manual_seed(0)
+    gemma = Gemma2Config(**SIZES, head_dim=16, sliding_window=8, attn_logit_softcapping=5.0)
+    found = {
+        "llama": make_llama(),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval(),
+        "gemma2": Gemma2ForCausalLM(gemma).eval(),
+    }
+    for model in found.values():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= 4
+            layer.self_attn.k_proj.weight.data *= 4
+    return found
+
+
+def tokens(rows: int = 3) -> torch.Tensor:
+    return torch.randint(3, 97, (rows, TOTAL), generator=torch.Generator().manual_seed(0))
+
+
+def real_tokens(padding: str) -> torch.Tensor:
+    """Marks the text of the prompt and of all that follows, ``[3, TOTAL]``."""
+    counts, side = PADDINGS[padding]
+    mask = torch.ones(3, TOTAL, dtype=torch.long)
+    for row, count in enumerate(counts):
+        start = {"left": 0, "right": LENGTH - count, "inside": 7 + row}[side]
+        mask[row, start : start + count] = 0
+    return mask
+
+
+def widened(mask: torch.Tensor, read: int, width: str) -> torch.Tensor:
+    """Masks of the text read so far, with columns behind it that mean nothing yet."""
+    more = {"exact": 0, "+1": 1, "+many": 37}[width.split()[0]]
+    ends = torch.full((3, more), 0 if "zeros" in width else 1)
+    return torch.cat([mask[:, :read], ends], dim=1)
+
+
+WIDTHS = ("exact", "+1 ones", "+1 zeros", "+many ones", "+many zeros")
+WAYS = {"prompt and steps": (20, 1, 1, 1), "chunks": (14, 3, 3, 1), "turns": (20, 1, 7, 1, 5)}
+
+
+@torch.no_grad()
+def read(model, cache, mask, width, way, attention="h2o"):
+    """Reads the text in blocks by hand; the logits of all real tokens."""
+    model.set_attn_implementation(attention)
+    ids, places, logits, seen = tokens(), (mask.cumsum(dim=1) - 1).clamp(min=0), [], 0
+    for size in WAYS[way]:
+        part = slice(seen, seen := seen + size)
+        given = {"attention_mask": widened(mask, seen, width), "position_ids": places[:, part]}
+        logits.append(model(ids[:, part], **given, **{CACHE: cache}).logits)
+    return torch.cat(logits, dim=1)[mask[:, :seen].bool()]
+
+
+def reference(model, mask, way):
+    # SDPA has no caps on logits.
+    attention = "eager" if model.config.model_type == "gemma2" else "sdpa"
+    return read(model, DynamicCache(config=model.config), mask, "exact", way, attention)
+
+
+@pytest.mark.parametrize(
+    "padding",
+    ["left", *(pytest.param(name, marks=pytest.mark.slow) for name in list(PADDINGS)[1:])],
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_a_mask_of_any_width_gives_what_sdpa_gives(models, family, way, padding):
+    model, mask = models[family], real_tokens(padding)
+    expected = reference(model, mask, way)
+    caches = {
+        "h2o": partial(h2okv.H2OCache, model.config, **BIG),
+        "oracle": partial(h2okv.H2OCache, model.config, **BIG, simulate=True),
+        "dynamic": partial(DynamicCache, config=model.config),
+        "static": partial(StaticCache, model.config, max_cache_len=TOTAL),
+    }
+    for name, make in caches.items():
+        for width in WIDTHS:
+            if name == "static" and "+many" in width:
+                continue  # transformers' mask has no more columns than the cache has slots
+            cache = make()
+            made = read(model, cache, mask, width, way)
+            torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4, msg=f"{name} {width}")
+            if isinstance(cache, h2okv.H2OCache):
+                cache.check_integrity()
+                assert cache.num_seen_tokens == sum(WAYS[way])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"simulate": True}, {"positions": "rolling"}, {"prefill_chunk": 3}, {"kv_bits": 8},
+     {"scoring": "expected"}, {"heavy": 0.2, "recent": 0.2}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_padded_row_gives_what_it_gives_alone(models, kept_sets, options, width):
+    model, mask, way = models["llama"], real_tokens("all"), "turns"
+    make = partial(h2okv.H2OCache, model.config, **SMALL | options)
+    together, cache = make(), None
+    made = read(model, together, mask, width, way)
+    assert together.num_seen_tokens == sum(WAYS[way])
+    expected, kept = [], []
+    for row, count in enumerate(PADDINGS["all"][0]):
+        cache, start = make(), count
+        for size in (LENGTH - count, *WAYS[way][1:]):
+            part = slice(start, start := start + size)
+            with torch.no_grad():
+                expected.append(model(tokens()[row : row + 1, part], **{CACHE: cache}).logits[0])
+        kept.append(kept_sets(cache))
+    torch.testing.assert_close(made, torch.cat(expected), atol=2e-4, rtol=1e-4)
+    for layer, rows in enumerate(kept_sets(together)):
+        assert rows == [alone[layer][0] for alone in kept]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_compiled_step_reads_its_own_column(models, monkeypatch, width, by_place):
+    torch._dynamo.reset()
+    counter, plain = CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: plain(model, backend=counter, **how))
+    model, mask = models["llama"], real_tokens("left")
+    expected = reference(model, mask, "prompt and steps")
+    cache, ids, seen, logits = h2okv.H2OCache(model.config, **BIG), tokens(), 0, []
+    places = mask.cumsum(dim=1) - 1
+    with h2okv.enable(model, compile=True), torch.no_grad():
+        before = counter.frame_count
+        for size in WAYS["prompt and steps"]:
+            part = slice(seen, seen := seen + size)
+            given = widened(mask, seen, width), places[:, part].clamp(min=0)
+            if by_place:
+                output = model(ids[:, part], *given, cache)
+            else:
+                names = {"attention_mask": given[0], "position_ids": given[1], CACHE: cache}
+                output = model(ids[:, part], **names)
+            logits.append(output.logits)
+        assert counter.frame_count - before == 1
+        with pytest.raises(ValueError, match=r"attention_mask of shape \[3, 23\] must have"):
+            model(ids[:, :1], attention_mask=mask[:, :seen], **{CACHE: cache})
+    torch._dynamo.reset()
+    made = torch.cat(logits, dim=1)[mask[:, :seen].bool()]
+    torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["h2o", "oracle", "dynamic"])
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_mask_that_ends_too_soon_is_refused(models, cache, size):
+    """Such as the prompt's at the next token, or that of the new tokens alone."""
+    model, mask, ids = models["llama"], real_tokens("left"), tokens()
+    model.set_attn_implementation("h2o")
+    cache = {
+        "h2o": h2okv.H2OCache(model.config, **SMALL),
+        "oracle": h2okv.H2OCache(model.config, **SMALL, simulate=True),
+        "dynamic": DynamicCache(config=model.config),
+    }[cache]
+    with torch.no_grad():
+        model(ids[:, :LENGTH], attention_mask=mask[:, :LENGTH], **{CACHE: cache})
+        for columns in (slice(0, LENGTH), slice(LENGTH, LENGTH + size), slice(1, LENGTH + size)):
+            with pytest.raises(ValueError, match="the 20 tokens seen and the"):
+                model(ids[:, :size], attention_mask=mask[:, columns], **{CACHE: cache})
+        assert cache.get_seq_length() == LENGTH
+        model(ids[:, :size], attention_mask=mask[:, : LENGTH + size], **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"\[3, 19\] must have a column for each of the 0 tokens"):
+        model(ids[:, :LENGTH], attention_mask=mask[:, : LENGTH - 1], use_cache=False)
+
+
+def test_a_mask_of_another_batch_is_refused(models):
+    model, ids = models["llama"], tokens()
+    model.set_attn_implementation("h2o")
+    mask = real_tokens("left")[1:, :LENGTH]
+    with pytest.raises(ValueError, match="for 20 new tokens of each of 3 sequences"):
+        model(ids[:, :LENGTH], attention_mask=mask, **{CACHE: h2okv.H2OCache(model.config)})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_cache(models, family, width):
+    """transformers' own attention fails here, on shapes."""
+    model, mask, ids = models[family], real_tokens("left")[:, :LENGTH], tokens()[:, :LENGTH]
+    places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    expected = reference(model, real_tokens("left"), "prompt and steps")
+    model.set_attn_implementation("h2o")
+    with torch.no_grad():
+        given = {"attention_mask": widened(mask, LENGTH, width), "position_ids": places}
+        made = model(ids, **given, use_cache=False).logits
+    count = int(mask[0].sum())
+    torch.testing.assert_close(made[0], expected[:count], atol=2e-4, rtol=1e-4)
+    made = made[mask.bool()]
+    real = real_tokens("left")[:, : sum(WAYS["prompt and steps"])]
+    in_prompt = torch.arange(real.shape[1]).expand_as(real)[real.bool()] < LENGTH
+    torch.testing.assert_close(made, expected[in_prompt], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_prefill_takes_a_mask_of_the_whole_text_and_no_other(models, is_padded, chunk):
+    model, mask = models["llama"], real_tokens("left" if is_padded else "none")
+    expected = reference(model, mask, "turns").split(mask[:, :34].sum(dim=1).tolist())
+    expected = torch.stack([logits[-1] for logits in expected])  # of the last token of a turn
+    cache = h2okv.H2OCache(model.config, **BIG | {"prefill_chunk": chunk})
+    h2okv.prefill(model, tokens()[:, :LENGTH], cache, mask[:, :LENGTH])
+    rest = tokens()[:, LENGTH:34]
+    for columns in (mask[:, :35], mask[:, LENGTH:34], mask[:, :33], mask[0, :34], mask[:2, :34]):
+        with pytest.raises(ValueError, match=r"attention_mask of shape .* must be \[3, 34\]: a"):
+            h2okv.prefill(model, rest, cache, columns)
+    assert cache.num_seen_tokens == LENGTH
+    made = h2okv.prefill(model, rest, cache, mask[:, :34])
+    torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("width", ["exact", "+1 ones", "+many ones"])
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2)])
+@pytest.mark.parametrize("options", [BIG, SMALL | {"prefill_chunk": 4}], ids=["big", "chunks"])
+def test_the_recipe(models, width, rows, options):
+    """A padded row in a batch of its own is cut into chunks by its own tokens, too."""
+    model, mask = models["llama"], real_tokens("all")
+    model.set_attn_implementation("h2o")
+    recipe = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True, **options}
+    new = {"max_new_tokens": 6, "do_sample": False}
+    ids, given = tokens()[rows, :LENGTH], widened(mask, LENGTH, width)[rows]
+    made = model.generate(ids, attention_mask=given, **recipe, **new)[:, LENGTH:]
+    for row, count in list(enumerate(PADDINGS["all"][0]))[rows]:
+        alone = model.generate(tokens()[row : row + 1, count:LENGTH], **recipe, **new)
+        assert torch.equal(made[row - (rows.start or 0)], alone[0, LENGTH - count :])
