@@ -1,7 +1,13 @@
 import numpy as np
 import torch
 
-from h2okv.analysis.ablation import dense_losses, drawn, heaviest, losses_with_hidden, token_losses
+from h2okv.analysis.ablation import (
+    dense_losses,
+    heaviest,
+    losses_with_hidden,
+    random_tokens,
+    token_losses,
+)
 
 
 def test_hiding_nothing_costs_nothing(model, sample):
@@ -30,7 +36,7 @@ def test_hiding_tokens_is_an_attention_mask(make_llama, sample):
 def test_the_chosen_tokens():
     scores = np.array([[[1.0, 5.0, 3.0, 4.0]]])
     assert heaviest(scores, 2).tolist() == [[[False, True, False, True]]]
-    first, second = drawn((2, 2, 50), 7, seed=0), drawn((2, 2, 50), 7, seed=1)
+    first, second = random_tokens((2, 2, 50), 7, seed=0), random_tokens((2, 2, 50), 7, seed=1)
     assert (first.sum(axis=-1) == 7).all()
     assert (first != second).any()
     assert (first[0, 0] != first[0, 1]).any()

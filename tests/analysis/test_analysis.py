@@ -122,18 +122,18 @@ def test_what_was_not_measured_names_its_option(folder, tmp_path):
 
 def test_legends_cover_no_point(folder):
     tables = {path.stem: read_csv(path, text=TEXT_COLUMNS) for path in folder.glob("*.csv")}
-    drawn = 0
+    num_drawn = 0
     for section in SECTIONS:
         figure = section.draw(tables)
         figure.draw_without_rendering()
         panels = [axes.get_window_extent() for axes in figure.axes]
         assert not any(axes.get_legend() for axes in figure.axes)
         for legend in figure.legends:
-            drawn += 1
+            num_drawn += 1
             box = legend.get_window_extent()
             assert not any(box.overlaps(panel) for panel in panels), section.name
             assert figure.bbox.contains(box.x0, box.y0) and figure.bbox.contains(box.x1, box.y1)
-    assert drawn >= 10
+    assert num_drawn >= 10
 
 
 def test_numbers_in_the_tables_hang_together(folder, sample):

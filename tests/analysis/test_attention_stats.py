@@ -72,7 +72,7 @@ def test_the_attention_comes_back_after_an_error(model, sample):
 def test_a_layer_or_head_out_of_range_is_refused(model):
     with pytest.raises(ValueError, match=r"layer 2 .* choose one of 0, 1"):
         check_layer(model.config, 2, 0)
-    with pytest.raises(ValueError, match="head 2 is out of range; the KV heads are 0 to 1"):
+    with pytest.raises(ValueError, match="head must be a KV head from 0 to 1, got 2"):
         check_layer(model.config, 0, 2)
 
 

@@ -5,7 +5,7 @@ import torch
 import h2okv
 from h2okv.analysis.ablation import dense_losses
 from h2okv.analysis.attention_stats import accumulated, of_layers
-from h2okv.analysis.eviction_trace import GlobalPolicy, follow, held_after
+from h2okv.analysis.eviction_trace import GlobalPolicy, entries_after, follow
 from h2okv.config import TokenBudget
 
 BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
@@ -22,7 +22,7 @@ def test_it_holds_what_the_masked_cache_holds_at_every_step(model, sample, kept_
         block = sample.input_ids[:, :30]
         for step in range(29, sample.length):
             model(block, past_key_values=cache)
-            held = held_after(trace.gone_at, step)
+            held = entries_after(trace.gone_at, step)
             for layer, rows in enumerate(kept_sets(cache)):
                 for head, kept in enumerate(rows[0]):
                     assert set(np.flatnonzero(held[layer, head])) == kept
@@ -39,12 +39,12 @@ def test_blocks_evict_as_the_masked_cache_does_and_predict_every_token(model, sa
             logits = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
             true = sample.input_ids[0, begin + 1 : end + 1]
             losses += (-logits[: len(true)].gather(-1, true[:, None])[:, 0]).tolist()
-            held = held_after(trace.gone_at, end - 1)
+            held = entries_after(trace.gone_at, end - 1)
             for layer, rows in enumerate(kept_sets(cache)):
                 for head, kept in enumerate(rows[0]):
                     assert set(np.flatnonzero(held[layer, head])) == kept
             # Within a block a query sees whatever it began with.
-            assert held_after(trace.gone_at, end - 2)[..., begin:].all()
+            assert entries_after(trace.gone_at, end - 2)[..., begin:].all()
             begin = end
     np.testing.assert_allclose(trace.losses[30:], losses[29:], atol=1e-4)
 
@@ -74,7 +74,7 @@ def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
         model(sample.input_ids[:, :30], past_key_values=cache)
         for step in range(30, sample.length):
             model(sample.input_ids[:, step : step + 1], past_key_values=cache)
-    assert trace.held_bytes[-1] == cache.nbytes
+    assert trace.cache_bytes[-1] == cache.nbytes
     assert trace.full_bytes[-1] == cache.full_nbytes
     for layer in range(2):
         positions, scores = cache.kept_positions(layer)[0], cache.scores(layer)[0]
@@ -89,7 +89,7 @@ def test_the_global_policy_keeps_what_will_be_looked_at(model, sample):
     scores = found.sum(axis=2)
     policy = GlobalPolicy(scores, (0, 1))
     trace = follow(model, sample.input_ids, policy, TokenBudget(0, 12, 8))
-    held = held_after(trace.gone_at, sample.length - 1)
+    held = entries_after(trace.gone_at, sample.length - 1)
     old = sample.length - 8
     for layer in range(2):
         for head in range(2):

@@ -3,13 +3,13 @@ import pytest
 from scipy import stats
 
 from h2okv.analysis.ablation import cost
-from h2okv.analysis.eviction_trace import chance_similarity, overlap, similarity, stays
+from h2okv.analysis.eviction_trace import chance_similarity, durations, overlap, similarity
 from h2okv.analysis.score_stats import by_word, count_words, fit_power_law, spearman
 
 
 def test_a_power_law_is_recovered_and_not_rejected():
-    drawn = (1 - np.random.default_rng(0).random(3000)) ** (-1 / 1.5)
-    law = fit_power_law(drawn, draws=50)
+    samples = (1 - np.random.default_rng(0).random(3000)) ** (-1 / 1.5)
+    law = fit_power_law(samples, draws=50)
     assert law["exponent"] == pytest.approx(2.5, abs=4 * law["exponent_error"])
     assert law["exponent_error"] < 0.2
     assert law["p_value"] > 0.1
@@ -17,15 +17,15 @@ def test_a_power_law_is_recovered_and_not_rejected():
 
 
 def test_a_log_normal_is_told_from_a_power_law():
-    drawn = np.random.default_rng(0).lognormal(0, 0.4, 3000)
-    body = fit_power_law(np.concatenate([drawn, drawn * 1.0001]), draws=0)
+    samples = np.random.default_rng(0).lognormal(0, 0.4, 3000)
+    body = fit_power_law(np.concatenate([samples, samples * 1.0001]), draws=0)
     assert body["log_ratio"] < 0
     exponential = np.random.default_rng(1).exponential(size=3000) + 1
     assert fit_power_law(exponential, draws=50)["tail"] < 3000
 
 
 def test_too_few_values_are_refused():
-    with pytest.raises(ValueError, match="20 positive values are too few"):
+    with pytest.raises(ValueError, match="needs at least 60 positive values, got 20"):
         fit_power_law(np.ones(20))
 
 
@@ -75,4 +75,4 @@ def test_stays_count_from_the_end_of_the_window():
     # Six tokens, a window of 2: token 0 can go at step 2 and goes there, token 1 at step 3 and
     # goes at step 4, token 2 stays to the end.
     gone = np.array([[[3, 5, 7, 7, 7, 7]]])
-    assert stays(gone, recent=2, first=1).tolist() == [[[0, 1, 1, 0]]]
+    assert durations(gone, recent=2, first=1).tolist() == [[[0, 1, 1, 0]]]

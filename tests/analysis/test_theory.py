@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 
 from h2okv.analysis.attention_stats import of_layers
-from h2okv.analysis.eviction_trace import follow, held_after
+from h2okv.analysis.eviction_trace import entries_after, follow
 from h2okv.analysis.theory import (
     CONCAVE,
     FACTOR,
@@ -25,7 +25,7 @@ from h2okv.analysis.theory import (
     real_cases,
     retained_mass,
     set_values,
-    worth_of_kept,
+    value_of_entries,
 )
 from h2okv.config import TokenBudget
 
@@ -147,7 +147,7 @@ def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, atte
     found = of_layers(
         model,
         sample.input_ids,
-        lambda layer: worth_of_kept(layer, gone[layer.layer_idx], kept, steps),
+        lambda layer: value_of_entries(layer, gone[layer.layer_idx], kept, steps),
     )
     assert found.shape == (2, 2, 2)
     grouped = attention.double().unflatten(1, (2, 2)).sum(dim=2).numpy()
@@ -155,7 +155,7 @@ def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, atte
         for step, heads in zip(steps, ratios, strict=True):
             for head, ratio in enumerate(heads):
                 scores = grouped[layer, head, : step + 1, :length].sum(axis=0)
-                held = scores[: step + 1][held_after(gone, step)[layer, head]].sum()
+                held = scores[: step + 1][entries_after(gone, step)[layer, head]].sum()
                 assert ratio == pytest.approx(held / np.sort(scores)[-kept:].sum(), rel=1e-4)
 
 

@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
     [
         ("", "is empty; give a file"),
         (" \n \n", "is empty; give a file"),
-        ("the cat", "it takes at least 128, so give a longer text"),
+        ("the cat", "must have at least 128 tokens"),
     ],
 )
 def test_a_text_without_enough_in_it(h2okv_command, model_folder, tmp_path, content, sentence):

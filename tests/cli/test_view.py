@@ -67,13 +67,13 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
     ("options", "sentence"),
     [
         (("--layer", 9), "layer 9 is not a full-attention layer of this model; choose one of 0, 1"),
-        (("--head", -1), "head -1 is out of range; the KV heads are 0 to 1"),
+        (("--head", -1), "head must be a KV head from 0 to 1, got -1"),
         (("--policy", "h3o"), "policy 'h3o' is unknown"),
         (("--policy", "h2o,h3o"), "policy 'h3o' is unknown"),
         (("--policy", "best"), "--policy best cannot be shown: the page follows sums; choose h2o"),
         (("--budget", 1.5), "budget 1.5 is out of range"),
         (("--budget", "30%", "--recent", 64), "--budget goes without --heavy and --recent"),
-        (("--new-tokens", 9999), "9999 new tokens is out of range"),
+        (("--new-tokens", 9999), "got 9999"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
     ],
 )

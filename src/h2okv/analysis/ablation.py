@@ -1,4 +1,4 @@
-"""What removing heavy hitters does."""
+"""Perplexity without heavy hitters, and the activation of neurons."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _BLOCK = 32  # tokens resampled together: the losses of neighbours depend on eac
 
 
 def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> np.ndarray:
-    """The losses of tokens ``[1, T]`` by logits ``[1, T, V]``: float64 ``[T]``, the first NaN."""
+    """Return losses of tokens ``[1, T]`` by logits ``[1, T, V]``: float64 ``[T]``, first NaN."""
     targets = input_ids[0, 1:].to(logits.device)
-    parts = zip(logits[0, :-1].split(_CHUNK), targets.split(_CHUNK), strict=True)
-    losses = [F.cross_entropy(some.float(), own, reduction="none") for some, own in parts]
+    chunks = zip(logits[0, :-1].split(_CHUNK), targets.split(_CHUNK), strict=True)
+    losses = [
+        F.cross_entropy(chunk.float(), chunk_targets, reduction="none")
+        for chunk, chunk_targets in chunks
+    ]
     return np.concatenate([[np.nan], torch.cat(losses).cpu().numpy().astype(np.float64)])
 
 
@@ -34,7 +37,7 @@ def dense_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
 
 
 def cost(losses: np.ndarray, baseline: np.ndarray, first: int = 1, seed: int = 0) -> Row:
-    """Perplexity of losses ``[T]``, its ratio to the baseline's, a 95 % interval by bootstrap."""
+    """Return the perplexity of losses ``[T]`` and its ratio to the baseline, with 95 % interval."""
     gaps = (losses - baseline)[first:]
     blocks = [gaps[i : i + _BLOCK] for i in range(0, len(gaps), _BLOCK)]
     sums = np.array([block.sum() for block in blocks])
@@ -54,51 +57,53 @@ def heaviest(scores: np.ndarray, count: int) -> np.ndarray:
     return chosen
 
 
-def drawn(shape: tuple[int, ...], count: int, seed: int) -> np.ndarray:
-    """Mark as many random tokens, for each layer and head on its own; bool ``[L, H, T]``."""
+def random_tokens(shape: tuple[int, ...], count: int, seed: int) -> np.ndarray:
+    """Mark ``count`` random tokens in each layer and head; bool ``[L, H, T]``."""
     return heaviest(np.random.default_rng(seed).random(shape), count)
 
 
 def losses_with_hidden(
     model: PreTrainedModel, input_ids: torch.Tensor, hidden: np.ndarray, layers: tuple[int, ...]
 ) -> np.ndarray:
-    """The losses ``[T]`` when tokens, bool ``[L, H, T]``, are seen by no query but their own."""
+    """Return losses ``[T]`` with tokens, bool ``[L, H, T]``, hidden from all later queries."""
     masks = dict(zip(layers, torch.from_numpy(hidden), strict=True))
 
     def handler(layer: LayerAttention) -> torch.Tensor:
         value = layer.value.float().unsqueeze(1)
         rows = layer.rows(masks[layer.layer_idx].to(value.device))
-        parts = [own @ value[:, :, : own.shape[-1]] for _, own in rows]
-        return torch.cat(parts, dim=2).flatten(0, 1)
+        outputs = [
+            probabilities @ value[:, :, : probabilities.shape[-1]] for _, probabilities in rows
+        ]
+        return torch.cat(outputs, dim=2).flatten(0, 1)
 
     return token_losses(read_observed(model, input_ids, handler).logits, input_ids)
 
 
 _LAST_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "c_proj")
-# Of a token's largest magnitude, for activations that are never exactly 0.
+# Threshold relative to a token's largest magnitude, for activations that are never exactly 0.
 SHARE_OF_LARGEST = 0.1
 
 
 def find_neurons(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Find the linear maps that read the neurons, one for each layer."""
-    found = [
+    """Find each layer's linear map that reads the neurons."""
+    modules = [
         module
         for name, module in model.named_modules()
         if name.endswith(".fc2")
         or (".mlp." in f".{name}" and name.rpartition(".")[2] in _LAST_OF_MLP)
     ]
     config = model.config.get_text_config(decoder=True)
-    if len(found) != config.num_hidden_layers:
+    if len(modules) != config.num_hidden_layers:
         raise ValueError(
-            f"the feed-forward layers of model type {config.model_type!r} cannot be told apart "
-            f"({len(found)} found for {config.num_hidden_layers} layers); leave out --neurons."
+            f"the feed-forward layers of model type {config.model_type!r} are not recognised "
+            f"({len(modules)} found for {config.num_hidden_layers} layers); leave out --neurons."
         )
-    return found
+    return modules
 
 
 @torch.inference_mode()
 def activation_frequency(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
-    """At which fraction of tokens each neuron is active (ReLU: above 0): float64 ``[L, M]``."""
+    """Return the fraction of tokens at which each neuron is active: float64 ``[L, M]``."""
     config = model.config.get_text_config(decoder=True)
     name = getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
     counts: list[np.ndarray] = []  # the layers run in order

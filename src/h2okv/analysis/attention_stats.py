@@ -1,4 +1,4 @@
-"""Attention of one text, layer by layer, and what is counted in it."""
+"""Attention of a text, layer by layer, and its statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from h2okv.integration.attention import h2o_mask, plain_attention
 
 ATTENTION_NAME = "h2okv_observe"
 _MOST_ELEMENTS = 1 << 20
-"""A block of probabilities takes at most 4 MiB, which CPUs have caches for, however long a text."""
+"""A block of probabilities takes at most 4 MiB for any length: it fits in a CPU's cache."""
 _MOST_ROWS = 256
 
 
@@ -43,7 +43,7 @@ class LayerAttention:
     softcap: float | None
 
     def logits(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The logits ``[H, G, last - first, last]`` of some queries, causality not applied."""
+        """Return logits ``[H, G, last - first, last]`` of some queries, without a causal mask."""
         scaled = self.query[:, first:last].to(dtype) * self.scale
         grouped = scaled.unflatten(0, (self.key.shape[0], -1))
         # One product for each KV head: a batched one would copy its keys for each query head.
@@ -56,26 +56,26 @@ class LayerAttention:
         """Yield the attention probabilities by blocks of queries; memory grows with T only.
 
         Each is ``(first, probabilities)``: the block's first query, and fp32 ``[H, G, R, first +
-        R]``, 0 for a key after its query. ``hidden``, bool ``[H, T]``, marks keys that no query
-        but their own sees.
+        R]``, 0 for a key after its query. ``hidden``, bool ``[H, T]``, marks keys that only the
+        query at the same position sees.
         """
         length = self.key.shape[1]
         size = max(1, min(_MOST_ROWS, _MOST_ELEMENTS // (self.query.shape[0] * length)))
         columns = torch.arange(length, device=self.key.device)
         for first in range(0, length, size):
             last = min(first + size, length)
-            own = columns[first:last, None]
+            queries = columns[first:last, None]
             logits = self.logits(first, last)
             # Keys before the block are in every query's past.
-            logits[..., first:].masked_fill_(columns[first:last] > own, -torch.inf)
+            logits[..., first:].masked_fill_(columns[first:last] > queries, -torch.inf)
             if hidden is not None:
-                unseen = hidden[:, None, :last] & (columns[:last] != own)
+                unseen = hidden[:, None, :last] & (columns[:last] != queries)
                 logits.masked_fill_(unseen.unsqueeze(1), -torch.inf)
             yield first, logits.softmax(dim=-1)
 
 
 Handler = Callable[[LayerAttention], torch.Tensor | None]
-"""Looks at a layer; what it returns, ``[HQ, T, Dv]``, replaces the layer's own output."""
+"""Receives a layer's attention; a returned tensor ``[HQ, T, Dv]`` replaces the layer's output."""
 
 _handlers: ContextVar[dict[int, Handler]] = ContextVar("h2okv_handlers")
 """The handler of each layer of full attention, while a text is read."""
@@ -92,7 +92,7 @@ def _observed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Plain attention that shows layers of full attention to the handler in force."""
+    """Compute plain attention, and pass full-attention layers to the current handler."""
     layer_idx: Any = getattr(module, "layer_idx", None)
     if handler := _handlers.get().get(layer_idx):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -124,7 +124,7 @@ def check_layer(config: PreTrainedConfig, layer_idx: int, head: int) -> None:
         )
     heads = num_kv_heads(config)
     if not 0 <= head < heads:
-        raise ValueError(f"head {head} is out of range; the KV heads are 0 to {heads - 1}.")
+        raise ValueError(f"head must be a KV head from 0 to {heads - 1}, got {head}.")
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
@@ -138,7 +138,7 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 def read_observed(
     model: PreTrainedModel, input_ids: torch.Tensor, handler: Handler, **options: Any
 ) -> Any:
-    """Let a model read ``[1, T]`` tokens; every full-attention layer is shown to a handler."""
+    """Run a model on ``[1, T]`` tokens and pass every full-attention layer to a handler."""
     check_model(model)
     reached = []
 
@@ -163,46 +163,46 @@ def read_observed(
 
 
 Tick = Callable[[float], None]
-"""Is told the fraction that is done, from 0 to 1."""
+"""Receives the progress, a fraction from 0 to 1."""
 
 
 def no_tick(fraction: float) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""
 
 
 def of_layers(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    look: Callable[[LayerAttention], Any],
+    measure: Callable[[LayerAttention], Any],
     tick: Tick = no_tick,
 ) -> np.ndarray:
-    """Let a model read ``[1, T]`` tokens; what ``look`` finds in each full-attention layer."""
-    found: dict[int, Any] = {}
+    """Run a model on ``[1, T]`` tokens; return ``measure`` of each full-attention layer."""
+    results: dict[int, Any] = {}
     total = model.config.get_text_config(decoder=True).num_hidden_layers
 
     def handler(layer: LayerAttention) -> None:
-        found[layer.layer_idx] = look(layer)
+        results[layer.layer_idx] = measure(layer)
         tick((layer.layer_idx + 1) / total)
 
-    # Logits of a long text take more memory than all else, and nobody looks at them.
+    # All logits of a long text would take more memory than anything else, and are not used.
     read_observed(model, input_ids, handler, logits_to_keep=1)
-    return np.stack([found[layer_idx] for layer_idx in sorted(found)])
+    return np.stack([results[layer_idx] for layer_idx in sorted(results)])
 
 
 def small_entries(layer: LayerAttention, threshold: float = 0.01) -> np.ndarray:
     """Count visible entries below 1 % of their row's maximum (paper, 3.1): int64 ``[HQ, T]``."""
-    parts = []
+    counts = []
     for first, probabilities in layer.rows():
         top = probabilities.amax(dim=-1, keepdim=True)
         small = (probabilities < threshold * top).sum(dim=-1).flatten(0, 1).cpu().numpy()
         # The keys after a query have probability 0 and were counted as small.
         last = probabilities.shape[-1]
-        parts.append(small - (last - 1 - np.arange(first, last)))
-    return np.concatenate(parts, axis=1)
+        counts.append(small - (last - 1 - np.arange(first, last)))
+    return np.concatenate(counts, axis=1)
 
 
 def accumulated(layer: LayerAttention) -> np.ndarray:
-    """Add up the attention that each key receives (H2O's scores): float32 ``[H, G, T]``."""
+    """Sum the attention that each key receives (H2O's scores): float32 ``[H, G, T]``."""
     groups = layer.query.shape[0] // layer.key.shape[0]
     total = torch.zeros(layer.key.shape[0], groups, layer.key.shape[1], device=layer.key.device)
     for _, probabilities in layer.rows():
@@ -211,26 +211,29 @@ def accumulated(layer: LayerAttention) -> np.ndarray:
 
 
 def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) -> np.ndarray:
-    """The later queries that look most at each key, above ``least``: int64 ``[H, T, count]``."""
+    """Return the later queries with most attention, above ``least``, to each key.
+
+    The result is int64 ``[H, T, count]``, with -1 where there are fewer.
+    """
     heads, length = layer.key.shape[:2]
-    found = torch.full((heads, length, count), -1, device=layer.key.device)  # -1: none
-    mass = torch.full(found.shape, least, device=layer.key.device)
+    strongest = torch.full((heads, length, count), -1, device=layer.key.device)  # -1: none
+    mass = torch.full(strongest.shape, least, device=layer.key.device)
     for first, probabilities in layer.rows():
         last = probabilities.shape[-1]
-        own = probabilities.sum(dim=1)  # over a group, as H2O's scores are
-        # A key's own query does not count, and those before it have given it nothing.
-        own[..., first:].diagonal(dim1=1, dim2=2).zero_()
-        # Most keys were looked at more by earlier queries.
-        head, key = (own.amax(dim=1) > mass[:, :last, -1]).nonzero(as_tuple=True)
-        both = torch.cat([mass[head, key], own[head, :, key]], dim=-1)
-        mass[head, key], place = both.topk(count)
-        queries = torch.arange(first, last, device=own.device).expand(len(key), -1)
-        found[head, key] = torch.cat([found[head, key], queries], dim=-1).gather(-1, place)
-    return found.cpu().numpy()
+        received = probabilities.sum(dim=1)  # over a group, as H2O's scores are
+        # The query at a key's position does not count, and earlier ones do not see the key.
+        received[..., first:].diagonal(dim1=1, dim2=2).zero_()
+        # Update only keys with a new query in their top ones: most have none in this block.
+        head, key = (received.amax(dim=1) > mass[:, :last, -1]).nonzero(as_tuple=True)
+        both = torch.cat([mass[head, key], received[head, :, key]], dim=-1)
+        mass[head, key], index = both.topk(count)
+        queries = torch.arange(first, last, device=received.device).expand(len(key), -1)
+        strongest[head, key] = torch.cat([strongest[head, key], queries], dim=-1).gather(-1, index)
+    return strongest.cpu().numpy()
 
 
 def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.ndarray:
-    """The mean attention on the first positions, from ``away`` on: float ``[HQ, counts]``."""
+    """Return mean attention on the first positions, from ``away`` on: float ``[HQ, counts]``."""
     mass = torch.zeros(layer.query.shape[0], len(counts), device=layer.key.device)
     for first, probabilities in layer.rows():
         late = probabilities[:, :, max(0, away - first) :].flatten(0, 1)
@@ -239,9 +242,9 @@ def sink_mass(layer: LayerAttention, counts: Sequence[int], away: int) -> np.nda
 
 
 def retained(layer: LayerAttention, gone_at: np.ndarray, first: int) -> np.ndarray:
-    """The fractions of full attention's mass that fall on what policies hold: float ``[P]``.
+    """Return the fractions of full attention's mass on the entries of policies: float ``[P]``.
 
-    Of the queries from ``first`` on; ``gone_at``, int ``[P, H, T]``, is as in `Trace`.
+    Only queries from ``first`` on count; ``gone_at``, int ``[P, H, T]``, is as in `Trace`.
     """
     gone = torch.from_numpy(gone_at)
     mass = torch.zeros(len(gone), dtype=torch.float64)
@@ -249,7 +252,7 @@ def retained(layer: LayerAttention, gone_at: np.ndarray, first: int) -> np.ndarr
         late = probabilities[:, :, max(0, first - start) :].mean(dim=1).cpu()
         last = late.shape[-1]
         queries = torch.arange(last - late.shape[1], last).unsqueeze(1)
-        for place, own in enumerate(gone):
-            mass[place] += (late * (own[:, None, :last] > queries)).sum()
+        for policy, policy_gone in enumerate(gone):
+            mass[policy] += (late * (policy_gone[:, None, :last] > queries)).sum()
     heads, length, _ = layer.key.shape
     return (mass / heads / (length - first)).numpy()

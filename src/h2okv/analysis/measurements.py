@@ -12,14 +12,26 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from h2okv.analysis.ablation import activation_frequency, cost, drawn, heaviest, losses_with_hidden
+from h2okv.analysis.ablation import (
+    activation_frequency,
+    cost,
+    heaviest,
+    losses_with_hidden,
+    random_tokens,
+)
 from h2okv.analysis.attention_stats import Tick, no_tick, retained, sink_mass, small_entries
-from h2okv.analysis.eviction_trace import chance_similarity, heavy_after, overlap, similarity, stays
+from h2okv.analysis.eviction_trace import (
+    chance_similarity,
+    durations,
+    heavy_entries_after,
+    overlap,
+    similarity,
+)
 from h2okv.analysis.score_stats import LEAST_VALUES, by_word, count_words, fit_power_law, spearman
 from h2okv.analysis.study import (
     BUDGETS,
+    CACHE_FOLDER,
     DEFAULT_BUDGET,
-    KEPT_FOLDER,
     POLICIES,
     Sample,
     Study,
@@ -38,65 +50,65 @@ _AWAY = 64
 
 
 def measure_sparsity(study: Study, tick: Tick = no_tick) -> Tables:
-    """Fraction of small attention entries by head; also of the second half of the text."""
+    """Measure the fraction of small attention entries by head, also of the second half."""
     small = study.of_layers(small_entries, tick)
     visible = np.arange(1, study.length + 1)
     hidden = study.length**2 - visible.sum()
     shares = {
         "share": small.sum(-1) / visible.sum(),
         "share_late": small[..., study.half :].sum(-1) / visible[study.half :].sum(),
-        # The keys that causality hides counted too.
+        # With the keys that causality hides.
         "share_square": (small.sum(-1) + hidden) / study.length**2,
     }
     return {"sparsity": _by_head(study, shares)}
 
 
 def measure_sinks(study: Study, tick: Tick = no_tick) -> Tables:
-    """Mean attention on the first positions by layer and head, and what even attention gives."""
+    """Measure attention on the first positions by layer and head, and that of even attention."""
     mass = study.of_layers(lambda layer: sink_mass(layer, _SINKS, _AWAY), tick)
-    shares = {f"first_{count}": mass[..., place] for place, count in enumerate(_SINKS)}
+    shares = {f"first_{count}": mass[..., index] for index, count in enumerate(_SINKS)}
     even = (1 / np.arange(_AWAY + 1, study.length + 1)).mean()
     return {"sinks": _by_head(study, {**shares, "even_first_1": even})}
 
 
 def _by_head(study: Study, columns: dict[str, Any]) -> list[Row]:
-    """What was found in each query head, with the layer and the KV head that it belongs to."""
+    """Return the figures of each query head as rows, with its layer and KV head."""
     _, kv_heads, group, _ = study.accumulated().shape
     rows = tabulate({"layer": study.layers, "head": range(kv_heads * group)}, **columns)
     return [{"layer": row["layer"], "kv_head": row["head"] // group, **row} for row in rows]
 
 
 def measure_accumulation(study: Study, tick: Tick = no_tick) -> Tables:
-    """Accumulated score by token and by word: rank plots and power laws, by layer."""
+    """Measure accumulated scores by token and by word: rank plots and power laws, by layer."""
     scores = study.accumulated(tick).sum(axis=(1, 2))
     word_scores = by_word(scores, count_words(study.sample.input_ids[0].numpy()))
     axes = {"layer": study.layers, "position": range(study.length)}
     tokens = tabulate(axes, word=np.array(study.sample.pieces, dtype=object), score=scores)
     tables: Tables = {"token_scores": tokens, "score_ranks": [], "power_law": []}
-    for place, layer_idx in enumerate(study.layers):
-        for kind, values in (("tokens", scores[place]), ("words", word_scores[place])):
+    for index, layer_idx in enumerate(study.layers):
+        for kind, values in (("tokens", scores[index]), ("words", word_scores[index])):
             names = {"of": kind, "layer": layer_idx}
             tables["score_ranks"] += _ranked(names, "score", values)
-            # A text with few different words still has tokens enough.
+            # A text may have too few different words but enough tokens.
             if (values > 0).sum() >= LEAST_VALUES:
                 tables["power_law"].append({**names, **fit_power_law(values)})
-        tick((place + 1) / len(study.layers))
+        tick((index + 1) / len(study.layers))
     return tables
 
 
 def _ranked(names: Row, column: str, values: np.ndarray) -> list[Row]:
-    """The largest values, even in the logarithm of their rank."""
+    """Return the largest values, evenly spaced in the logarithm of their rank."""
     ordered = np.sort(values)[::-1]
     ranks = np.unique(np.geomspace(1, len(ordered), _RANKS).astype(int))
     return [{**names, "rank": rank, column: ordered[rank - 1]} for rank in ranks]
 
 
 def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
-    """Rank correlation of words' scores with their counts and co-occurrence in the text."""
+    """Measure rank correlations of words' scores with their counts and co-occurrence."""
     ids = study.sample.input_ids[0]
     scores, words = study.accumulated(tick).sum(axis=(1, 2)), count_words(ids.numpy())
-    # As in the paper, where a frequent word leads for being frequent; and fair to that, and to a
-    # token's place: divided by its count and by the number of queries that could see it.
+    # Sums as in the paper, which favour frequent words; and means per token and visible query,
+    # which correct for a word's count and for positions.
     sums = by_word(scores, words)
     means = by_word(scores / np.arange(study.length, 0, -1), words) / words.count
     pieces = dict(zip(ids.tolist(), study.sample.pieces, strict=True))
@@ -104,11 +116,11 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
     names = {"word": [pieces[token] for token in words.token_ids.tolist()]}
     rows: list[Row] = []
     for measure, values in (("sum", sums), ("each", means)):
-        parts: dict[Any, np.ndarray] = {"all": values.mean(axis=0)}
-        parts |= zip(study.layers, values, strict=True)
+        groups: dict[Any, np.ndarray] = {"all": values.mean(axis=0)}
+        groups |= zip(study.layers, values, strict=True)
         rows += [
-            {"measure": measure, "layer": layer, "against": against, **spearman(part, others)}
-            for layer, part in parts.items()
+            {"measure": measure, "layer": layer, "against": against, **spearman(group, others)}
+            for layer, group in groups.items()
             for against, others in counts.items()
         ]
     table = tabulate(names, **counts, score=sums.sum(axis=0), score_each=means.mean(axis=0))
@@ -116,16 +128,21 @@ def measure_cooccurrence(study: Study, tick: Tick = no_tick) -> Tables:
 
 
 def measure_ablation(study: Study, tick: Tick = no_tick, seeds: int = _SEEDS) -> Tables:
-    """Perplexity with heavy hitters hidden, with random tokens hidden, with only them kept."""
+    """Measure perplexity with heavy hitters or random tokens hidden, or only them visible."""
     scores = study.accumulated().sum(axis=2)
     base = study.dense_losses()
     runs = []
     for share in HIDDEN:
         count = study.tokens(share)
         chosen = [("heavy", 0, heaviest(scores, count))]
-        chosen += [("random", seed, drawn(scores.shape, count, seed)) for seed in range(seeds)]
-        for kind, seed, own in chosen:
-            runs += [(f"{kind} hidden", share, seed, own), (f"only {kind} kept", share, seed, ~own)]
+        chosen += [
+            ("random", seed, random_tokens(scores.shape, count, seed)) for seed in range(seeds)
+        ]
+        for kind, seed, tokens in chosen:
+            runs += [
+                (f"{kind} hidden", share, seed, tokens),
+                (f"only {kind} kept", share, seed, ~tokens),
+            ]
     rows: list[Row] = []
     for condition, share, seed, hidden in runs:
         losses = losses_with_hidden(study.model, study.sample.input_ids, hidden, study.layers)
@@ -137,7 +154,7 @@ def measure_ablation(study: Study, tick: Tick = no_tick, seeds: int = _SEEDS) ->
 
 
 def measure_policies(study: Study, tick: Tick = no_tick) -> Tables:
-    """Perplexity of the second half under each policy and budget, token by token."""
+    """Measure perplexity of the second half under each policy and budget, token by token."""
     rows: list[Row] = []
     pairs = list(product(POLICIES, BUDGETS))
     for policy, share in pairs:
@@ -149,13 +166,13 @@ def measure_policies(study: Study, tick: Tick = no_tick) -> Tables:
 
 
 def measure_local_and_global(study: Study, tick: Tick = no_tick) -> Tables:
-    """Overlap of what H2O holds with what the policy that knows the future holds."""
+    """Measure the overlap of H2O's entries with those of the policy that knows the future."""
     rows: list[Row] = []
     for share in BUDGETS:
         recent = study.recent(share)
         traces = [study.gone_at(policy, share) for policy in ("h2o", "global")]
         for step in np.linspace(study.half, study.length - 1, _STEPS).astype(int).tolist():
-            local, future = (heavy_after(gone, step, recent) for gone in traces)
+            local, future = (heavy_entries_after(gone, step, recent) for gone in traces)
             rows += tabulate(
                 {"layer": study.layers},
                 share=share,
@@ -167,21 +184,23 @@ def measure_local_and_global(study: Study, tick: Tick = no_tick) -> Tables:
 
 
 def measure_retention(study: Study, tick: Tick = no_tick) -> Tables:
-    """The fraction of full attention's mass that falls on what each policy holds, by layer."""
+    """Measure the fraction of full attention's mass on each policy's entries, by layer."""
     runs = list(product(POLICIES, BUDGETS))
     gone = np.stack([study.gone_at(*run) for run in runs], axis=1)
-    places = {layer_idx: place for place, layer_idx in enumerate(study.layers)}
-    mass = study.of_layers(lambda own: retained(own, gone[places[own.layer_idx]], study.half), tick)
+    indices = {layer_idx: index for index, layer_idx in enumerate(study.layers)}
+    mass = study.of_layers(
+        lambda layer: retained(layer, gone[indices[layer.layer_idx]], study.half), tick
+    )
     axes = {"policy": POLICIES, "share": BUDGETS, "layer": study.layers}
     return {"retention": tabulate(axes, mass=mass.T.reshape(len(POLICIES), len(BUDGETS), -1))}
 
 
 def measure_stays(study: Study, tick: Tick = no_tick) -> Tables:
-    """How long entries stay after the recent window has passed them, by layer."""
+    """Measure how long entries stay after the recent window has passed them, by layer."""
     rows: list[Row] = []
     for policy in ("h2o", "global", "random"):
         gone = study.gone_at(policy, DEFAULT_BUDGET)
-        times = stays(gone, study.recent(DEFAULT_BUDGET), study.tokens(DEFAULT_BUDGET))
+        times = durations(gone, study.recent(DEFAULT_BUDGET), study.tokens(DEFAULT_BUDGET))
         times = times.reshape(len(gone), -1)
         median, upper, p90 = np.quantile(times, (0.5, 0.75, 0.9), axis=1)[:, None]
         rows += tabulate(
@@ -197,35 +216,37 @@ def measure_stays(study: Study, tick: Tick = no_tick) -> Tables:
 
 
 def measure_agreement(study: Study, tick: Tick = no_tick) -> Tables:
-    """Jaccard similarity of the heavy hitters that heads and layers hold at the end."""
+    """Measure the Jaccard similarity of heads' heavy hitters at the end."""
     recent = study.recent(DEFAULT_BUDGET)
-    held = heavy_after(study.gone_at("h2o", DEFAULT_BUDGET), study.length - 1, recent)
-    layers, heads = study.layers, range(held.shape[1])
+    heavy = heavy_entries_after(study.gone_at("h2o", DEFAULT_BUDGET), study.length - 1, recent)
+    layers, heads = study.layers, range(heavy.shape[1])
     axes = {"layer": layers, "head": heads, "other_layer": layers, "other_head": heads}
-    pairs = similarity(held.reshape(-1, held.shape[-1])).reshape(2 * held.shape[:2])
-    chance = chance_similarity(int(held[0, 0].sum()), held.shape[-1])
+    pairs = similarity(heavy.reshape(-1, heavy.shape[-1])).reshape(2 * heavy.shape[:2])
+    chance = chance_similarity(int(heavy[0, 0].sum()), heavy.shape[-1])
     return {"agreement": tabulate(axes, jaccard=pairs, chance=chance)}
 
 
 def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
-    """Activation frequency of the MLP's neurons, by layer."""
+    """Measure the activation frequency of the MLP's neurons, by layer."""
     rows: list[Row] = []
-    for layer_idx, part in enumerate(activation_frequency(study.model, study.sample.input_ids)):
-        top = np.sort(part)[-max(1, len(part) // 10) :].sum() / part.sum()
-        ranked = _ranked({"layer": layer_idx}, "frequency", part)
+    for layer_idx, frequency in enumerate(
+        activation_frequency(study.model, study.sample.input_ids)
+    ):
+        top = np.sort(frequency)[-max(1, len(frequency) // 10) :].sum() / frequency.sum()
+        ranked = _ranked({"layer": layer_idx}, "frequency", frequency)
         rows += [{**row, "share_of_top_tenth": top} for row in ranked]
     return {"neurons": rows}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement and the tables that it gives."""
+    """A measurement and its tables."""
 
-    name: str  # what `--only` and the progress bar call it
+    name: str  # for `--only` and the progress bar
     tables: tuple[str, ...]  # names of CSV files, without ending
     run: Callable[[Study, Tick], Tables]
-    quick: Callable[[Study, Tick], Tables] | None = None  # for those of full attention alone
-    is_option: bool = False  # whether it runs only when asked for
+    quick: Callable[[Study, Tick], Tables] | None = None  # for `--quick`: full attention only
+    is_option: bool = False  # runs only on request
 
 
 _SCORE_TABLES = ("token_scores", "score_ranks", "power_law")
@@ -235,7 +256,7 @@ MEASUREMENTS = (
     Measurement("scores", _SCORE_TABLES, measure_accumulation, measure_accumulation),
     Measurement("words", _WORD_TABLES, measure_cooccurrence, measure_cooccurrence),
     Measurement("sinks", ("sinks",), measure_sinks, measure_sinks),
-    # A draw of random tokens costs a pass over the text for each line of the table.
+    # Each random draw costs a forward over the text per row of the table.
     Measurement("ablation", ("ablation",), measure_ablation, partial(measure_ablation, seeds=1)),
     Measurement("policies", ("perplexity",), measure_policies),
     Measurement("predicted", ("local_global",), measure_local_and_global),
@@ -249,30 +270,30 @@ MEASUREMENTS = (
 """In the order in which they run."""
 
 OnProgress = Callable[[Measurement, float], None]
-"""Is told which measurement runs and which fraction of it is done."""
+"""Receives the current measurement and its progress, a fraction."""
 
 
 def choose_measurements(
     only: Sequence[str] = (), quick: bool = False, neurons: bool = False
 ) -> tuple[Measurement, ...]:
-    """Find the measurements that the options name."""
+    """Return the measurements that the options choose."""
     by_name = {measurement.name: measurement for measurement in MEASUREMENTS}
     for name in only:
         if name not in by_name:
             raise unknown_name("--only: measurement", name, by_name)
     if only and quick:
         raise ValueError("--only and --quick both choose measurements; give one of them")
-    wanted = set(only) or {m.name for m in MEASUREMENTS if not m.is_option}
+    names = set(only) or {m.name for m in MEASUREMENTS if not m.is_option}
     if quick:
-        wanted = {m.name for m in MEASUREMENTS if m.quick}
+        names = {m.name for m in MEASUREMENTS if m.quick}
     if neurons:
-        wanted |= {m.name for m in MEASUREMENTS if m.is_option}
-    chosen = (measurement for measurement in MEASUREMENTS if measurement.name in wanted)
+        names |= {m.name for m in MEASUREMENTS if m.is_option}
+    chosen = (measurement for measurement in MEASUREMENTS if measurement.name in names)
     return tuple(replace(m, run=m.quick) if quick and m.quick else m for m in chosen)
 
 
 def is_finished(folder: Path, measurement: Measurement) -> bool:
-    """Tell whether all tables of a measurement are there."""
+    """Return whether all tables of a measurement exist."""
     return all((folder / f"{table}.csv").is_file() for table in measurement.tables)
 
 
@@ -283,8 +304,8 @@ def analyze(
     measurements: Sequence[Measurement],
     on_progress: OnProgress = lambda measurement, fraction: None,
 ) -> None:
-    """Run every measurement whose tables are not in the folder yet, and writes them there."""
-    study = Study(model, sample, folder / KEPT_FOLDER)
+    """Run every measurement whose tables are missing in the folder, and write them there."""
+    study = Study(model, sample, folder / CACHE_FOLDER)
     for measurement in measurements:
         if not is_finished(folder, measurement):
             on_progress(measurement, 0.0)

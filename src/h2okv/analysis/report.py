@@ -1,4 +1,4 @@
-"""The report page: what the paper found beside what this model does, then a section for each."""
+"""The report page: the paper's findings beside this model's, then a section for each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from h2okv.records import atomic_write, read_csv
 REPORT_FILE = "report.html"
 _HERE = Path(__file__).parent
 _FIRST = ("ablation", "policies", "ranks", "sinks", "sparsity")
-"""Of these the first three that there are stand beside the summary."""
+"""The first three of these that exist are shown beside the summary."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report, as sections.toml describes it; its name is that of its PNG file."""
+    """A section of the report, as in sections.toml; its PNG file has its name."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ class Section:
     tables: list[str]
     size: list[float]
     panels: list[dict[str, Any]]
-    told: str
+    sentence: str
     each: str = ""
     joint: str = "; "
     paper: str = ""
@@ -46,30 +46,30 @@ class Section:
         return figure
 
     def tell(self, tables: Tables) -> tuple[str, str]:
-        """Say what the tables hold, and gives the verdict on the paper's finding."""
-        found = getattr(sections, f"find_{self.name}")(tables)
-        parts = self.joint.join(self.each.format(**own) for own in found.get("each", ()))
+        """Return the sentence about the tables, and the verdict on the paper's finding."""
+        figures = getattr(sections, f"find_{self.name}")(tables)
+        repeated = self.joint.join(self.each.format(**entry) for entry in figures.get("each", ()))
         verdict = (
-            "agrees" if found.get("agrees") else "in part" if found.get("partly") else "differs"
+            "agrees" if figures.get("agrees") else "in part" if figures.get("partly") else "differs"
         )
-        return self.told.format(**{**found, "each": parts}), verdict if self.paper else ""
+        return self.sentence.format(**{**figures, "each": repeated}), verdict if self.paper else ""
 
 
 SECTIONS = tuple(
-    Section(name, **own)
-    for name, own in tomllib.loads((_HERE / "sections.toml").read_text("utf-8")).items()
+    Section(name, **fields)
+    for name, fields in tomllib.loads((_HERE / "sections.toml").read_text("utf-8")).items()
 )
 
 
 def write_report(folder: Path) -> list[str]:
-    """Draw what there are tables for, and writes the figures and the page; what is missing."""
+    """Draw the sections whose tables exist, and write figures and page; return what is missing."""
     settings = {name: escape(str(value)) for name, value in read_settings(folder).items()}
     tables = {
         path.stem: read_csv(path, text=TEXT_COLUMNS)
         for path in (folder / f"{name}.csv" for section in SECTIONS for name in section.tables)
         if path.is_file()
     }
-    parts, pictures, missing = "", {}, {}
+    body, pictures, missing = "", {}, {}
     for section in SECTIONS:
         absent = set(section.tables) - tables.keys()
         if absent:
@@ -81,16 +81,16 @@ def write_report(folder: Path) -> list[str]:
             missing[section.title] = f"{section.title} ({', '.join(options)})"
             continue
         picture = io.BytesIO()
-        # Without a date or a version, so that the same tables give the same file.
+        # No date or version: the same tables give the same file.
         section.draw(tables).savefig(picture, format="png", metadata={"Software": None})
         (folder / f"{section.name}.png").write_bytes(picture.getvalue())
         data = base64.b64encode(picture.getvalue()).decode("ascii")
         image = f'<img alt="{escape(section.about)}" src="data:image/png;base64,{data}">'
         pictures[section.name] = image
-        told = section.tell(tables)[0]
-        parts += (
+        sentence = section.tell(tables)[0]
+        body += (
             f'<section id="{section.name}"><h2>{escape(section.title)}</h2>'
-            f"<p>{escape(section.about)}</p><p>{escape(told[0].upper() + told[1:])}.</p>"
+            f"<p>{escape(section.about)}</p><p>{escape(sentence[0].upper() + sentence[1:])}.</p>"
             f"<figure>{image}</figure>"
             f"<small>{', '.join(f'{table}.csv' for table in section.tables)}</small></section>"
         )
@@ -100,7 +100,7 @@ def write_report(folder: Path) -> list[str]:
         settings,
         first="".join(f'<a href="#{name}">{pictures[name]}</a>' for name in first),
         missing=gaps if missing else "",
-        sections=parts,
+        sections=body,
         **_summary(tables),
     )
     with atomic_write(folder / REPORT_FILE) as file:
@@ -109,11 +109,15 @@ def write_report(folder: Path) -> list[str]:
 
 
 def _summary(tables: Tables) -> dict[str, str]:
-    """A line for each of the paper's findings, and the rules of the verdicts."""
+    """Return the page's table of the paper's findings, and the rules of the verdicts."""
     lines, rules = "", []
     for section in filter(lambda section: section.paper, SECTIONS):
-        told = section.tell(tables) if section.tables[0] in tables else ("not measured", "")
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (section.paper, *told))
+        sentence_and_verdict = (
+            section.tell(tables) if section.tables[0] in tables else ("not measured", "")
+        )
+        cells = "".join(
+            f"<td>{escape(cell)}</td>" for cell in (section.paper, *sentence_and_verdict)
+        )
         lines += f"<tr>{cells}</tr>"
         rules.append(f"{section.paper}: {section.rule}")
     return {"findings": lines, "rules": escape("; ".join(rules))}

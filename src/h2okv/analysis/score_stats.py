@@ -1,4 +1,4 @@
-"""Score distributions: power law and words."""
+"""Distributions of scores: power laws and words."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _DRAWS = 200
 
 
 def load_scipy(module: str) -> Any:
-    """Import a part of scipy."""
+    """Import a module of scipy."""
     return optional(f"scipy.{module}", "the analysis", "analysis")
 
 
 def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row:
-    """Fits ``p(x) ~ x ** -exponent`` from ``start`` on (Clauset et al., arXiv 0706.1062).
+    """Fit ``p(x) ~ x ** -exponent`` from ``start`` on (Clauset et al., arXiv 0706.1062).
 
-    ``p_value`` is the fraction of samples of the fitted law that are farther from their own fit, by
-    Kolmogorov and Smirnov's ``distance``: below 0.1 it is not plausible. ``log_ratio`` compares it
-    with a log-normal tail (Vuong's test), whose chance is ``log_ratio_p``.
+    ``p_value`` is the fraction of samples from the fitted law with a larger Kolmogorov-Smirnov
+    ``distance`` to their fit: below 0.1 the law is not plausible. ``log_ratio`` compares it with a
+    log-normal tail (Vuong's test, p value ``log_ratio_p``).
     """
     ordered = np.sort(values[values > 0].astype(np.float64))
     if len(ordered) < LEAST_VALUES:
         raise ValueError(
-            f"{len(ordered)} positive values are too few for a power law; it takes at least "
-            f"{LEAST_VALUES}, so give a longer text."
+            f"a power law needs at least {LEAST_VALUES} positive values, got {len(ordered)}; give "
+            "a longer text."
         )
     first, exponent, distance = _best_tail(ordered)
     tail = ordered[first:]
@@ -40,10 +40,10 @@ def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row
     farther = 0
     for _ in range(draws):
         in_tail = int(generator.binomial(len(ordered), len(tail) / len(ordered)))
-        drawn = tail[0] * (1 - generator.random(in_tail)) ** (-1 / (exponent - 1))
+        samples = tail[0] * (1 - generator.random(in_tail)) ** (-1 / (exponent - 1))
         body = ordered[:first] if first else tail[:1]
-        rest = generator.choice(body, len(ordered) - in_tail)
-        farther += _best_tail(np.sort(np.concatenate([rest, drawn])))[2] >= distance
+        below = generator.choice(body, len(ordered) - in_tail)
+        farther += _best_tail(np.sort(np.concatenate([below, samples])))[2] >= distance
     log_ratio, log_ratio_p = _against_lognormal(tail, exponent)
     return {
         "values": len(ordered), "tail": len(tail), "start": float(tail[0]), "exponent": exponent,
@@ -54,7 +54,7 @@ def fit_power_law(values: np.ndarray, seed: int = 0, draws: int = _DRAWS) -> Row
 
 
 def _best_tail(ordered: np.ndarray) -> tuple[int, float, float]:
-    """Choose where the tail begins: first index, exponent, distance."""
+    """Choose the start of the tail: first index, exponent, distance."""
     count = len(ordered)
     logs = np.log(ordered)
     sums = np.cumsum(logs[::-1])[::-1]
@@ -67,15 +67,15 @@ def _best_tail(ordered: np.ndarray) -> tuple[int, float, float]:
             continue
         exponent = 1 + size / spread
         law = -np.expm1((1 - exponent) * (logs[first:] - logs[first]))
-        place = np.arange(size + 1) / size
-        distance = max(np.max(place[1:] - law), np.max(law - place[:-1]))
+        empirical = np.arange(size + 1) / size
+        distance = max(np.max(empirical[1:] - law), np.max(law - empirical[:-1]))
         if distance < best[2]:
             best = (int(first), float(exponent), float(distance))
     return best
 
 
 def _against_lognormal(tail: np.ndarray, exponent: float) -> tuple[float, float]:
-    """Vuong's test of the power law against a log-normal with the same beginning."""
+    """Run Vuong's test of the power law against a log-normal with the same start."""
     stats = load_scipy("stats")
     logs = np.log(tail / tail[0])
     law = np.log(exponent - 1) - exponent * logs
@@ -84,21 +84,21 @@ def _against_lognormal(tail: np.ndarray, exponent: float) -> tuple[float, float]
         centre, width = parameters[0], np.exp(parameters[1])
         return stats.truncnorm.logpdf(logs, -centre / width, np.inf, centre, width) - logs
 
-    found = load_scipy("optimize").minimize(
+    fit = load_scipy("optimize").minimize(
         lambda parameters: -normal(parameters).sum(),
         [logs.mean(), np.log(logs.std() + 1e-9)],
         method="Nelder-Mead",
-        # Without a limit the fit may run off to the power law that a log-normal tends to.
+        # Without bounds the fit may diverge towards the power law, a log-normal's limit.
         bounds=[(-50.0, 50.0), (-6.0, 4.0)],
     )
-    gaps = law - normal(found.x)
+    gaps = law - normal(fit.x)
     spread = float(gaps.std() * np.sqrt(len(gaps)))
     chance = float(2 * stats.norm.sf(abs(gaps.sum()) / spread)) if spread > 0 else 1.0
     return float(gaps.sum()), chance
 
 
 _RESAMPLES = 1000
-REACH = 5  # two words stand together if at most this many tokens apart
+REACH = 5  # two words co-occur if at most this many tokens apart
 
 
 @dataclass(frozen=True)
@@ -106,46 +106,46 @@ class Words:
     """Every word of the vocabulary that occurs in a text; int ``[W]`` each but the last."""
 
     token_ids: np.ndarray
-    count: np.ndarray  # how often it occurs
-    together: np.ndarray  # how often another word stands within `REACH` tokens of it
-    neighbours: np.ndarray  # how many different words do
-    place: np.ndarray  # int [T], the word of each token of the text
+    count: np.ndarray  # occurrences
+    together: np.ndarray  # co-occurrences: other words within `REACH` tokens
+    neighbours: np.ndarray  # number of different words among these
+    index: np.ndarray  # int [T], the word of each token of the text
 
 
 def count_words(token_ids: np.ndarray, reach: int = REACH) -> Words:
-    """Count the words of token ids ``[T]``, and what stands within ``reach`` tokens of them."""
-    found, place, count = np.unique(token_ids, return_inverse=True, return_counts=True)
-    size, pairs = len(found), []
+    """Count the words of token ids ``[T]``, and their co-occurrences within ``reach`` tokens."""
+    token_values, index, count = np.unique(token_ids, return_inverse=True, return_counts=True)
+    size, pairs = len(token_values), []
     for distance in range(1, reach + 1):
-        left, right = place[:-distance], place[distance:]
+        left, right = index[:-distance], index[distance:]
         pairs += [left * size + right, right * size + left]
     near = np.concatenate(pairs)
     near = near[near // size != near % size]
     together = np.bincount(near // size, minlength=size)
     neighbours = np.bincount(np.unique(near) // size, minlength=size)
-    return Words(found, count, together, neighbours, place)
+    return Words(token_values, count, together, neighbours, index)
 
 
 def by_word(scores: np.ndarray, words: Words) -> np.ndarray:
-    """Add up the scores ``[..., T]`` of a word's tokens: float64 ``[..., W]``."""
+    """Sum the scores ``[..., T]`` of each word's tokens: float64 ``[..., W]``."""
     size = len(words.count)
-    return np.apply_along_axis(lambda row: np.bincount(words.place, row, size), -1, scores)
+    return np.apply_along_axis(lambda row: np.bincount(words.index, row, size), -1, scores)
 
 
 def spearman(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Row:
-    """Spearman's rank correlation of float ``[W]``, with a 95 % interval (bootstrap over words)."""
+    """Return Spearman's rank correlation of float ``[W]``, with a bootstrapped 95 % interval."""
     stats = load_scipy("stats")
     ranks = np.stack([stats.rankdata(first), stats.rankdata(second)])
     size = ranks.shape[1]
     draws = np.random.default_rng(seed).integers(0, size, (_RESAMPLES, size))
-    # Ranks are not taken anew in each draw: it changes ties only, and takes ten times as long.
-    (rho,), values = (_correlations(own) for own in (ranks[:, None], ranks[:, draws]))
+    # Ranks are not recomputed in each draw: that changes ties only and takes ten times as long.
+    (rho,), values = (_correlations(x) for x in (ranks[:, None], ranks[:, draws]))
     low, high = np.quantile(values, (0.025, 0.975))
     return {"rho": float(rho), "low": float(low), "high": float(high), "words": size}
 
 
 def _correlations(pairs: np.ndarray) -> np.ndarray:
-    """The correlation of ``[2, N, W]`` for each of N; 0 where one side is constant."""
+    """Return the correlation of ``[2, N, W]`` for each of N; 0 where one side is constant."""
     centred = pairs - pairs.mean(axis=-1, keepdims=True)
     spread = np.sqrt((centred**2).sum(axis=-1)).prod(axis=0)
     with np.errstate(invalid="ignore"):

@@ -29,7 +29,7 @@ LEAST_TOKENS = 128
 
 @dataclass(frozen=True)
 class Sample:
-    """A text as tokens, int64 ``[1, T]``, and each token's own text."""
+    """A text as tokens, int64 ``[1, T]``, and the text of each token."""
 
     input_ids: torch.Tensor
     pieces: tuple[str, ...]
@@ -45,28 +45,28 @@ _CHARACTERS_A_TOKEN, _TOKENS_AT_A_CUT = 8, 64
 def make_sample(
     tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, min_tokens: int = LEAST_TOKENS
 ) -> Sample:
-    """Turn the beginning of a text into tokens."""
+    """Tokenize the beginning of a text."""
     if not text.strip():
         raise ValueError("the text is empty; give a text file with some pages of running text.")
-    # All of a novel would take seconds. The tokens at a cut may not be those of the whole text.
-    size, wanted = _CHARACTERS_A_TOKEN * max_tokens, max_tokens + _TOKENS_AT_A_CUT
+    # A whole novel would take seconds. Tokens at a cut may differ from those of the whole text.
+    size, enough = _CHARACTERS_A_TOKEN * max_tokens, max_tokens + _TOKENS_AT_A_CUT
     while True:
         ids = tokenizer(text[:size], return_tensors="pt", verbose=False)["input_ids"]
-        if ids.shape[1] >= wanted or size >= len(text):
+        if ids.shape[1] >= enough or size >= len(text):
             break
         size *= 4
     input_ids = ids[:, :max_tokens]
     length = input_ids.shape[1]
     if length < min_tokens:
         raise ValueError(
-            f"the text has {length} tokens for this model; it takes at least {min_tokens}, so give "
-            "a longer text."
+            f"the text must have at least {min_tokens} tokens for this model, got {length}; give a "
+            "longer text."
         )
     return Sample(input_ids, token_pieces(tokenizer, input_ids[0].tolist()))
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> tuple[str, ...]:
-    """Decode each token on its own, with the space that belongs to it."""
+    """Decode each token alone, with its leading space."""
     pieces = []
     for token in token_ids:
         # Decoders that drop a leading space drop it from the first token only.
@@ -76,87 +76,89 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> tu
     return tuple(pieces)
 
 
-# Shares of the text; all below one half, for the second half is what counts.
+# Shares of the text; all below one half, because policies are compared on the second half.
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
 POLICIES = ("h2o", "global", "recent", "sink_recent", "random")
 DEFAULT_BUDGET = 0.2
 
 
 class Study:
-    """The subject of an analysis; runs over the text that measurements share are kept."""
+    """The subject of an analysis; results that several measurements use are cached."""
 
     def __init__(self, model: PreTrainedModel, sample: Sample, folder: Path | None = None) -> None:
         self.model, self.sample, self.folder = model, sample, folder
         self.layers = full_attention_layers(model.config)
         self.length = sample.length
-        self.half = sample.length // 2  # the second half is that on which policies are compared
-        self._known: dict[str, dict[str, np.ndarray]] = {}
+        self.half = sample.length // 2  # policies are compared on the second half
+        self._results: dict[str, dict[str, np.ndarray]] = {}
 
     def tokens(self, share: float) -> int:
-        """Turn a fraction of the text into tokens, at least 2."""
+        """Return a fraction of the text in tokens, at least 2."""
         return max(2, int(share * self.length))
 
     def recent(self, share: float) -> int:
         return split_budget(self.tokens(share)).recent
 
-    def of_layers(self, look: Callable[..., Any], tick: Tick = no_tick) -> np.ndarray:
-        """What ``look`` finds in each full-attention layer when the model reads the text."""
-        return of_layers(self.model, self.sample.input_ids, look, tick)
+    def of_layers(self, measure: Callable[..., Any], tick: Tick = no_tick) -> np.ndarray:
+        """Return ``measure`` of each full-attention layer when the model reads the text."""
+        return of_layers(self.model, self.sample.input_ids, measure, tick)
 
     def accumulated(self, tick: Tick = no_tick) -> np.ndarray:
-        """The attention that each token receives: float32 ``[L, H, G, T]``."""
-        look = attention_stats.accumulated
-        return self._once("accumulated", lambda: {"scores": self.of_layers(look, tick)})["scores"]
+        """Return the attention that each token receives: float32 ``[L, H, G, T]``."""
+        measure = attention_stats.accumulated
+        return self._cached("accumulated", lambda: {"scores": self.of_layers(measure, tick)})[
+            "scores"
+        ]
 
     def dense_losses(self) -> np.ndarray:
         ids = self.sample.input_ids
-        return self._once("dense", lambda: {"losses": dense_losses(self.model, ids)})["losses"]
+        return self._cached("dense", lambda: {"losses": dense_losses(self.model, ids)})["losses"]
 
     def gone_at(self, policy: str, share: float, tick: Tick = no_tick) -> np.ndarray:
-        """When each token went; see `Trace`."""
+        """Return the query at which each token is gone; see `Trace`."""
         return self._run(policy, share, tick)["gone_at"]
 
     def losses(self, policy: str, share: float) -> np.ndarray:
-        """The losses under a policy: float ``[T]``, NaN at the beginning."""
+        """Return the losses under a policy: float ``[T]``, NaN at the beginning."""
         return self._run(policy, share)["losses"].astype(np.float64)
 
     def _run(self, policy: str, share: float, tick: Tick = no_tick) -> dict[str, np.ndarray]:
         def compute() -> dict[str, np.ndarray]:
-            ranks: str | Policy = policy
+            subject: str | Policy = policy
             if policy == GlobalPolicy.name:
-                ranks = GlobalPolicy(self.accumulated().sum(axis=2), self.layers)
+                subject = GlobalPolicy(self.accumulated().sum(axis=2), self.layers)
             budget = split_budget(self.tokens(share))
-            trace = follow(self.model, self.sample.input_ids, ranks, budget, tick=tick)
+            trace = follow(self.model, self.sample.input_ids, subject, budget, tick=tick)
             return {"gone_at": trace.gone_at, "losses": trace.losses}
 
-        return self._once(f"{policy}-{share:g}", compute)
+        return self._cached(f"{policy}-{share:g}", compute)
 
-    def _once(
+    def _cached(
         self, name: str, compute: Callable[[], dict[str, np.ndarray]]
     ) -> dict[str, np.ndarray]:
-        """Compute arrays, or finds them from before in memory or in the folder."""
+        """Return arrays from memory or from the folder, or compute and store them."""
         path = None if self.folder is None else self.folder / f"{name}.npz"
-        if name not in self._known and path is not None and path.is_file():
-            with np.load(path) as held:
-                self._known[name] = dict(held)
-        if name not in self._known:
-            self._known[name] = compute()
+        if name not in self._results and path is not None and path.is_file():
+            with np.load(path) as stored:
+                self._results[name] = dict(stored)
+        if name not in self._results:
+            self._results[name] = compute()
             if path is not None:
                 with atomic_write(path, "wb") as file:
-                    np.savez_compressed(file, allow_pickle=False, **self._known[name])
-        return self._known[name]
+                    np.savez_compressed(file, allow_pickle=False, **self._results[name])
+        return self._results[name]
 
 
 def tabulate(axes: Mapping[str, Sequence[Any]], **columns: Any) -> list[Row]:
-    """A row for each combination of the axes' values; columns are arrays of the axes' lengths."""
+    """Return a row per combination of axis values; columns are arrays with the axes' lengths."""
     shape = [len(values) for values in axes.values()]
     cells = [np.broadcast_to(values, shape).ravel() for values in columns.values()]
     rows = zip(product(*axes.values()), *cells, strict=True)
-    return [dict(zip((*axes, *columns), (*place, *own), strict=True)) for place, *own in rows]
+    return [dict(zip((*axes, *columns), (*keys, *values), strict=True)) for keys, *values in rows]
 
 
 SETTINGS_FILE = "settings.json"
-KEPT_FOLDER = "working"
+CACHE_FOLDER = "working"
 _OTHER_FOLDER = "choose another folder for the report"
 
 TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure", "h", "objective")
@@ -164,29 +166,29 @@ TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a report's folder that cannot be made or written, before a model is loaded."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    # Whether a folder can be written is only told by writing: access() knows no read-only file
-    # systems, and nothing can be made in /proc.
+    """Refuse a report's folder that cannot be created or written, before a model is loaded."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    # Only writing tells whether a folder is writable: access() ignores read-only file systems, and
+    # nothing can be created in /proc.
     with refusing(f"--out '{folder}' cannot be written", _OTHER_FOLDER, OSError):
-        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=there).cleanup()
+        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=parent).cleanup()
 
 
 def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:
-    """Make a report's folder, or enters one that an earlier run of the same kind has left."""
+    """Create a report's folder, or check that an existing one has the same settings."""
     settings = {
         "model": model_name, "text_sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "tokens": tokens, "h2okv": h2okv.__version__,
     }  # fmt: skip
     with refusing(f"'{folder}' cannot be written", _OTHER_FOLDER, OSError):
-        (folder / KEPT_FOLDER).mkdir(parents=True, exist_ok=True)
+        (folder / CACHE_FOLDER).mkdir(parents=True, exist_ok=True)
     if not (folder / SETTINGS_FILE).is_file():
         write_json(folder / SETTINGS_FILE, settings)
     check_settings(read_settings(folder), settings, f"the report in '{folder}'")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read what a report's folder is about."""
+    """Read the settings of a report's folder."""
     path = folder / SETTINGS_FILE
     with refusing(f"'{path}' cannot be read", f"{_OTHER_FOLDER}, or delete this one", OSError):
         return Record.parse(path.read_bytes(), f"'{path}'", "the settings of a report").fields

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from h2okv.analysis.attention_stats import of_layers
-from h2okv.analysis.eviction_trace import follow, held_after
+from h2okv.analysis.eviction_trace import entries_after, follow
 from h2okv.analysis.viewer.reading import Desk, Reader
 from h2okv.analysis.viewer.server import PageServer, build_page
 from h2okv.cli.args import parse_cache
@@ -90,7 +90,7 @@ def expected(model, reading):
     def find(policy, step, layer, head, share=0.2):
         budget = CacheConfig.from_budget(share).budget.resolve(reading.length)
         trace = follow(model, reading.input_ids, policy, budget)
-        return [int(i) for i in held_after(trace.gone_at, step)[layer, head].nonzero()[0]]
+        return [int(i) for i in entries_after(trace.gone_at, step)[layer, head].nonzero()[0]]
 
     return find
 
@@ -217,7 +217,7 @@ def test_scores_are_exact_where_they_were_recorded(page, reading):
 
 def test_a_bad_text_is_told_and_a_new_one_is_read(page):
     page.run("document.getElementById('text').value = 'x'; view.read()")
-    page.wait("message().includes('1 tokens')")
+    page.wait("message().includes('got 1;')")
     page.run("document.getElementById('text').value = 'another text to look at, that is all'")
     page.run("document.getElementById('read').click()")
     page.wait("view.reading.tokens.length === 42 && !message()")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.analysis.eviction_trace import follow, held_after
+from h2okv.analysis.eviction_trace import entries_after, follow
 from h2okv.analysis.viewer.reading import (
     LOWEST_SCORE,
     Reader,
@@ -46,7 +46,7 @@ def test_a_trace_comes_back_from_its_packing(model, sample):
             np.testing.assert_array_equal(part.reshape(2, -1), quantise(scores[layer], 320.0))
         assert levels.size == 0
     at = dict(packed["bytes"])
-    assert at[packed["first"] - 1] == trace.held_bytes[packed["first"] - 1]
+    assert at[packed["first"] - 1] == trace.cache_bytes[packed["first"] - 1]
     assert packed["losses"][-1] == pytest.approx(float(trace.losses[-1]), abs=1e-3)
     assert packed["losses"][0] is None
 
@@ -77,7 +77,7 @@ def test_what_is_shown_of_a_long_text_is_what_the_cache_held(model, kept_sets):
     with h2okv.enable(model), torch.inference_mode():
         for begin, end in pairwise([0, *ends]):
             model(ids[:, begin:end], past_key_values=cache)
-            held = held_after(gone, end - 1)
+            held = entries_after(gone, end - 1)
             for layer, rows in enumerate(kept_sets(cache)):
                 assert [set(np.flatnonzero(own)) for own in held[layer]] == rows[0]
             known = [size for step, size in trace["bytes"] if step < end]

@@ -1,1 +1,1 @@
-"""The viewer: what each policy keeps of a text, step by step, on a page in the browser."""
+"""The viewer: the entries that each policy keeps of a text, step by step, in the browser."""

@@ -1,4 +1,4 @@
-"""Reads a text with several policies for the viewer."""
+"""Texts read with several policies, for the viewer."""
 
 from __future__ import annotations
 
@@ -29,85 +29,88 @@ from h2okv.config import CacheConfig
 from h2okv.integration.loading import Described
 from h2okv.policy import get_policy
 
-RECORDED = 48  # steps whose scores are sent; the page draws a line between two of them
-_ARROWS = 3  # from a token to those that looked at it
-_NOBODY = 65_535
-LOWEST_SCORE = 0.01  # one at or below this is sent as 0 (no attention worth a colour)
+RECORDED = 48  # steps whose scores are sent; the page interpolates between them
+_ARROWS = 3  # from a token to its strongest queries
+_NO_QUERY = 65_535
+LOWEST_SCORE = 0.01  # scores at or below this are sent as 0 (no colour)
 _LEVELS = 254
 
 
 def pack_trace(trace: Trace, highest: float) -> dict[str, Any]:
-    """Packs a trace for the page, as a JSON object.
+    """Pack a trace for the page, as a JSON object.
 
     ``gone`` is uint16 ``[L, H, T]`` and each layer's ``scores`` uint8 ``[C][H][step + 1]``, as gzip
-    in base64; ``bytes`` lists ``[step, bytes]`` where what the cache takes changes.
+    in base64; ``bytes`` lists ``[step, bytes]`` at each change of the cache's size.
     """
-    held = trace.held_bytes
-    changed = np.flatnonzero((held > 0) & (np.diff(held, prepend=0) != 0))
-    levels = [quantise(part, highest).reshape(len(part), -1) for part in trace.scores]
+    sizes = trace.cache_bytes
+    changed = np.flatnonzero((sizes > 0) & (np.diff(sizes, prepend=0) != 0))
+    levels = [
+        quantise(layer_scores, highest).reshape(len(layer_scores), -1)
+        for layer_scores in trace.scores
+    ]
     return {
         "first": trace.first,
         "steps": trace.recorded.tolist(),
         "gone": _blob(trace.gone_at.astype("<u2")),
         "scores": [_blob(layer) for layer in np.concatenate(levels, axis=1)],
-        "bytes": [[step, held[step].item()] for step in changed.tolist()],
+        "bytes": [[step, sizes[step].item()] for step in changed.tolist()],
         "full_bytes": int(trace.full_bytes[-1]),
         "losses": [None if np.isnan(x) else round(float(x), 3) for x in trace.losses],
     }
 
 
 def quantise(scores: np.ndarray, highest: float) -> np.ndarray:
-    """Turn scores into 255 levels, even in their logarithm."""
+    """Quantise scores to 255 levels, evenly spaced in their logarithm."""
     span = np.log(highest / LOWEST_SCORE)
-    place = np.log(np.maximum(scores, LOWEST_SCORE) / LOWEST_SCORE) / span
-    levels = 1 + np.rint(_LEVELS * np.clip(place, 0, 1))
+    fraction = np.log(np.maximum(scores, LOWEST_SCORE) / LOWEST_SCORE) / span
+    levels = 1 + np.rint(_LEVELS * np.clip(fraction, 0, 1))
     return np.where(scores > LOWEST_SCORE, levels, 0).astype(np.uint8)
 
 
 def _blob(array: np.ndarray) -> str:
-    # Without a time stamp, so that the same trace gives the same file.
+    # No time stamp: the same trace gives the same file.
     return base64.b64encode(gzip.compress(array.tobytes(), 6, mtime=0)).decode("ascii")
 
 
 LEAST_TOKENS = 8
 MOST_TOKENS = 65_000  # positions travel as 16 bits
 _READ_AT_ONCE = 64
-_KEPT_READINGS, _KEPT_TRACES = 4, 24
+_MAX_READINGS, _MAX_TRACES = 4, 24
 
 
 def tokens_a_step(length: int) -> int:
-    """Tokens between two evictions: one up to 256; then 1,024 take 128 steps, and 4,096 take 32."""
-    # A step takes much the same time with one token as with many, and longer the more are held;
-    # more than 256 tokens at once would take too much memory.
+    """Return the tokens between two evictions: 1 up to 256; 1,024 take 128 steps, 4,096 take 32."""
+    # A step's time hardly depends on its number of tokens and grows with that of the entries; more
+    # than 256 tokens at once would take too much memory.
     return 1 if length <= 256 else math.ceil(min(256, length / 128 * max(1, length / 1024)))
 
 
-def check_new_tokens(new_tokens: int, most: int) -> None:
-    """Refuse more than a text leaves room for."""
-    if not 0 <= new_tokens <= most - LEAST_TOKENS:
-        raise ValueError(
-            f"{new_tokens} new tokens is out of range; choose 0 to {most - LEAST_TOKENS}."
-        )
+def check_new_tokens(new_tokens: int, limit: int) -> None:
+    """Refuse a number of new tokens that the text leaves no room for."""
+    if not 0 <= new_tokens <= limit - LEAST_TOKENS:
+        raise ValueError(f"new tokens must be from 0 to {limit - LEAST_TOKENS}, got {new_tokens}.")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads texts with a model."""
+    """A model that reads texts for the viewer."""
 
     model: PreTrainedModel
     described: Described
     max_tokens: int
-    make_cache: Callable[[str, str], CacheConfig]  # of a policy and a budget, as the user says them
+    make_cache: Callable[
+        [str, str], CacheConfig
+    ]  # from a policy and a budget as the user wrote them
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
-        """Turn a text into tokens and lets the model go on from it, with the full cache."""
+        """Tokenize a text and let the model continue it, with the full cache."""
         tokenizer = self.described.tokenizer
-        most = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
-        check_new_tokens(new_tokens, most)
-        sample = make_sample(tokenizer, text, most - new_tokens, LEAST_TOKENS)
+        limit = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
+        check_new_tokens(new_tokens, limit)
+        sample = make_sample(tokenizer, text, limit - new_tokens, LEAST_TOKENS)
         ids = sample.input_ids.to(self.model.device)
         if new_tokens:
-            # transformers' types do not know that a causal model generates.
+            # transformers' type of a model lacks `generate`.
             model: Any = self.model
             ids = model.generate(
                 ids,
@@ -120,32 +123,34 @@ class Reader:
 
 
 class Reading:
-    """A text as tokens, int64 ``[1, T]``, of which the first ``given`` are the user's."""
+    """A text as tokens, int64 ``[1, T]``, of which the first ``num_given`` are the user's."""
 
-    def __init__(self, reader: Reader, input_ids: torch.Tensor, given: int) -> None:
+    def __init__(self, reader: Reader, input_ids: torch.Tensor, num_given: int) -> None:
         self.reader, self.input_ids, self.length = reader, input_ids, input_ids.shape[1]
         config = reader.model.config
         self.pieces = token_pieces(reader.described.tokenizer, input_ids[0].tolist())
         heads = num_kv_heads(config)
-        # The most that an entry can ever receive: all of every query of its group.
+        # The highest possible score: all attention of every query of the group.
         query_heads = config.get_text_config(decoder=True).num_attention_heads
         self.highest = float(self.length * query_heads // heads)
-        queries = of_layers(reader.model, input_ids, lambda own: strongest_queries(own, _ARROWS))
-        # What the page must know besides the traces, as a JSON object.
+        queries = of_layers(
+            reader.model, input_ids, lambda layer: strongest_queries(layer, _ARROWS)
+        )
+        # The page's data besides the traces, as a JSON object.
         self.content = {
             "model": reader.described.name,
             "tokens": list(self.pieces),
-            "given": given,
+            "given": num_given,
             "layers": list(full_attention_layers(config)),
             "heads": heads,
             "lowest": LOWEST_SCORE,
             "highest": self.highest,
-            # uint16 [L, H, T, 3]: with full attention, the later tokens that look most at each.
-            "readers": _blob(np.where(queries < 0, _NOBODY, queries).astype("<u2")),
+            # uint16 [L, H, T, 3]: with full attention, the later tokens that attend most to each.
+            "readers": _blob(np.where(queries < 0, _NO_QUERY, queries).astype("<u2")),
         }
 
     def trace(self, policy: str, budget: str, tick: Tick = no_tick) -> dict[str, Any]:
-        """Follow a policy through the text, as a JSON object."""
+        """Follow a policy through the text; returns a JSON object."""
         reader = self.reader
         config = reader.make_cache(policy, budget)
         tokens = config.budget.resolve(self.length)
@@ -160,19 +165,19 @@ class Reading:
             tick=tick,
             block=block,
         )
-        parts = get_policy(config.policy).allocate_budget(tokens)
+        resolved = get_policy(config.policy).allocate_budget(tokens)
         return {
             "policy": config.policy,
             "budget": budget,
             "block": block,
-            **{name: getattr(parts, name) for name in ("sink", "heavy", "recent")},
+            **{name: getattr(resolved, name) for name in ("sink", "heavy", "recent")},
             "next": token_pieces(reader.described.tokenizer, trace.next_tokens.clip(0).tolist()),
             **pack_trace(trace, self.highest),
         }
 
 
 class Desk:
-    """Reads texts and follows policies for the page, one thing at a time."""
+    """The page's requests, one at a time: texts to read and policies to follow."""
 
     def __init__(self, reader: Reader, choice: dict[str, Any]) -> None:
         self.reader, self.choice = reader, choice
@@ -191,7 +196,7 @@ class Desk:
         with self._lock:
             reading = self.reader.read(text, new_tokens)
             self._count += 1
-            _keep(self._readings, self._count, reading, _KEPT_READINGS)
+            _remember(self._readings, self._count, reading, _MAX_READINGS)
             return {"id": self._count, **reading.content}
 
     def trace(self, query: dict[str, str]) -> dict[str, Any]:
@@ -202,21 +207,21 @@ class Desk:
             raise ValueError("a trace needs text, policy and budget.") from error
         with self._lock:
             if number not in self._readings:
-                raise ValueError("this text is not held any more; read it again.")
-            # A cache that keeps everything has no budget.
+                raise ValueError("this text is not in memory any more; read it again.")
+            # The full cache has no budget.
             key = (number, policy, "full" if policy == "full" else budget)
             self.progress = 0.0
-            note, reading = partial(setattr, self, "progress"), self._readings[number]
-            found = self._traces.pop(key, None) or reading.trace(policy, budget, note)
-            _keep(self._traces, key, found, _KEPT_TRACES)
-            return found
+            on_progress, reading = partial(setattr, self, "progress"), self._readings[number]
+            trace = self._traces.pop(key, None) or reading.trace(policy, budget, on_progress)
+            _remember(self._traces, key, trace, _MAX_TRACES)
+            return trace
 
 
-def _keep(held: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Put a value behind the others, of which the oldest goes if there are too many."""
-    held[key] = value
-    if len(held) > most:
-        del held[next(iter(held))]
+def _remember(items: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """Add a value to a dict of limited size, dropping the oldest."""
+    items[key] = value
+    if len(items) > limit:
+        del items[next(iter(items))]
 
 
 def export_content(
@@ -224,20 +229,20 @@ def export_content(
     choice: dict[str, Any],
     report: Callable[[str, float], None] = lambda label, done: None,
 ) -> dict[str, Any]:
-    """What a page without a server holds: a trace for each policy and budget of the choice."""
+    """Return the data of a page without a server: a trace per policy and budget of the choice."""
     runs = [
         (policy, budget)
         for policy in choice["policies"]
-        # A cache that keeps everything has no budget, and is followed once.
+        # The full cache has no budget: follow it once.
         for budget in (choice["budgets"][:1] if policy == "full" else choice["budgets"])
     ]
     reading = reader.read(choice["text"], choice["new_tokens"])
     traces = []
-    for place, (policy, budget) in enumerate(runs):
+    for index, (policy, budget) in enumerate(runs):
         label = policy if policy == "full" else f"{policy} {budget}"
 
-        def tick(part: float, place: int = place, label: str = label) -> None:
-            report(label, (place + part) / len(runs))
+        def tick(fraction: float, index: int = index, label: str = label) -> None:
+            report(label, (index + fraction) / len(runs))
 
         tick(0.0)
         traces.append(reading.trace(policy, budget, tick))

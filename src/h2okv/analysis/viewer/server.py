@@ -1,6 +1,6 @@
 """The viewer's page, and the standard library's server for it.
 
-It answers one user on this machine with four routes, so that `h2okv view` needs no extra.
+It has four routes for one user on this machine; `h2okv view` needs no extra.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HEADERS = {
 
 
 def build_page(content: dict[str, Any]) -> str:
-    """Make the page, with its style, its scripts and what it shows inside."""
+    """Return the page with its style, its scripts and its data inside."""
     page, style, *scripts = (
         (_FOLDER / name).read_text("utf-8") for name in ("index.html", "style.css", *_SCRIPTS)
     )
-    # "</script" in a text would end the script that holds it.
+    # "</script" in a text would end the script around it.
     data = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     page = page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", "\n".join(scripts))
     return page.replace("/*CONTENT*/", data)
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page, on this machine only."""
+    """A server of the page, on this machine only."""
 
     daemon_threads = True
     # On Windows it would let a second server listen on the same port unnoticed.
@@ -52,12 +52,12 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, port: int, desk: Desk | None = None) -> None:
         self.desk = desk
-        remedy = "choose another one, or --port 0 for any that is free."
+        remedy = "choose another one, or --port 0 for a free one."
         with refusing(f"--port {port} cannot be opened", remedy, OSError, OverflowError):
             super().__init__((HOST, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing about a page that was closed before its answer came."""
+        """Ignore a page that was closed before its response."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -71,18 +71,18 @@ _ROUTES: dict[tuple[str, str], Callable[..., str | dict[str, Any]]] = {
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the page's requests."""
+    """Handler of the page's requests."""
 
     server: PageServer
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        # A page elsewhere that points its own name at this machine must not get in.
+        # Refuse DNS rebinding: another site whose name points to this machine.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
             return self._send(403, {"error": "wrong host."})
         route = _ROUTES.get((self.command, url.path))
         if route is None:
-            return self._send(404, {"error": "there is no such page."})
+            return self._send(404, {"error": "page not found."})
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         try:
             return self._send(200, route(self.server.desk, query, self._body))
@@ -110,4 +110,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing; the terminal is the user's."""
+        """Log nothing; the terminal is the user's."""
