@@ -7,7 +7,7 @@ vocabulary 32000). Comparisons, each within one run:
 - rolling: a step at rolling positions against original ones, a full cache of --entries each, and
   with --compile both once more in compiled steps (``h2okv.enable(model, compile=True)``);
 - turns: time to the first token of turn 10 against turn 2, of equal length, on one rolling cache;
-  beside it the same turns by reading the whole text anew with SDPA, as without a kept cache.
+  beside it the same turns without a cache, by reading the whole text again with SDPA.
 
 Correctness comes first: a failed check ends the run without a figure.
 """
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 class Subject:
-    """The model of one dtype, and what the measures of it share."""
+    """The model of one dtype, and what its measurements share."""
 
     def __init__(self, args: argparse.Namespace, dtype: str) -> None:
         self.args, self.dtype = args, dtype
@@ -60,7 +60,7 @@ class Subject:
         return CacheSpec(name, config).runner(self.model)
 
     def ready(self, runner: CacheRunner, batch: int, length: int) -> Callable[[], None]:
-        """Read a prompt; returns one decode step."""
+        """Read a prompt; return a function for one decode step."""
         progress(f"reading the prompt, {runner.spec.label}")
         token = prompt_ids(self.model, batch, 1)
         runner.prepare(length)
@@ -78,18 +78,18 @@ class Subject:
             check = check_h2o(self.model, **options)
         except CheckFailedError as error:
             raise SystemExit(f"{error}; nothing was timed.") from error
-        told = "".join(f", {name} {value}" for name, value in options.items())
-        print(f"{self.dtype:>8}  checked{told}: error {check['full_error']:.1g}", flush=True)
+        settings = "".join(f", {name} {value}" for name, value in options.items())
+        print(f"{self.dtype:>8}  checked{settings}: error {check['full_error']:.1g}", flush=True)
 
     def report(self, measure: str, unit: str, samples: Samples, *targets: Target, **other: Any):
-        """Show and keeps the rows of a measure."""
-        own = other.pop("own", "h2o")
+        """Show the rows of a measure and add them to the file."""
+        subject = other.pop("own", "h2o")
         setting = self.setting | other
-        report(self.args.csv, rows_for(measure, unit, samples, list(targets), setting, own))
+        report(self.args.csv, rows_for(measure, unit, samples, list(targets), setting, subject))
 
 
 def attention(subject: Subject) -> None:
-    """The attention of one layer's prompt, with scores and without."""
+    """Time the attention of one layer's prompt, with scores and without."""
     args = subject.args
     torch.manual_seed(0)
 
@@ -110,7 +110,7 @@ def attention(subject: Subject) -> None:
 
 
 def rolling(subject: Subject) -> None:
-    """A decode step at rolling and at original positions."""
+    """Time a decode step at rolling and at original positions."""
     args = subject.args
     subject.check(positions="rolling")
     length = args.entries + 200
@@ -134,31 +134,31 @@ def rolling(subject: Subject) -> None:
 def turns(subject: Subject) -> None:
     """Turn 2 and 10 of whole conversations; turn 1 is the long one that fills the cache."""
     args, clock = subject.args, Clock(CPU)
-    names = ("h2o", "turn 2", "turn 10, read anew", "turn 2, read anew")
+    names = ("h2o", "turn 2", "turn 10, read anew", "turn 2, read anew")  # word-ok: in CSVs
     samples: Samples = {name: [] for name in names}
     text = prompt_ids(subject.model, 1, args.context + 9 * (args.turn + args.answer))
     for round_ in range(-1, args.turn_rounds):
-        kept = subject.runner("h2o", args.entries, positions="rolling")
-        kept.prepare(args.context)
-        kept.prefill(text[:, : args.context])
+        cached = subject.runner("h2o", args.entries, positions="rolling")
+        cached.prepare(args.context)
+        cached.prefill(text[:, : args.context])
         at = args.context
         for turn in range(2, 11):
             progress(f"turns: round {round_ + 1} of {args.turn_rounds}, turn {turn}")
-            subject.model.set_attn_implementation(kept.attention)
-            own = clock.seconds(partial(kept.prefill, text[:, at : at + args.turn]))
+            subject.model.set_attn_implementation(cached.attention)
+            seconds = clock.seconds(partial(cached.prefill, text[:, at : at + args.turn]))
             if turn in (2, 10):
-                whole = subject.runner("dynamic")
-                whole.prepare(at + args.turn)
-                anew = clock.seconds(partial(whole.prefill, text[:, : at + args.turn]))
+                full = subject.runner("dynamic")
+                full.prepare(at + args.turn)
+                reading = clock.seconds(partial(full.prefill, text[:, : at + args.turn]))
                 if round_ >= 0:
-                    samples["h2o" if turn == 10 else "turn 2"].append(own)
-                    samples[f"turn {turn}, read anew"].append(anew)
+                    samples["h2o" if turn == 10 else "turn 2"].append(seconds)
+                    samples[f"turn {turn}, read anew"].append(reading)  # word-ok
             at += args.turn
-            with kept.decoding():
+            with cached.decoding():
                 for token in text[:, at : at + args.answer].split(1, dim=1):
-                    kept.step(token)
+                    cached.step(token)
             at += args.answer
-        kept.cache.check_integrity()
+        cached.cache.check_integrity()
     progress("")
     other = {"batch": 1, "prompt": args.context, "budget": args.entries}
     subject.report("turn 10", "s", samples, Target("turn 2", TURN_LIMIT), **other)
@@ -173,7 +173,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
-    for name, size, told in (
+    for name, size, text in (
         ("kv-heads", 12, "12 (MHA) or 4 (GQA)"), ("layers", 12, "at most 12"),
         ("intermediate", 3072, "size of the MLP"), ("batch", 4, "sequences"),
         ("prompt", 2048, "tokens of each sequence"),
@@ -183,7 +183,7 @@ def parse() -> argparse.Namespace:
         ("attention-rounds", 20, "of attention"),
         ("turn-rounds", 5, "conversations"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"{told} [{size}]")
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"{text} [{size}]")
     parser.add_argument("--compile", action="store_true", help="compiled rolling steps too")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=RESULTS / "cpu_generate.csv")

@@ -41,26 +41,26 @@ SETTING = ("engine", "dtype", "memory_mib", "prompt", "new", "requests")
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that it started."""
+    """Return the CPU time of this process and its children."""
     import psutil
 
-    own = psutil.Process()
-    times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    process = psutil.Process()
+    all_times = [times.cpu_times() for times in (process, *process.children(recursive=True))]
+    return sum(times.user + times.system for times in all_times)
 
 
 class VLLM:
     """vLLM's engine, with H2O or all of the cache."""
 
-    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+    def __init__(self, kind: str, args: argparse.Namespace, budget: dict[str, int]) -> None:
         from vllm import LLM
 
-        length = asked.prompt + asked.new
+        length = args.prompt + args.new
         self.llm = LLM(
-            model=asked.model, dtype=asked.dtype, max_model_len=length,
-            max_num_batched_tokens=2 * length, max_num_seqs=max(asked.requests),
+            model=args.model, dtype=args.dtype, max_model_len=length,
+            max_num_batched_tokens=2 * length, max_num_seqs=max(args.requests),
             enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True,
-            kv_cache_memory_bytes=asked.memory << 20,
+            kv_cache_memory_bytes=args.memory << 20,
             additional_config={"h2okv": budget} if kind == "vllm+h2o" else {},
         )  # fmt: skip
         pages = self.llm.llm_engine.vllm_config.cache_config
@@ -68,7 +68,7 @@ class VLLM:
         self.room = (pages.num_gpu_blocks - 1) // each
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generate; yields the number of each request whose first token is there."""
+        """Generate; yield the number of each request at its first token."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True)
@@ -86,26 +86,24 @@ class VLLM:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class Own:
+class H2OKV:
     """The engine behind ``h2okv serve``, also with its ``--weight-bits 4``."""
 
-    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+    def __init__(self, kind: str, args: argparse.Namespace, budget: dict[str, int]) -> None:
         import torch
 
         import h2okv
 
-        options = {"max_prompt_tokens": asked.prompt, "dtype": getattr(torch, asked.dtype)} | budget
+        options = {"max_prompt_tokens": args.prompt, "dtype": getattr(torch, args.dtype)} | budget
         if kind == "h2okv, 4 bits":
             options["weight_bits"] = 4
-        probe = h2okv.LLM(asked.model, max_num_seqs=1, **options)
-        self.room = (asked.memory << 20) // probe.stats().reserved_bytes
+        probe = h2okv.LLM(args.model, max_num_seqs=1, **options)
+        self.room = (args.memory << 20) // probe.stats().reserved_bytes
         probe.close()
-        self.llm = h2okv.LLM(
-            asked.model, max_num_seqs=min(self.room, max(asked.requests)), **options
-        )
+        self.llm = h2okv.LLM(args.model, max_num_seqs=min(self.room, max(args.requests)), **options)
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generate; yields the number of each request whose first token is there."""
+        """Generate; yield the number of each request at its first token."""
         from h2okv import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
@@ -122,10 +120,10 @@ class Own:
 
         for number, prompt in enumerate(prompts):
             engine.scheduler.submit(engine.request(prompt, params, notifier(number)))
-        told = 0
+        reported = 0
         while engine.step():
-            yield from list(begun)[told:]
-            told = len(begun)
+            yield from list(begun)[reported:]
+            reported = len(begun)
 
     def close(self) -> None:
         """Give the model back."""
@@ -140,44 +138,44 @@ class Transformers:
 
     room: int | None = None  # nothing limits it
 
-    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+    def __init__(self, kind: str, args: argparse.Namespace, budget: dict[str, int]) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.kind, self.kept = kind, sum(budget.values()) / asked.prompt
+        self.kind, self.fraction = kind, sum(budget.values()) / args.prompt
         self.model = AutoModelForCausalLM.from_pretrained(
-            asked.model, dtype=getattr(torch, asked.dtype)
+            args.model, dtype=getattr(torch, args.dtype)
         ).eval()
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generate; yields the numbers of the requests once all are answered."""
+        """Generate; yield the numbers of the requests once all are answered."""
         import torch
         from transformers import GenerationConfig
 
-        how = GenerationConfig(
+        config = GenerationConfig(
             max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
         )
         if self.kind == "transformers, continuous batching":
             answers = self.model.generate_batch(
-                prompts, generation_config=how, persistent_manager=True
+                prompts, generation_config=config, persistent_manager=True
             )
-            assert all(len(one.generated_tokens) == new for one in answers.values())
+            assert all(len(answer.generated_tokens) == new for answer in answers.values())
         else:
             with self.press(), torch.no_grad():
-                answer = self.model.generate(torch.tensor(prompts), generation_config=how)
+                answer = self.model.generate(torch.tensor(prompts), generation_config=config)
             assert answer.shape[1] == len(prompts[0]) + new
         yield from range(len(prompts))
 
     def press(self) -> Any:
-        """What kvpress does to the model: Expected Attention, which needs no attention matrix."""
+        """Return kvpress's context: Expected Attention, which needs no attention matrix."""
         if self.kind != "kvpress":
             return contextlib.nullcontext()
         from kvpress import ExpectedAttentionPress
 
-        return ExpectedAttentionPress(compression_ratio=1 - self.kept)(self.model)
+        return ExpectedAttentionPress(compression_ratio=1 - self.fraction)(self.model)
 
     def close(self) -> None:
-        """Nothing is left running."""
+        """Do nothing: nothing is left running."""
 
 
 class LlamaCpp:
@@ -185,73 +183,73 @@ class LlamaCpp:
 
     room: int | None = None
 
-    def __init__(self, kind: str, asked: argparse.Namespace, budget: dict[str, int]) -> None:
+    def __init__(self, kind: str, args: argparse.Namespace, budget: dict[str, int]) -> None:
         from xllamacpp import CommonParams, Server
 
         params = CommonParams()
-        params.model.path = str(asked.gguf)
-        params.n_parallel = max(asked.requests)
-        params.n_ctx = params.n_parallel * (asked.prompt + asked.new)
+        params.model.path = str(args.gguf)
+        params.n_parallel = max(args.requests)
+        params.n_ctx = params.n_parallel * (args.prompt + args.new)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         params.cache_prompt, params.warmup, params.verbosity = False, False, -1
         self.server = Server(params)
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
-        """Generate; yields the number of each request whose first token is there."""
+        """Generate; yield the number of each request at its first token."""
         first: queue.Queue[int] = queue.Queue()
 
         def ask(number: int) -> None:
-            told: list[Any] = []
+            chunks: list[Any] = []
 
             def take(chunk: Any) -> bool:
-                told.append(chunk)
-                if len(told) == 1:
+                chunks.append(chunk)
+                if len(chunks) == 1:
                     first.put(number)
                 return False
 
             body = {"prompt": prompts[number], "n_predict": new, "ignore_eos": True,
                     "temperature": 0, "cache_prompt": False, "stream": True}  # fmt: skip
             self.server.handle_completions(body, take)
-            assert len(told) >= new, told[-1]
+            assert len(chunks) >= new, chunks[-1]
 
         with ThreadPoolExecutor(len(prompts)) as pool:
-            asked = [pool.submit(ask, number) for number in range(len(prompts))]
+            futures = [pool.submit(ask, number) for number in range(len(prompts))]
             for _ in prompts:
                 yield first.get(timeout=3600)
-            for one in asked:
-                one.result()
+            for future in futures:
+                future.result()
 
     def close(self) -> None:
-        """The server ends with the process."""
+        """Do nothing: the server ends with the process."""
 
 
 KINDS: dict[str, Any] = {
-    "vllm": VLLM, "vllm+h2o": VLLM, "h2okv": Own, "h2okv, 4 bits": Own,
+    "vllm": VLLM, "vllm+h2o": VLLM, "h2okv": H2OKV, "h2okv, 4 bits": H2OKV,
     "transformers": Transformers, "transformers, continuous batching": Transformers,
     "kvpress": Transformers, "llama.cpp": LlamaCpp,
 }  # fmt: skip
 
 
-def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]], rows: Any) -> None:
-    """One engine: a row for each number of requests, sent to `rows`."""
-    entries = round(asked.fraction * asked.prompt)
+def measure(kind: str, args: argparse.Namespace, prompts: list[list[int]], rows: Any) -> None:
+    """Measure one engine; send a row per number of requests to `rows`."""
+    entries = round(args.fraction * args.prompt)
     budget = {"heavy": entries // 2, "recent": entries - entries // 2}
-    engine = KINDS[kind](kind, asked, budget)
-    weights = asked.gguf.suffixes[-2][1:] if kind == "llama.cpp" else asked.dtype
+    engine = KINDS[kind](kind, args, budget)
+    weights = args.gguf.suffixes[-2][1:] if kind == "llama.cpp" else args.dtype
     list(engine.run([prompts[0][:64]], 4))
-    for count in asked.requests:
+    for count in args.requests:
         start, cpu = time.monotonic(), cpu_seconds()
-        first = [time.monotonic() - start for _ in engine.run(prompts[:count], asked.new)]
+        first = [time.monotonic() - start for _ in engine.run(prompts[:count], args.new)]
         wall, cpu = time.monotonic() - start, cpu_seconds() - cpu
         assert len(first) == count, "not every request has got a token"
         rows.send({
             "date": datetime.date.today().isoformat(),
-            "model": Path(asked.model).name, "dtype": weights, "engine": kind,
-            "entries": entries if "h2o" in kind or kind == "kvpress" else asked.prompt + asked.new,
-            "memory_mib": asked.memory, "prompt": asked.prompt, "new": asked.new,
+            "model": Path(args.model).name, "dtype": weights, "engine": kind,
+            "entries": entries if "h2o" in kind or kind == "kvpress" else args.prompt + args.new,
+            "memory_mib": args.memory, "prompt": args.prompt, "new": args.new,
             "requests": count, "room_for": engine.room or "",
             "wall_s": round(wall, 1), "cpu_s": round(cpu, 1),
-            "new_tokens_per_cpu_s": round(count * asked.new / cpu, 2),
+            "new_tokens_per_cpu_s": round(count * args.new / cpu, 2),
             "first_token_median_s": round(statistics.median(first), 1),
             "first_token_last_s": round(max(first), 1),
             "load": round(os.getloadavg()[0], 1),
@@ -260,7 +258,7 @@ def measure(kind: str, asked: argparse.Namespace, prompts: list[list[int]], rows
 
 
 def write(row: dict[str, Any], out: Path) -> None:
-    """Add a row to the table, or puts it in place of an older one of the same setting."""
+    """Add a row to the table; it replaces an older one of the same setting."""
     rows = []
     if out.exists():
         with out.open(newline="") as file:
@@ -273,7 +271,7 @@ def write(row: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    """Measure all kinds and writes the table."""
+    """Measure all kinds and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -288,39 +286,39 @@ def main() -> None:
     parser.add_argument("--memory", type=int, nargs="+", default=[256], help="MiB for keys, values")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    if "llama.cpp" in asked.kinds and (asked.gguf is None or not asked.gguf.is_file()):
-        parser.error(f"--gguf {asked.gguf} is no file; give the GGUF file that llama.cpp reads")
+    args = parser.parse_args()
+    if "llama.cpp" in args.kinds and (args.gguf is None or not args.gguf.is_file()):
+        parser.error(f"--gguf {args.gguf} is not a file; give the GGUF file for llama.cpp")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from transformers import AutoTokenizer
 
     try:
-        text = asked.text.read_text(encoding="utf-8")[: 6 * asked.prompt * max(asked.requests)]
-        ids = AutoTokenizer.from_pretrained(asked.model)(text)["input_ids"]
+        text = args.text.read_text(encoding="utf-8")[: 6 * args.prompt * max(args.requests)]
+        ids = AutoTokenizer.from_pretrained(args.model)(text)["input_ids"]
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
-    starts = range(0, len(ids) - asked.prompt, asked.prompt)
-    prompts = [ids[start : start + asked.prompt] for start in starts][: max(asked.requests)]
-    if len(prompts) < max(asked.requests):
+    starts = range(0, len(ids) - args.prompt, args.prompt)
+    prompts = [ids[start : start + args.prompt] for start in starts][: max(args.requests)]
+    if len(prompts) < max(args.requests):
         parser.error(
-            f"--text {asked.text} has {len(prompts)} prompts of {asked.prompt} tokens, and"
-            f" --requests asks for {max(asked.requests)}; give a longer text"
+            f"--text {args.text} has {len(prompts)} prompts of {args.prompt} tokens, and"
+            f" --requests asks for {max(args.requests)}; give a longer text"
         )
     context = multiprocessing.get_context("spawn")
-    for dtype in asked.dtype:
-        for memory in asked.memory:
-            for kind in asked.kinds:
-                own = argparse.Namespace(**(vars(asked) | {"dtype": dtype, "memory": memory}))
+    for dtype in args.dtype:
+        for memory in args.memory:
+            for kind in args.kinds:
+                run_args = argparse.Namespace(**(vars(args) | {"dtype": dtype, "memory": memory}))
                 rows, sent = context.Pipe(duplex=False)
-                process = context.Process(target=measure, args=(kind, own, prompts, sent))
+                process = context.Process(target=measure, args=(kind, run_args, prompts, sent))
                 process.start()
                 sent.close()  # so that the end of the process is the end of the rows
                 with contextlib.suppress(EOFError):
                     while True:
                         row = rows.recv()
                         print(row, flush=True)
-                        write(row, asked.out)
+                        write(row, args.out)
                 process.join()
                 if process.exitcode:
                     raise SystemExit(f"{kind} ended with an error; the rows before it are kept")

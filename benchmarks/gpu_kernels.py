@@ -40,7 +40,7 @@ TILES = [
 def time_in_turn(
     runs: dict[str, Callable[[], Any]], rounds: int, device: torch.device, label: str
 ) -> dict[str, list[float]]:
-    """Sample by name; what does not fit the device is left out, and said."""
+    """Return samples by name; a run that does not fit the device is left out and reported."""
     able = {}
     for name, run in runs.items():
         try:
@@ -59,20 +59,20 @@ def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
         return states.to(torch.bfloat16).transpose(1, 2)
 
     query, key, value = draw(QUERY_HEADS), draw(KV_HEADS), draw(KV_HEADS)
-    scale, whole = SIZE**-0.5, Visibility()
-    _, limits = triton_prefill.forward(query, key, value, whole, scale)
+    scale, visibility = SIZE**-0.5, Visibility()
+    _, limits = triton_prefill.forward(query, key, value, visibility, scale)
 
     def sums_by(tile: Tile | None) -> Callable[[], Any]:
-        return lambda: triton_prefill.score_sums(query, key, limits, whole, scale, tile=tile)
+        return lambda: triton_prefill.score_sums(query, key, limits, visibility, scale, tile=tile)
 
     runs: dict[str, Callable[[], Any]] = {
         "h2o": sums_by(None),
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         ),
-        "own forward": lambda: triton_prefill.forward(query, key, value, whole, scale),
+        "own forward": lambda: triton_prefill.forward(query, key, value, visibility, scale),
     }
-    if flash.applies(query, value, whole, None):
+    if flash.applies(query, value, visibility, None):
         runs["flash"] = lambda: flash.forward(query, key, value, scale)
     if args.tune:
         runs |= {"/".join(map(str, tile)): sums_by(tile) for tile in TILES}
@@ -80,7 +80,7 @@ def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
 
 
 def step(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
-    """Time the step of one layer whose slots are all taken; samples, and the bytes it reads."""
+    """Time the step of one layer whose slots are all used; return samples and the bytes read."""
     batch, count, device = args.step_batch, args.entries + 1, args.device
     shape = batch, KV_HEADS, count
     positions = torch.arange(count, dtype=torch.int32, device=device).repeat(*shape[:2], 1)
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Check, measures, shows and writes."""
+    """Check, measure, show and write."""
     groups = QUERY_HEADS // KV_HEADS
     chosen = dispatch.operations(args.device, torch.bfloat16, SIZE, SIZE, groups)
     if chosen.name != "triton":

@@ -55,23 +55,23 @@ def write_tokens(args: argparse.Namespace) -> None:
     from h2okv.integration.loading import describe
 
     described = describe(args.model)
-    parts = described.config, described.tokenizer, described.name, described.context
+    fields = described.config, described.tokenizer, described.name, described.context
     task = Fidelity(
         sources=[Source.read(path) for path in args.data], texts=args.texts, raw=args.raw,
         prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens, protocol="block",
     )  # fmt: skip
-    task.prepare(ModelUnderTest(lambda: None, *parts), [])  # the weights are not asked for
+    task.prepare(ModelUnderTest(lambda: None, *fields), [])  # the weights are not asked for
     with args.out.open("w", encoding="utf-8") as file:
         for number in task.samples:
             file.write(json.dumps({"sample": number, **task._samples[number]._asdict()}) + "\n")
 
 
-def make_press(name: str, kept: float) -> Any:
-    """A press by its classes' names, the inner one last."""
+def make_press(name: str, fraction: float) -> Any:
+    """Return a press by its classes' names, the inner one last."""
     import kvpress
 
     *outer, inner = name.split()
-    options = {"compression_ratio": 1 - kept, **OPTIONS.get(name, {})}
+    options = {"compression_ratio": 1 - fraction, **OPTIONS.get(name, {})}
     press = getattr(kvpress, f"{inner}Press")(**options)
     for wrapper in reversed(outer):
         more = {"chunk_length": 20} if wrapper == "ChunkKV" else {}
@@ -93,8 +93,8 @@ class Compressed:
         keys, values = layer.keys, layer.values
         attention.masked_key_indices = None
         if self.press is not None:
-            given = attention, inputs["hidden_states"], keys, values, weights, inputs
-            keys, values = self.press.compress(*given)
+            arguments = attention, inputs["hidden_states"], keys, values, weights, inputs
+            keys, values = self.press.compress(*arguments)
         self.hidden.append(attention.masked_key_indices)
         attention.masked_key_indices = None
         self.cache.update(keys.clone(), values.clone(), attention.layer_idx)
@@ -109,18 +109,18 @@ class Compressed:
 
 
 @torch.no_grad()
-def read_prompt(model: Any, prompt: list[int], found: list[Compressed]) -> None:
-    """Read a prompt once; each of those compresses every layer."""
+def read_prompt(model: Any, prompt: list[int], compressed: list[Compressed]) -> None:
+    """Read a prompt once; each of ``compressed`` compresses every layer."""
     from transformers import DynamicCache
 
     def look(attention: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
-        for own in found:
-            own.take(attention, inputs, output[1])
+        for x in compressed:
+            x.take(attention, inputs, output[1])
 
     with ExitStack() as hooks:
-        for own in found:
-            if own.press is not None:
-                own.press.post_init_from_model(model)
+        for x in compressed:
+            if x.press is not None:
+                x.press.post_init_from_model(model)
         for layer in model.model.layers:
             layer.self_attn.rotary_emb = model.model.rotary_emb
             layer.self_attn.masked_key_indices = None
@@ -130,27 +130,29 @@ def read_prompt(model: Any, prompt: list[int], found: list[Compressed]) -> None:
 
 
 @torch.no_grad()
-def log_probs(model: Any, own: Compressed, prompt: int, block: list[int]) -> torch.Tensor:
-    """What is said of the token after each of a block, fp32 ``[N, V]``."""
-    for layer, hidden in zip(model.model.layers, own.hidden, strict=True):
+def log_probs(model: Any, compressed: Compressed, prompt: int, block: list[int]) -> torch.Tensor:
+    """Return log-probabilities after each token of a block, fp32 ``[N, V]``."""
+    for layer, hidden in zip(model.model.layers, compressed.hidden, strict=True):
         layer.self_attn.masked_key_indices = hidden
     positions = torch.arange(prompt, prompt + len(block)).unsqueeze(0)
-    logits = model(torch.tensor([block]), past_key_values=own.cache, position_ids=positions).logits
+    logits = model(
+        torch.tensor([block]), past_key_values=compressed.cache, position_ids=positions
+    ).logits
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
     return logits[0].float().log_softmax(-1)
 
 
-def compare(full: torch.Tensor, own: torch.Tensor, targets: torch.Tensor) -> list[float]:
+def compare(full: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) -> list[float]:
     """Means of `MEASURES` over the tokens, as ``fidelity`` has them."""
-    kl = (full.exp() * (full - own)).sum(-1).mean()
-    agreement = (full.argmax(-1) == own.argmax(-1)).float().mean()
-    losses = [-part.gather(1, targets.unsqueeze(1)).mean() for part in (own, full)]
+    kl = (full.exp() * (full - log_probs)).sum(-1).mean()
+    agreement = (full.argmax(-1) == log_probs.argmax(-1)).float().mean()
+    losses = [-x.gather(1, targets.unsqueeze(1)).mean() for x in (log_probs, full)]
     return [float(value) for value in (kl, agreement, *losses)]
 
 
 def run_presses(args: argparse.Namespace) -> None:
-    """Add a row for each prompt and press that has none yet."""
+    """Add the missing rows of prompts and presses."""
     import kvpress  # noqa: F401  changes attention, so that hidden entries are hidden
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM
@@ -165,8 +167,8 @@ def run_presses(args: argparse.Namespace) -> None:
     }
     done = set()
     if args.out.exists():
-        known = map(json.loads, args.out.open(encoding="utf-8"))
-        done = {(row["sample"], row["press"]) for row in known}
+        rows = map(json.loads, args.out.open(encoding="utf-8"))
+        done = {(row["sample"], row["press"]) for row in rows}
     samples = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
     with args.out.open("a", encoding="utf-8") as file:
         for sample in tqdm(samples):
@@ -179,30 +181,30 @@ def run_presses(args: argparse.Namespace) -> None:
                 if not group:
                     continue
                 presses = {name: Compressed(make_press(name, args.kept)) for name in group}
-                whole = Compressed(None)
-                read_prompt(model, prompt, [whole, *presses.values()])
-                said = log_probs(model, whole, len(prompt), following[:-1])
-                full = said[-sample["compared"] :] if full is None else full
-                for name, own in presses.items():
-                    share = own.share(len(prompt))
-                    said = log_probs(model, own, len(prompt), following[:-1])
-                    found = compare(full, said[-sample["compared"] :], targets)
+                full_cache = Compressed(None)
+                read_prompt(model, prompt, [full_cache, *presses.values()])
+                outputs = log_probs(model, full_cache, len(prompt), following[:-1])
+                full = outputs[-sample["compared"] :] if full is None else full
+                for name, compressed in presses.items():
+                    share = compressed.share(len(prompt))
+                    outputs = log_probs(model, compressed, len(prompt), following[:-1])
+                    values = compare(full, outputs[-sample["compared"] :], targets)
                     row = {"sample": sample["sample"], "press": name, "kept": share}
-                    row |= zip(MEASURES, found, strict=True)
+                    row |= zip(MEASURES, values, strict=True)
                     lines += json.dumps(row) + "\n"
             file.write(lines)  # of a prompt all or none
             file.flush()
 
 
 def read_fidelity(path: Path) -> dict[str, dict[int, dict[str, float]]]:
-    """The rows that ``fidelity`` kept, by cache and sample."""
-    found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+    """Return the rows of ``fidelity``'s sample file, by cache and sample."""
+    results: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     for line in path.open(encoding="utf-8"):
         record = json.loads(line)
         if "result" in record:
             name = record["run"].removeprefix("fidelity: ")
-            found[name][record["sample"]] = record["result"]
-    return found
+            results[name][record["sample"]] = record["result"]
+    return results
 
 
 def make_table(args: argparse.Namespace) -> None:
@@ -214,31 +216,31 @@ def make_table(args: argparse.Namespace) -> None:
     for line in args.prompts.open(encoding="utf-8"):
         sample = json.loads(line)
         sources[sample["sample"]] = sample["source"]
-    found: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+    results: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     for line in args.rows.open(encoding="utf-8"):
         row = json.loads(line)
-        found[f"kvpress, {row['press']}"][row["sample"]] = row
+        results[f"kvpress, {row['press']}"][row["sample"]] = row
     for path in args.fidelity:
-        found |= read_fidelity(path)
-    if args.against not in found:
-        raise ValueError(f"--against {args.against!r} is unknown; there are {'; '.join(found)}")
-    base = found[args.against]
+        results |= read_fidelity(path)
+    if args.against not in results:
+        raise ValueError(f"--against {args.against!r} is unknown; there are {'; '.join(results)}")
+    base = results[args.against]
     rows = []
-    for name, own in found.items():
-        shared = sorted(own.keys() & base.keys() & sources.keys())
-        row: dict[str, Any] = {"cache": name, "prompts": len(shared)}
-        kept = [own[n]["kept"] for n in shared if "kept" in own[n]]
-        row["kept"] = sum(kept) / len(kept) if kept else None
-        parts = {
-            "kl": [own[n]["kl"] for n in shared],
-            "agreement": [own[n]["agreement"] for n in shared],
-            "loss": [own[n]["nll"] - own[n]["full_nll"] for n in shared],
-            "kl_against": [own[n]["kl"] - base[n]["kl"] for n in shared],
+    for cache, by_sample in results.items():
+        shared = sorted(by_sample.keys() & base.keys() & sources.keys())
+        row: dict[str, Any] = {"cache": cache, "prompts": len(shared)}
+        fractions = [by_sample[n]["kept"] for n in shared if "kept" in by_sample[n]]
+        row["kept"] = sum(fractions) / len(fractions) if fractions else None
+        measures = {
+            "kl": [by_sample[n]["kl"] for n in shared],
+            "agreement": [by_sample[n]["agreement"] for n in shared],
+            "loss": [by_sample[n]["nll"] - by_sample[n]["full_nll"] for n in shared],
+            "kl_against": [by_sample[n]["kl"] - base[n]["kl"] for n in shared],
         }
-        for part, values in parts.items():
-            row |= zip((part, f"{part}_low", f"{part}_high"), bootstrap(values), strict=True)
+        for name, values in measures.items():
+            row |= zip((name, f"{name}_low", f"{name}_high"), bootstrap(values), strict=True)
         for source in dict.fromkeys(sources[n] for n in shared):
-            mine = [own[n]["kl"] for n in shared if sources[n] == source]
+            mine = [by_sample[n]["kl"] for n in shared if sources[n] == source]
             row[f"kl {source}"] = sum(mine) / len(mine)
         rows.append(row)
     rows.sort(key=lambda row: row["kl"])
@@ -248,8 +250,8 @@ def make_table(args: argparse.Namespace) -> None:
             writer.writeheader()
             writer.writerows(rows)
 
-    def cell(row: dict[str, Any], part: str, form: str = ".3f") -> str:
-        mean, low, high = (row[f"{part}{end}"] for end in ("", "_low", "_high"))
+    def cell(row: dict[str, Any], name: str, form: str = ".3f") -> str:
+        mean, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
         return f"{mean:{form}}" + ("" if low is None else f" ({low:{form}} to {high:{form}})")
 
     lines = [

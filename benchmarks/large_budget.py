@@ -33,7 +33,7 @@ class Writer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Read the last token and takes the likeliest next one."""
+        """Read the last token and take the most likely next one."""
         logits = self.model(self.token, **{CACHE: self.cache}, logits_to_keep=1).logits
         self.token = logits.argmax(-1)
         self.text.append(int(self.token))
@@ -58,16 +58,16 @@ def main() -> None:
     plain, evicting = load_pair(args.model, torch.float32)
     ids = torch.randint(5, 1000, (1, args.prompt), generator=torch.Generator().manual_seed(0))
     half = args.budget // 2
-    held = h2okv.H2OCache(plain.config, half, half)
+    cache = h2okv.H2OCache(plain.config, half, half)
     writers = {
-        "h2o": Writer(evicting, held, ids),
+        "h2o": Writer(evicting, cache, ids),
         "dynamic": Writer(plain, DynamicCache(config=plain.config), ids),
     }
-    runs: dict[str, Callable[[], Any]] = {name: own.step for name, own in writers.items()}
+    runs: dict[str, Callable[[], Any]] = {name: writer.step for name, writer in writers.items()}
     seconds = interleave(runs, args.rounds, WARMUP, "steps")
     if writers["h2o"].text != writers["dynamic"].text:
         raise SystemExit("the two caches write different texts; no figure.")
-    mebibytes = {"h2o": [held.nbytes / 2**20], "dynamic": [held.full_nbytes / 2**20]}
+    mebibytes = {"h2o": [cache.nbytes / 2**20], "dynamic": [cache.full_nbytes / 2**20]}
     setting = environment() | {
         "model": args.model, "dtype": "fp32", "kv_heads": plain.config.num_key_value_heads,
         "batch": 1, "prompt": args.prompt, "budget": args.budget,

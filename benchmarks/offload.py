@@ -13,7 +13,7 @@ pass of accelerate and behind every read of h2okv, and medians count. In this or
 - best: prompt 1024, 256 new tokens under the data limit: the whole job with as many sequences as
   h2okv's planner finds room for, with h2o and with the full cache, and with accelerate at the full
   cache's batch. accelerate has no limit and makes fewer tokens; its time for all of them is the
-  prompt's and that of so many median steps. The plan's forecast is beside what came of it.
+  prompt's plus that number of median steps. The plan's forecast is beside what came of it.
 
 numpy's and scipy's own threads, which nothing here uses, would take 84 MB of the data limit; all
 contestants run with OPENBLAS_NUM_THREADS=1.
@@ -46,7 +46,7 @@ ACCELERATE_STEPS = 16
 
 
 def make_checkpoint(args: argparse.Namespace, folder: str) -> int:
-    """Write the model; returns its parameters."""
+    """Write the model; return its number of parameters."""
     config = LlamaConfig(
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
@@ -95,7 +95,7 @@ class Runs:
 
 
 def step_seconds(run: dict[str, Any]) -> float:
-    """The median of the decode steps: all passes but those that read prompts."""
+    """Return the median of the decode steps: all passes but those that read prompts."""
     passes = [seconds for seconds, _ in run["passes"]]
     return statistics.median(passes[1:])
 
@@ -106,15 +106,15 @@ def agreement(first: list[list[int]], second: list[list[int]]) -> float:
 
 
 def equal(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
-    """A step at equal batch, and what it is made of."""
+    """Measure a step at equal batch, and its parts."""
     setting = {"batch": args.batch, "prompt": args.prompt, "new": args.steps, "rows": args.batch}
     reference = run("accelerate", "checking", **{**setting, "new": 1})
-    own = run("h2okv", "checking", **{**setting, "new": 1}, policy="full", disk=True)
-    share = agreement(own["tokens"], reference["tokens"])
+    ours = run("h2okv", "checking", **{**setting, "new": 1}, policy="full", disk=True)
+    share = agreement(ours["tokens"], reference["tokens"])
     if share < AGREEMENT:
         raise SystemExit(f"only {share:.0%} of the first tokens agree with accelerate's: no figure")
     steps: dict[str, list[float]] = {"h2o": [], "accelerate": []}
-    parts: dict[str, list[float]] = {"h2o": [], "the longer part": []}
+    bounds: dict[str, list[float]] = {"h2o": [], "the longer part": []}
     reads: dict[str, list[float]] = {"h2o": [], "streamed": []}
     for number in range(args.rounds):
         label = f"equal batch, round {number + 1} of {args.rounds}: "
@@ -124,20 +124,24 @@ def equal(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
         computing = run("h2okv", label + "computing alone", **setting)
         steps["h2o"].append(step_seconds(streamed))
         steps["accelerate"].append(step_seconds(other))
-        parts["h2o"].append(step_seconds(streamed))
-        parts["the longer part"].append(max(step_seconds(reading), step_seconds(computing)))
+        bounds["h2o"].append(step_seconds(streamed))
+        bounds["the longer part"].append(max(step_seconds(reading), step_seconds(computing)))
         reads["h2o"].append(statistics.median(read for _, read in streamed["passes"][1:]))
         reads["streamed"].append(streamed["streamed_bytes"])
-    told = told_of(args, args.batch, args.prompt)
+    setting_columns = columns_of(args, args.batch, args.prompt)
     return [
-        *rows_for("offload: step", "s", steps, [Target("accelerate", 1.8, True)], told),
-        *rows_for("offload: step, parts", "s", parts, [Target("the longer part", 1.25)], told),
-        *rows_for("offload: bytes of a pass", "B", reads, [Target("streamed", 1.02)], told),
+        *rows_for("offload: step", "s", steps, [Target("accelerate", 1.8, True)], setting_columns),
+        *rows_for(
+            "offload: step, parts", "s", bounds, [Target("the longer part", 1.25)], setting_columns
+        ),
+        *rows_for(
+            "offload: bytes of a pass", "B", reads, [Target("streamed", 1.02)], setting_columns
+        ),
     ]
 
 
 def best(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
-    """The whole job under the cap; seconds for each new token."""
+    """Measure the whole job under the cap, in seconds per new token."""
     long = {"prompt": args.long_prompt, "new": args.new, "limit": args.limit}
     offered = {**long, "batch": args.jobs, "one_batch": True}
     h2o = run("h2okv", "best batch: h2o", **offered)
@@ -165,17 +169,19 @@ def best(args: argparse.Namespace, run: Runs) -> list[dict[str, Any]]:
         f" {args.limit / 1e6:.0f}"
     )
     forecast = {"h2o": [1 / samples["h2o"][0]], "forecast": [h2o["predicted"]]}
-    told = told_of(args, h2o["rows"], args.long_prompt)
+    setting_columns = columns_of(args, h2o["rows"], args.long_prompt)
     targets = [Target("full", 3.0, True), Target("accelerate", 10.0, True)]
     return [
-        *rows_for("offload: job, s per token", "s", samples, targets, told),
-        *rows_for("offload: step, s per token", "s", decode, targets[:1], told),
-        *rows_for("offload: job and forecast", "tokens/s", forecast, [Target("forecast")], told),
+        *rows_for("offload: job, s per token", "s", samples, targets, setting_columns),
+        *rows_for("offload: step, s per token", "s", decode, targets[:1], setting_columns),
+        *rows_for(
+            "offload: job and forecast", "tokens/s", forecast, [Target("forecast")], setting_columns
+        ),
     ]
 
 
-def told_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]:
-    """The columns that say what ran."""
+def columns_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]:
+    """Return the columns that describe the run."""
     return {
         **environment(),
         "threads": args.threads,
@@ -186,10 +192,10 @@ def told_of(args: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]
 
 
 def main() -> None:
-    """Run the parts and adds their rows to the CSV file."""
+    """Run the measurements and add their rows to the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = {"equal": equal, "best": best}
-    parser.add_argument("--parts", nargs="+", choices=known, default=list(known))
+    measurements = {"equal": equal, "best": best}
+    parser.add_argument("--parts", nargs="+", choices=measurements, default=list(measurements))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--limit", type=int, default=900_000_000, help="bytes of data")
@@ -199,11 +205,11 @@ def main() -> None:
     parser.add_argument("--long-prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--jobs", type=int, default=64, help="sequences to choose a batch for")
-    for name, size in (
+    for size_name, size in (
         ("hidden", 1536), ("layers", 26), ("heads", 12), ("kv-heads", 4), ("intermediate", 4096),
         ("vocabulary", 32_000),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=size)
+        parser.add_argument(f"--{size_name}", type=int, default=size)
     parser.add_argument("--model", help="a folder or smollm2, in place of random weights")
     parser.add_argument("--scratch", help="where the model is written (1.6 GB)")
     parser.add_argument("--csv", type=Path, default=RESULTS)
@@ -224,8 +230,8 @@ def main() -> None:
         else:
             print(f"{make_checkpoint(args, folder) / 1e9:.3f} B parameters", flush=True)
         run = Runs(args, folder)
-        for part in args.parts:
-            rows = known[part](args, run)
+        for name in args.parts:
+            rows = measurements[name](args, run)
             progress("")
             report(args.csv, rows)
 

@@ -34,7 +34,7 @@ def drop_pages(folder: str) -> None:
 
 
 def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
-    """The engine of `h2okv batch`, with a time for every pass."""
+    """Run the engine of `h2okv batch`, and time every pass."""
     from h2okv.config import CacheConfig
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
     from h2okv.engine.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     tokens = prompts_of(setting, setting["vocabulary"]).tolist()
     if setting.get("one_batch"):
         tokens = tokens[: runner.limits.batch_size]
-    sequences = [BatchSequence(n, own, setting["new"]) for n, own in enumerate(tokens)]
+    sequences = [BatchSequence(n, ids, setting["new"]) for n, ids in enumerate(tokens)]
     passes: list[tuple[float, int]] = []
     done: list[BatchSequence] = []
     scheduler = runner.scheduler
@@ -78,7 +78,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     scheduler.close()
     stream = scheduler.stream
     streamed = sum(unit.nbytes for unit in stream.units) if stream else 0
-    done.sort(key=lambda own: int(own.id))
+    done.sort(key=lambda sequence: int(sequence.id))
     return {
         "seconds": seconds,
         "passes": passes,
@@ -87,7 +87,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
         "wait_seconds": stream.wait_seconds if stream else 0.0,
         "rows": runner.limits.batch_size,
         "predicted": plan.estimate.tokens_per_second if plan else None,
-        "tokens": [own.new_tokens for own in done],
+        "tokens": [sequence.new_tokens for sequence in done],
         "data_bytes": data_bytes(),
         "peak_bytes": peak_resident_bytes(),
     }
@@ -100,15 +100,15 @@ def run_accelerate(setting: dict[str, Any]) -> dict[str, Any]:
     from h2okv.cache.argument import CACHE
 
     layers = {f"model.layers.{n}": "disk" for n in range(setting["layers"])}
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     with tempfile.TemporaryDirectory() as scratch:
         model = AutoModelForCausalLM.from_pretrained(
             setting["folder"], dtype=torch.bfloat16, offload_folder=scratch,
-            device_map={**places, **layers, "lm_head": "cpu" if setting["tied"] else "disk"},
+            device_map={**devices, **layers, "lm_head": "cpu" if setting["tied"] else "disk"},
         ).eval()  # fmt: skip
         block = prompts_of(setting, setting["vocabulary"])
         cache = DynamicCache(config=model.config)
-        passes, made = [], []
+        passes, tokens = [], []
         start = time.perf_counter()
         with torch.inference_mode():
             for _ in range(setting["new"]):
@@ -116,19 +116,19 @@ def run_accelerate(setting: dict[str, Any]) -> dict[str, Any]:
                 before = time.perf_counter()
                 logits = model(block, **{CACHE: cache}, logits_to_keep=1).logits[:, -1]
                 block = logits.argmax(dim=-1, keepdim=True)
-                made.append(block)
+                tokens.append(block)
                 passes.append((time.perf_counter() - before, 0))
         seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
         "passes": passes,
-        "tokens": torch.cat(made, dim=1).tolist(),
+        "tokens": torch.cat(tokens, dim=1).tolist(),
         "rows": setting["batch"],
     }
 
 
 def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
-    """The weights' stream alone: what a pass takes if nothing is computed."""
+    """Read the weights alone: a pass without computation."""
     from transformers import AutoConfig
 
     from h2okv.offload.checkpoint import open_checkpoint
@@ -147,7 +147,7 @@ def run_reading(setting: dict[str, Any]) -> dict[str, Any]:
         stream.release()
         passes.append((time.perf_counter() - before, 0))
     stream.close()
-    return {"passes": passes, "seconds": sum(own for own, _ in passes)}
+    return {"passes": passes, "seconds": sum(elapsed for elapsed, _ in passes)}
 
 
 KINDS = {"h2okv": run_engine, "accelerate": run_accelerate, "reading": run_reading}

@@ -46,7 +46,7 @@ PUBLISHED = {
 
 
 def profile(link: float, memory: float, flops: float) -> HardwareProfile:
-    """A T4 and what it hangs on."""
+    """Return the profile of a T4 and its host."""
     return HardwareProfile(3e9, link, memory, ((1, flops), (4096, flops)))
 
 
@@ -58,7 +58,7 @@ def largest(free: float, per_row: float) -> int:
 def row(
     args: argparse.Namespace, model: Opt, prompt: int, new: int, slots: int, published: float
 ) -> str:
-    """One line of the table, without its first two cells."""
+    """Return one line of the table, without its first two cells."""
     machine = profile(args.link * 1e9, args.bandwidth * 1e9, args.tflops * 1e12)
     weights = model.parameters * 2
     per_row = slots * model.entry_bytes
@@ -71,7 +71,7 @@ def row(
         # Weights and caches are in the CPU's memory, and come over the link in every step.
         rows = largest(args.host * GIB - weights, per_row)
         brought = linked = weights / machine.host_device
-    parts = {
+    bounds = {
         "weights": linked,
         "cache": rows * per_row / machine.memory,
         "compute": max(
@@ -79,9 +79,9 @@ def row(
         ),
     }
     if linked:
-        parts["cache"] = max(parts["cache"], linked + rows * per_row / machine.host_device)
-    limit = max(parts, key=parts.__getitem__)
-    step = parts[limit]
+        bounds["cache"] = max(bounds["cache"], linked + rows * per_row / machine.host_device)
+    limit = max(bounds, key=bounds.__getitem__)
+    step = bounds[limit]
     prefill = max(linked, 2 * rows * prompt * model.parameters / machine.gemm_rate(prompt))
     speed = rows * new / (prefill + (new - 1) * step)
     return (

@@ -30,7 +30,7 @@ from h2okv.records import write_csv
 
 # Queries that see fewer keys than this give each of them too much to be compared.
 FEW = 32
-own_expected = CacheLayer._expected
+original_expected = CacheLayer._expected
 
 
 class Prompt:
@@ -59,17 +59,17 @@ class Prompt:
         """Mean L1 norms of the values times each query head's part of the output projection."""
         weight = self.layer.owner().o_proj.weight.float()
         heads, groups = self.query.shape[:2]
-        parts = weight.unflatten(1, (heads, groups, -1))
-        mixed = torch.einsum("hnd,ohgd->hgno", self.values, parts)
+        by_head = weight.unflatten(1, (heads, groups, -1))
+        mixed = torch.einsum("hnd,ohgd->hgno", self.values, by_head)
         return mixed.abs().sum(-1).mean(1)
 
     def largest(self) -> Tensor:
-        """The largest probability of each key, no lower than the head's mean of these."""
-        found = self.shares[:, :, FEW:].amax(dim=(1, 2))
-        return torch.maximum(found, found.mean(dim=-1, keepdim=True))
+        """Return the largest probability of each key, at least the head's mean of these."""
+        maxima = self.shares[:, :, FEW:].amax(dim=(1, 2))
+        return torch.maximum(maxima, maxima.mean(dim=-1, keepdim=True))
 
     def leave_one_out(self) -> Tensor:
-        """How far the outputs move without an entry, squared (DropKV)."""
+        """Return how far the outputs move without an entry, squared (DropKV)."""
         shares = self.shares[:, :, FEW:]
         outputs = shares @ self.values[:, None]
         odds = (shares / (1 - shares + 1e-6)).square_()
@@ -92,16 +92,20 @@ def pooled(scores: Tensor, kernel: int = 5) -> Tensor:
 
 
 RULES: dict[str, Callable[[Prompt, Tensor], Tensor]] = {
-    "sum": lambda own, _: own.sums,
-    "sum, averaged over 5 neighbours": lambda own, _: pooled(own.sums),
-    "sum x norm of W_O v": lambda own, _: own.sums * own.output_norms(),
-    "two time scales": lambda own, _: own.two_scales(),
-    "maximum, floor at its mean": lambda own, _: own.largest(),
-    "maximum x norm of W_O v": lambda own, _: own.largest() * own.output_norms(),
-    "leave-one-out error": lambda own, _: own.leave_one_out(),
-    "`expected`": lambda own, asked: asked * own.norms,
-    "`expected`, averaged over 5 neighbours": lambda own, asked: pooled(asked * own.norms),
-    "`expected`, norm of W_O v in place of v": lambda own, asked: asked * own.output_norms(),
+    "sum": lambda prompt, _: prompt.sums,
+    "sum, averaged over 5 neighbours": lambda prompt, _: pooled(prompt.sums),
+    "sum x norm of W_O v": lambda prompt, _: prompt.sums * prompt.output_norms(),
+    "two time scales": lambda prompt, _: prompt.two_scales(),
+    "maximum, floor at its mean": lambda prompt, _: prompt.largest(),
+    "maximum x norm of W_O v": lambda prompt, _: prompt.largest() * prompt.output_norms(),
+    "leave-one-out error": lambda prompt, _: prompt.leave_one_out(),
+    "`expected`": lambda prompt, expected: expected * prompt.norms,
+    "`expected`, averaged over 5 neighbours": lambda prompt, expected: pooled(
+        expected * prompt.norms
+    ),
+    "`expected`, norm of W_O v in place of v": lambda prompt, expected: (
+        expected * prompt.output_norms()
+    ),
 }
 
 
@@ -111,23 +115,23 @@ def install(rule: str) -> None:
     def scored(
         layer: Any, block: Any, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
     ) -> Tensor:
-        asked = own_expected(layer, block, sums, keys, entries, limit)
+        expected = original_expected(layer, block, sums, keys, entries, limit)
         if layer.holds_entries:  # a block after the prompt, which decides nothing
-            return asked
-        own = Prompt(layer, block, keys)
+            return expected
+        prompt = Prompt(layer, block, keys)
         # The frame multiplies by the norms of the values, whatever the rule.
-        return (RULES[rule](own, asked[0]) / own.norms.clamp(min=1e-30))[None]
+        return (RULES[rule](prompt, expected[0]) / prompt.norms.clamp(min=1e-30))[None]
 
     CacheLayer._expected = scored
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Score the prompts by each rule in turn, and writes the table."""
+    """Score the prompts by each rule in turn, and write the table."""
     sources = [Source.read(path) for path in args.data]
     config = CacheConfig.from_budget(args.budget, policy="best")
     tested = under_test(describe(args.model), getattr(torch, args.dtype))
     args.out.mkdir(parents=True, exist_ok=True)
-    found = {}
+    results_by_rule = {}
     for rule in RULES:
         install(rule)
         task = Fidelity(
@@ -141,18 +145,20 @@ def evaluate(args: argparse.Namespace) -> None:
             with Progress(rule, evaluation.total, "samples") as bar:
                 bar.update(evaluation.done)
                 evaluation.run(lambda _, count, bar=bar: bar.update(count))
-            results = file.results(run.label)
-            found[rule] = [results[sample] for sample in task.samples]
+            by_sample = file.results(run.label)
+            results_by_rule[rule] = [by_sample[sample] for sample in task.samples]
     rows = []
-    for rule, own in found.items():
-        row = {"model": args.model, "dtype": args.dtype, "rule": rule, "samples": len(own)}
+    for rule, results in results_by_rule.items():
+        row = {"model": args.model, "dtype": args.dtype, "rule": rule, "samples": len(results)}
         row["budget"] = args.budget
-        pairs = list(zip(own, found["sum"], found["`expected`"], strict=True))
+        pairs = list(
+            zip(results, results_by_rule["sum"], results_by_rule["`expected`"], strict=True)
+        )
         measures = {
-            "kl": [r["kl"] for r in own],
+            "kl": [r["kl"] for r in results],
             "kl_minus_sum": [r["kl"] - base["kl"] for r, base, _ in pairs],
             "kl_minus_expected": [r["kl"] - base["kl"] for r, _, base in pairs],
-            "agreement": [r["agreement"] for r in own],
+            "agreement": [r["agreement"] for r in results],
         }
         rows.append(row | with_intervals(measures))
     write_csv(args.csv, rows, list(rows[0]))

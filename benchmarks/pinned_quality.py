@@ -30,7 +30,7 @@ Spans = list[tuple[int, int]]
 
 
 def pins_of(tokenizer: Any, messages: Any, length: int, seed: int) -> dict[str, Spans]:
-    """What is pinned, by the name of its row."""
+    """Return the pinned spans by the name of their row."""
     question = message_spans(tokenizer, messages, ["last_user"])
     begin, end = question[0]
     at = random.Random(seed).randrange(begin - (end - begin))
@@ -43,9 +43,9 @@ def pins_of(tokenizer: Any, messages: Any, length: int, seed: int) -> dict[str, 
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace) -> None:
-    """Read the chats onto all caches, and writes the table."""
+    """Read the chats onto all caches, and write the table."""
     tested = under_test(describe(args.model), getattr(torch, args.dtype))
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
     skipped = 0
     chats: Any = Source.read(args.chats).prompts
     lines = [[message._asdict() for message in chat] for chat in chats]
@@ -66,21 +66,21 @@ def evaluate(args: argparse.Namespace) -> None:
                 continue
             compared = _Comparison(tested, caches, _Sample("chats", ids, []))
             for key, result in zip(keys, compared.run(args.new_tokens, "decode"), strict=True):
-                found.setdefault(key, []).append(result)
+                results.setdefault(key, []).append(result)
             bar.advance(1)
-    if not found:
+    if not results:
         raise ValueError(f"'{args.chats}': every question is longer than the heavy part kept")
     rows = []
-    for (policy, name), own in found.items():
-        base = found[policy, "nothing"]
+    for (policy, name), group in results.items():
+        base = results[policy, "nothing"]
         values = {
-            "kl": [r["kl"] for r in own],
-            "kl_minus_nothing": [r["kl"] - b["kl"] for r, b in zip(own, base, strict=True)],
-            "agreement": [r["agreement"] for r in own],
+            "kl": [r["kl"] for r in group],
+            "kl_minus_nothing": [r["kl"] - b["kl"] for r, b in zip(group, base, strict=True)],
+            "agreement": [r["agreement"] for r in group],
         }
-        held = sum(r["bytes"] for r in own) / sum(r["full_bytes"] for r in own)
+        fraction = sum(r["bytes"] for r in group) / sum(r["full_bytes"] for r in group)
         row = {"model": args.model, "dtype": args.dtype, "policy": policy, "pinned": name}
-        row |= {"chats": len(own), "skipped": skipped, "bytes_fraction": f"{held:.4g}"}
+        row |= {"chats": len(group), "skipped": skipped, "bytes_fraction": f"{fraction:.4g}"}
         rows.append(row | with_intervals(values))
     write_csv(args.csv, rows, list(rows[0]))
 

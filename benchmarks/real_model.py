@@ -5,10 +5,10 @@ steps one by one, so that a slow moment of the machine hits all. "static" is a `
 many entries as H2O holds: what eviction would cost if it were free. ``--compile`` measures H2O's
 steps once more under ``h2okv.enable(model, compile=True)``, ``--layer-budgets`` those of a cache
 whose layers or heads hold different numbers, beside one where they are alike. ``--answer`` times a
-prompt with so many tokens after it too; "weights" are prompts and steps of H2O with linear layers
-as they are loaded, packed, and (in bf16) in 4 bits, as the commands load them; "peak" is what a
-prompt takes beyond the model, in a process of its own; "import" is the CPU time of importing h2okv
-and a model's class, beside the class alone.
+prompt with that number of new tokens too; "weights" are prompts and steps of H2O with linear layers
+as they are loaded, packed, and (in bf16) in 4 bits, as the commands load them; "peak" is the memory
+of a prompt beyond the model, in a separate process; "import" is the CPU time of importing h2okv and
+a model's class, compared with the class alone.
 Prompts are random tokens, the same on every machine, or with ``--text`` those of a book, whose
 attention is as a user's is: its rows name the book.
 Correctness comes first: a failed check ends the run without a figure. ``--quick`` asks for little,
@@ -39,7 +39,7 @@ from record import (
     report,
     rows_for,
     show,
-    twin_of,
+    with_h2o,
 )
 from transformers import PreTrainedModel
 
@@ -85,8 +85,8 @@ def measure_prompts(
             runner.step(runner.logits[:, -1].argmax(-1, keepdim=True))
 
     runs = {name: partial(read, name) for name in prompts}
-    whole = interleave(runs, rounds, 1, f"prompt of {ids.shape[1]} and {answer} tokens")
-    return {name: seconds[1:] for name, seconds in prompts.items()}, whole
+    total = interleave(runs, rounds, 1, f"prompt of {ids.shape[1]} and {answer} tokens")
+    return {name: seconds[1:] for name, seconds in prompts.items()}, total
 
 
 def measure_steps(runners: dict[str, CacheRunner], ids: torch.Tensor, steps: int) -> Any:
@@ -102,12 +102,12 @@ def measure_steps(runners: dict[str, CacheRunner], ids: torch.Tensor, steps: int
 
 
 def measure_weights(
-    twin: PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace, setting: dict[str, Any]
+    h2o_model: PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace, setting: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Prompts and steps of H2O by how the linear weights lie in memory."""
-    models = {"loaded": twin}
+    models = {"loaded": h2o_model}
     for name, bits in WEIGHTS[setting["dtype"]].items():
-        models[name] = twin_of(twin)
+        models[name] = with_h2o(h2o_model)
         pack_linear_layers(models[name], bits)
     spec = CacheSpec("h2o", CacheConfig.from_budget(0.2))
     runners = {name: spec.runner(model) for name, model in models.items()}
@@ -124,8 +124,8 @@ def measure_weights(
     for measure, samples in (("prefill", prompts), ("step", steps)):
         for name in WEIGHTS[setting["dtype"]]:
             pair = {name: samples[name], "loaded": samples["loaded"]}
-            told = f"{measure}, weights"
-            rows += rows_for(told, "s", pair, [Target("loaded")], setting, own=name)
+            title = f"{measure}, weights"
+            rows += rows_for(title, "s", pair, [Target("loaded")], setting, subject=name)
     for runner in runners.values():
         runner.release()
     return rows
@@ -133,29 +133,29 @@ def measure_weights(
 
 def _check_packed(runners: dict[str, CacheRunner], ids: torch.Tensor) -> None:
     """End the run if packed weights do not give the numbers of the loaded ones."""
-    found = {}
+    logits = {}
     for name in ("loaded", "packed"):
         runners[name].prepare(ids.shape[1])
         runners[name].prefill(ids)
         runners[name].step(ids[:, :1])
-        found[name] = runners[name].logits
-    gap = float((found["packed"] - found["loaded"]).abs().max())
-    if not gap < (1e-3 if found["loaded"].dtype == torch.float32 else 0.1):
+        logits[name] = runners[name].logits
+    gap = float((logits["packed"] - logits["loaded"]).abs().max())
+    if not gap < (1e-3 if logits["loaded"].dtype == torch.float32 else 0.1):
         raise SystemExit(f"logits of packed weights differ by {gap:.2g}; nothing was timed")
 
 
 def measure(
-    plain: PreTrainedModel, twin: PreTrainedModel, args: argparse.Namespace, dtype: str
+    plain: PreTrainedModel, h2o_model: PreTrainedModel, args: argparse.Namespace, dtype: str
 ) -> list[dict[str, Any]]:
-    """The rows of one dtype, of a model and its twin under H2O attention."""
+    """Measure one dtype, of a model and the same model under H2O attention."""
     rows = []
     fifth = CacheConfig.from_budget(0.2)
-    specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (twin, fifth)}
+    specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (h2o_model, fifth)}
     if args.compile:
-        specs["compiled"] = (twin_of(plain), fifth)
+        specs["compiled"] = (with_h2o(plain), fifth)
     if args.layer_budgets:
         factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
-        specs["uneven"] = (twin, replace(fifth, layer_budgets=factors))
+        specs["uneven"] = (h2o_model, replace(fifth, layer_budgets=factors))
     for batch in args.batches:
         for prompt in args.prompts:
             setting = environment() | {
@@ -196,7 +196,7 @@ def measure(
                     name = f"step, {specs['uneven'][1].policy_label.split(', ')[-1]}"
                     rows += rows_for(name, "s", both, [Target("alike", UNEVEN_LIMIT)], setting)
             if "weights" in args.measures:
-                rows += measure_weights(twin, ids, args, setting)
+                rows += measure_weights(h2o_model, ids, args, setting)
             if "peak" in args.measures:
                 bytes_ = {
                     name: [peak_beyond_model(args.model, DTYPES[dtype], runners[name].spec, ids)]
@@ -210,7 +210,7 @@ def measure(
 
 
 def text_ids(model: str, path: Path, batch: int, length: int) -> torch.Tensor:
-    """The tokens of a text, int64 ``[B, T]``, one part after another."""
+    """Return the tokens of a text, int64 ``[B, T]``, consecutive windows of it."""
     text = path.read_text(encoding="utf-8")[: 8 * batch * length]
     ids = describe(model).tokenizer(text, return_tensors="pt").input_ids[0]
     if len(ids) < batch * length:
@@ -219,7 +219,7 @@ def text_ids(model: str, path: Path, batch: int, length: int) -> torch.Tensor:
 
 
 def peak_beyond_model(model: str, dtype: torch.dtype, spec: CacheSpec, ids: torch.Tensor) -> float:
-    """The most MiB that a process holds while it reads a prompt, beyond the model."""
+    """Return a process's peak MiB while it reads a prompt, beyond the model."""
     source, (batch, prompt) = ModelSource(model), ids.shape
     threads = torch.get_num_threads()
     peak = measure_peak(PeakRun(source, dtype, ids.device, threads, spec, prompt, batch))
@@ -251,9 +251,9 @@ def compare(rows: list[dict[str, Any]], path: Path) -> None:
         if row.get("ratio"):
             name = f"{row['measure']}, {row['dtype']}, {row['prompt']} tokens, {row['against']}"
             before = recorded.get(_key(row))
-            told = "none" if before is None else f"{before['ratio']} at {before['commit']}"
+            earlier = "none" if before is None else f"{before['ratio']} at {before['commit']}"
             spread = f"{row['ratio']} ({row['ratio_lower']} to {row['ratio_upper']})"
-            print(f"{name:40} {spread:>24}   {told}")
+            print(f"{name:40} {spread:>24}   {earlier}")
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
@@ -269,7 +269,7 @@ def main() -> None:
     )
 
     def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [int(number) for number in text.split(",")]
 
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, fp32; records nothing")
     args = parser.parse_args()
     if args.text and not args.text.is_file():
-        parser.error(f"--text {args.text} is no file")
+        parser.error(f"--text {args.text} is not a file")
     if args.quick:
         args.dtypes, args.prompts, args.rounds = ["fp32"], [1024], 5
     if args.threads:
@@ -297,12 +297,12 @@ def main() -> None:
         targets = [Target("transformers", IMPORT_LIMIT)]
         report(args.csv, rows_for("import", "s", measure_imports(args.rounds), targets, setting))
     for dtype in args.dtypes if args.measures != ["import"] else []:
-        plain, twin = load_pair(args.model, DTYPES[dtype])
+        plain, h2o_model = load_pair(args.model, DTYPES[dtype])
         try:
-            check_h2o(twin)
+            check_h2o(h2o_model)
         except CheckFailedError as error:
             raise SystemExit(str(error)) from None
-        rows = measure(plain, twin, args, dtype)
+        rows = measure(plain, h2o_model, args, dtype)
         if args.quick:
             show(rows)
             compare(rows, args.csv)

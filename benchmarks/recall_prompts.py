@@ -32,15 +32,15 @@ def _number(rng: random.Random) -> str:
     return str(rng.randint(10_000, 99_999))
 
 
-def _told(name: str, number: str) -> str:
+def _fact(name: str, number: str) -> str:
     return f"The secret number of {name} is {number}."
 
 
 def _several(rng: random.Random, names: int) -> Item:
     numbers = {name: _number(rng) for name in rng.sample(NAMES, names)}
-    asked = rng.choice(list(numbers))
-    facts = [_told(name, number) for name, number in numbers.items()]
-    return facts, f"The secret number of {asked} is", f" {numbers[asked]}"
+    name = rng.choice(list(numbers))
+    facts = [_fact(*pair) for pair in numbers.items()]
+    return facts, f"The secret number of {name} is", f" {numbers[name]}"
 
 
 def _single(rng: random.Random) -> Item:
@@ -54,17 +54,17 @@ def _multikey(rng: random.Random) -> Item:
 def _multivalue(rng: random.Random) -> Item:
     name, numbers = rng.choice(NAMES), [_number(rng) for _ in range(3)]
     facts = [f"One of the secret numbers of {name} is {number}." for number in numbers]
-    told = f"In the order of the text, the secret numbers of {name} are"
-    return facts, told, f" {numbers[0]}, {numbers[1]} and {numbers[2]}"
+    question = f"In the order of the text, the secret numbers of {name} are"
+    return facts, question, f" {numbers[0]}, {numbers[1]} and {numbers[2]}"
 
 
 def _multiquery(rng: random.Random) -> Item:
     names = rng.sample(NAMES, 4)
     numbers = {name: _number(rng) for name in names}
-    facts = [_told(name, number) for name, number in numbers.items()]
+    facts = [_fact(name, number) for name, number in numbers.items()]
     first, second = names[:2]
-    asked = f"The secret numbers of {first} and {second} are"
-    return facts, asked, f" {numbers[first]} and {numbers[second]}"
+    question = f"The secret numbers of {first} and {second} are"
+    return facts, question, f" {numbers[first]} and {numbers[second]}"
 
 
 def _tracking(rng: random.Random) -> Item:
@@ -94,14 +94,14 @@ TASKS: dict[str, tuple[Callable[[random.Random], Item], bool]] = {
 
 def hide(rng: random.Random, sentences: list[str], facts: list[str], ordered: bool) -> str:
     """Put facts between sentences, none of them among the last tenth."""
-    places = [rng.randrange(1, max(2, len(sentences) * 9 // 10)) for _ in facts]
+    indices = [rng.randrange(1, max(2, len(sentences) * 9 // 10)) for _ in facts]
     if ordered:
-        places.sort()
+        indices.sort()
     hidden = list(sentences)
-    pairs = sorted(zip(places, facts, strict=True), key=lambda pair: pair[0])
+    pairs = sorted(zip(indices, facts, strict=True), key=lambda pair: pair[0])
     # From the back, so that the places before stay as they are.
-    for place, fact in reversed(pairs):
-        hidden.insert(place, fact)
+    for index, fact in reversed(pairs):
+        hidden.insert(index, fact)
     return " ".join(hidden)
 
 

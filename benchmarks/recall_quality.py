@@ -36,32 +36,35 @@ SINK = 4
 def caches_at(
     budget: float, tokens: int, entry: int, layer_budgets: Sequence[LayerBudgets]
 ) -> dict[str, Any]:
-    """The caches that hold as many bytes as H2O with a budget; an entry's are ``entry``."""
+    """Return the caches with as many bytes as H2O with a budget; ``entry`` is an entry's bytes."""
     # An fp32 norm beside each entry, and the sinks.
     less = math.floor(1000 * (budget * entry / (entry + 4) - SINK / tokens)) / 1000
-    found = {"h2o": CacheConfig.from_budget(budget)}
+    configs = {"h2o": CacheConfig.from_budget(budget)}
     if budget == 0.25:
-        found["sink_recent"] = CacheConfig.from_budget(budget, policy="sink_recent")
-        found["snapkv"] = CacheConfig.from_budget(budget, policy="snapkv")
-    found["best"] = CacheConfig.from_budget(less, policy="best")
+        configs["sink_recent"] = CacheConfig.from_budget(budget, policy="sink_recent")
+        configs["snapkv"] = CacheConfig.from_budget(budget, policy="snapkv")
+    configs["best"] = CacheConfig.from_budget(less, policy="best")
     for factors in layer_budgets:
-        own = CacheConfig.from_budget(less, policy="best", layer_budgets=factors)
-        found[f"best, {'by head' if own.is_by_head else 'by layer'}"] = own
-    return found
+        config = CacheConfig.from_budget(less, policy="best", layer_budgets=factors)
+        configs[f"best, {'by head' if config.is_by_head else 'by layer'}"] = config
+    return configs
 
 
 def rows_of(
     setting: dict[str, Any], task: Fidelity, runs: dict[tuple[str, float], Run], file: SampleFile
 ) -> list[dict[str, Any]]:
     """Means over the prompts of each task, and of all, with intervals; differences are paired."""
-    found = {key: file.results(run.label) for key, run in runs.items()}
+    results_by_key = {key: file.results(run.label) for key, run in runs.items()}
     groups: dict[str, list[int]] = {"all": list(task.samples)}
     for number in task.samples:
         groups.setdefault(task._samples[number].source.rsplit("-", 1)[0], []).append(number)
     rows = []
-    for (name, budget), own in found.items():
+    for (name, budget), by_sample in results_by_key.items():
         for group, numbers in groups.items():
-            results, base = ([part[n] for n in numbers] for part in (own, found["h2o", budget]))
+            results, base = (
+                [samples[n] for n in numbers]
+                for samples in (by_sample, results_by_key["h2o", budget])
+            )
             values = {
                 "kl": [r["kl"] for r in results],
                 "kl_minus_h2o": [
@@ -70,9 +73,9 @@ def rows_of(
                 "log_loss": [r["nll"] - r["full_nll"] for r in results],
                 "agreement": [r["agreement"] for r in results],
             }  # fmt: skip
-            held = sum(r["bytes"] for r in results) / sum(r["full_bytes"] for r in results)
+            fraction = sum(r["bytes"] for r in results) / sum(r["full_bytes"] for r in results)
             row = {**setting, "cache": name, "budget": budget, "task": group}
-            row |= {"prompts": len(results), "bytes_fraction": f"{held:.4g}"}
+            row |= {"prompts": len(results), "bytes_fraction": f"{fraction:.4g}"}
             rows.append(row | with_intervals(values))
     return rows
 
@@ -87,7 +90,7 @@ def with_intervals(measures: dict[str, list[float]]) -> dict[str, str]:
 
 
 def under_test(described: Any, dtype: torch.dtype) -> ModelUnderTest:
-    """A described model, whose weights are read when they are needed."""
+    """Return a described model as a model under test, which loads weights on demand."""
     return ModelUnderTest(
         lambda: load_weights(described, dtype, torch.device("cpu")),
         described.config, described.tokenizer, described.name, described.context,
@@ -95,7 +98,7 @@ def under_test(described: Any, dtype: torch.dtype) -> ModelUnderTest:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Read the prompts onto all caches, and writes the table."""
+    """Read the prompts onto all caches, and write the table."""
     factors = [json.loads(path.read_text(encoding="utf-8")) for path in args.layer_budgets]
     described, dtype = describe(args.model), getattr(torch, args.dtype)
     tested = under_test(described, dtype)

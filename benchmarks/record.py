@@ -75,7 +75,7 @@ def rows_for(
     samples: dict[str, list[float]],
     targets: list[Target],
     setting: dict[str, Any],
-    own: str = "h2o",
+    subject: str = "h2o",
 ) -> list[dict[str, Any]]:
     """Make the CSV rows of one measure, one for each implementation.
 
@@ -84,17 +84,21 @@ def rows_for(
     """
     rows = []
     by_name = {target.against: target for target in targets}
-    for name, values in samples.items():
+    for name, samples_of_name in samples.items():
         row = {**setting, "measure": measure, "implementation": name, "unit": unit}
-        found = quartiles("found", values).values()
+        values = quartiles("found", samples_of_name).values()
         names = ("median", "lower_quartile", "upper_quartile")
-        row |= {key: f"{value:.6g}" for key, value in zip(names, found, strict=True)}
-        row["rounds"] = len(values)
+        row |= {key: f"{value:.6g}" for key, value in zip(names, values, strict=True)}
+        row["rounds"] = len(samples_of_name)
         target = by_name.get(name)
         if target is not None:
-            pair = (values, samples[own]) if target.at_least else (samples[own], values)
+            pair = (
+                (samples_of_name, samples[subject])
+                if target.at_least
+                else (samples[subject], samples_of_name)
+            )
             ratio = quartiles("ratio", ratios(*pair))
-            row["against"] = f"{name} / {own}" if target.at_least else f"{own} / {name}"
+            row["against"] = f"{name} / {subject}" if target.at_least else f"{subject} / {name}"
             row |= {key: f"{value:.3f}" for key, value in ratio.items()}
             if target.limit is not None:
                 gap = ratio["ratio"] - target.limit
@@ -105,7 +109,7 @@ def rows_for(
 
 
 def report(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Show rows, and adds them to a CSV file; an older file gets its new columns, empty."""
+    """Show rows, and add them to a CSV file; an older file gets new columns, empty."""
     show(rows)
     before = read_csv(path) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,13 +133,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the columns that say where a benchmark ran, and on which code."""
-    told = describe(torch.device("cpu"))
-    return {name: told[name] for name in FIELDS if name in told} | {"ops": implementation_in_use()}
+    """Return the columns that describe machine and code."""
+    values = describe(torch.device("cpu"))
+    return {name: values[name] for name in FIELDS if name in values} | {"ops": implementation_in_use()}
 
 
 def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model under SDPA and the same under H2O attention, with the same tensors.
+    """Load a model under SDPA and the same under H2O attention, with shared tensors.
 
     Ends the program with a sentence if there is no such model.
     """
@@ -144,12 +148,12 @@ def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTraine
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    return plain, twin_of(plain)
+    return plain, with_h2o(plain)
 
 
-def twin_of(plain: PreTrainedModel) -> PreTrainedModel:
-    """The same model under H2O attention, with the same tensors."""
-    twin = type(plain)._from_config(copy.deepcopy(plain.config), attn_implementation="h2o")
-    twin.load_state_dict(plain.state_dict(), assign=True)
-    twin.tie_weights()
-    return twin.eval()
+def with_h2o(plain: PreTrainedModel) -> PreTrainedModel:
+    """Return the same model under H2O attention, with the same tensors."""
+    h2o_model = type(plain)._from_config(copy.deepcopy(plain.config), attn_implementation="h2o")
+    h2o_model.load_state_dict(plain.state_dict(), assign=True)
+    h2o_model.tie_weights()
+    return h2o_model.eval()

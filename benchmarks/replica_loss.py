@@ -25,7 +25,7 @@ PROMPT = "It was a dark and stormy night, and the"
 
 
 def ask(client: openai.OpenAI, tokens: int, streams: bool) -> tuple[str, str]:
-    """One request: what became of it, and its text."""
+    """Send one request; return its outcome and text."""
     options = {"model": "bundled", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
     text = ""
     try:
@@ -41,18 +41,18 @@ def ask(client: openai.OpenAI, tokens: int, streams: bool) -> tuple[str, str]:
 
 def replicas(process: subprocess.Popen) -> list[psutil.Process]:
     """Process with a copy of the model."""
-    found = []
+    processes = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if any("ServeReplica:h2okv:model" in part for part in child.cmdline()):
-                found.append(child)
+            if any("ServeReplica:h2okv:model" in word for word in child.cmdline()):
+                processes.append(child)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def main() -> None:
-    """Run it and prints the counts."""
+    """Run it and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")

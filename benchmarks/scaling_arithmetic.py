@@ -111,7 +111,7 @@ class Subject:
 
     @memoized  # noqa: B019 (lives as long as the program)
     def sizes(self, cache: str, context: int, ranks: int) -> ServingMemory:
-        """What one rank's memory goes to beside the weights; each has its share of the KV heads.
+        """Return one rank's memory besides the weights; each rank has a share of the KV heads.
 
         For H2O what `h2okv serve` counts. The full cache has no slots to score, and its prompts
         are read in their place.
@@ -130,7 +130,7 @@ class Subject:
         )
 
     def link_bytes(self, ranks: int, tokens: int, rows: int) -> float:
-        """What each rank sends in one forward: states that are summed, two a layer, and the logits.
+        """Return each rank's traffic of one forward: two reduced states a layer, and the logits.
 
         A ring sends ``2 (n - 1) / n`` times a state that is summed, ``(n - 1) / n`` times one that
         is only gathered.
@@ -143,7 +143,7 @@ class Subject:
 
 
 def entries_of(cache: str, context: int) -> int:
-    """The entries that a budget keeps of a context."""
+    """Return the entries that a budget keeps of a context."""
     number, unit = cache.split(" ", 1)
     value = int(number.replace(",", ""))
     return value * context // 100 if unit == "%" else min(value, context)
@@ -160,7 +160,7 @@ def users(subject: Subject, assumed: Assumed, ranks: int, cache: str, context: i
 
 
 def rows_needed(load: float, hold: float, patience: float, unlucky: float) -> int:
-    """The fewest rows with which few requests wait long (Erlang's C formula, M/M/c).
+    """Return the fewest rows with which few requests wait long (Erlang's C formula, M/M/c).
 
     Args:
         load: Requests that would be under way with rows for all of them, on average.
@@ -197,14 +197,14 @@ def of_a_machine(subject: Subject, assumed: Assumed) -> str:
     for ranks in assumed.ranks:
         free = room(subject, assumed, ranks)
         for context in (8192, 32768):
-            found = [users(subject, assumed, ranks, cache, context) for cache in CACHES]
+            counts = [users(subject, assumed, ranks, cache, context) for cache in CACHES]
             lines.append(
                 [
                     str(ranks),
                     f"{subject.rank_bytes(ranks) / GIB:.1f} GiB",
                     f"{free / GIB:.1f} GiB" if free > 0 else "none",
                     f"{context:,}",
-                    *(f"{count:,}" for count in found),
+                    *(f"{count:,}" for count in counts),
                 ]
             )
     header = ["GPUs", "weights each", "left each", "tokens of context"]
@@ -212,7 +212,7 @@ def of_a_machine(subject: Subject, assumed: Assumed) -> str:
 
 
 def of_a_step(subject: Subject, assumed: Assumed) -> str:
-    """The bound of a decode step with as many users as fit, on the largest group."""
+    """Return the bound of a decode step with as many users as fit, on the largest group."""
     ranks, context = max(assumed.ranks), 8192
     name, link = assumed.links[0]
     lines = []
@@ -242,10 +242,10 @@ def of_the_links(subject: Subject, assumed: Assumed) -> str:
     lines = []
     for ranks in assumed.ranks:
         steps = [(f"a step of {rows}", rows, rows) for rows in BATCHES]
-        for what, tokens, rows in [*steps, ("2,048 tokens of a prompt", 2048, 1)]:
+        for forward, tokens, rows in [*steps, ("2,048 tokens of a prompt", 2048, 1)]:
             sent = subject.link_bytes(ranks, tokens, rows)
             times = [f"{1e3 * sent / speed:.2f} ms" for _, speed in assumed.links]
-            lines.append([str(ranks), what, f"{sent / 1e6:,.1f} MB", *times])
+            lines.append([str(ranks), forward, f"{sent / 1e6:,.1f} MB", *times])
     return markdown_table(
         ["ranks", "forward", "sent by each", *(name for name, _ in assumed.links)], lines
     )
@@ -299,15 +299,15 @@ def filled(page: str) -> str:
     """Put the tables between their marks in a page."""
     subject, assumed = llama_70b(), Assumed()
 
-    def fill(found: re.Match[str]) -> str:
-        name = found.group(1)
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
         return f"<!-- {name}:start -->\n{PARTS[name](subject, assumed)}<!-- {name}:end -->"
 
     return re.sub(r"<!-- ([a-z-]+):start -->.*?<!-- \1:end -->", fill, page, flags=re.S)
 
 
 def main() -> None:
-    """Print the tables, or writes them into the page."""
+    """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the tables into docs/scaling.md")
     parser.add_argument("--model", help="a folder with a config.json; default: Llama 3.1 70B")

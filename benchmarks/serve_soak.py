@@ -3,7 +3,7 @@
 `h2okv serve` on the bundled model in a process of its own, asked by clients that do all that
 clients do: prompts of all lengths up to the window, streamed and not, drawn and greedy, several
 outputs, budgets of their own; some go away in the middle, some ask for nonsense, and some greedy
-prompts are asked again and again, whose texts must stay the same. Its resident memory is read every
+prompts are repeated, and their texts must stay the same. Its resident memory is read every
 five seconds, after a minute to warm up; the median of the last third may be at most 3 % above that
 of the first. In the end every row must be free.
 """
@@ -45,7 +45,7 @@ class Clients:
         self.texts: dict[str, str] = {}
 
     async def run(self, number: int, session: aiohttp.ClientSession) -> None:
-        """One client: request after request."""
+        """Run one client: request after request."""
         draw = random.Random(number)
         while time.monotonic() < self.until:
             kind = draw.choices(("plain", "stream", "leaves", "wrong", "again"), (4, 4, 2, 1, 2))[0]
@@ -53,14 +53,14 @@ class Clients:
 
     def _request(self, draw: random.Random, **other: Any) -> dict[str, Any]:
         prompt = [draw.randrange(5, 4000) for _ in range(int(1600 ** draw.random()) + 1)]
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": "bundled", "prompt": prompt, "max_tokens": draw.randint(1, 120),
             "temperature": draw.choice((0, 0.8)), "n": draw.choice((1, 1, 1, 2)),
             "seed": draw.randrange(1000), "ignore_eos": True,
         }  # fmt: skip
         if draw.random() < 0.2:
-            asked["h2o"] = {"heavy": draw.randint(1, 40), "recent": draw.randint(1, 40)}
-        return {**asked, **other}
+            body["h2o"] = {"heavy": draw.randint(1, 40), "recent": draw.randint(1, 40)}
+        return {**body, **other}
 
     async def _plain(self, draw: random.Random, session: aiohttp.ClientSession) -> str:
         async with session.post(self.url, json=self._request(draw)) as reply:
@@ -75,8 +75,8 @@ class Clients:
             return "done" if last == b"data: [DONE]" else f"{reply.status} {last[:60]!r}"
 
     async def _leaves(self, draw: random.Random, session: aiohttp.ClientSession) -> str:
-        asked = self._request(draw, stream=True, max_tokens=200)
-        async with session.post(self.url, json=asked) as reply:
+        body = self._request(draw, stream=True, max_tokens=200)
+        async with session.post(self.url, json=body) as reply:
             for _ in range(draw.randint(0, 20)):
                 await reply.content.readline()
             reply.close()
@@ -93,16 +93,16 @@ class Clients:
 
     async def _again(self, draw: random.Random, session: aiohttp.ClientSession) -> str:
         number = draw.randrange(5)
-        asked = self._request(
+        body = self._request(
             random.Random(1000 + number), temperature=0, n=1, max_tokens=30, stream=False
         )
-        async with session.post(self.url, json=asked) as reply:
+        async with session.post(self.url, json=body) as reply:
             text = (await reply.json())["choices"][0]["text"]
         return "the same" if self.texts.setdefault(str(number), text) == text else "ANOTHER TEXT"
 
 
 async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: str) -> Clients:
-    """Run clients and reads the server's memory; writes one line for every reading."""
+    """Run clients and read the server's memory; write one line for every reading."""
     begun = time.monotonic()
     clients = Clients(f"{url}/v1/completions", begun + args.minutes * 60)
     connector = aiohttp.TCPConnector(limit=0)
@@ -148,7 +148,7 @@ async def answers(url: str) -> None:
 
 
 def main() -> None:
-    """Run the soak and adds its row to the CSV file."""
+    """Run the soak and add its row to the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--clients", type=int, default=24)
@@ -187,12 +187,12 @@ def main() -> None:
         s / 2**20 for s in warm[:third]]}  # fmt: skip
     print(f"{statistics.median(sizes['first third']):.1f} MiB, then"
           f" {statistics.median(sizes['last third']):.1f} MiB")  # fmt: skip
-    told = {**environment(), "threads": "", "model": "bundled", "dtype": "fp32", "kv_heads": 2,
+    setting = {**environment(), "threads": "", "model": "bundled", "dtype": "fp32", "kv_heads": 2,
             "batch": args.clients, "prompt": "1 to 1,600", "budget": 0.2}  # fmt: skip
     samples = {"h2o": sizes["last third"], "the first third": sizes["first third"]}
     rows = rows_for(
         f"serving: resident memory over {args.minutes:g} minutes", "MiB", samples,
-        [Target("the first third", LIMIT)], told,
+        [Target("the first third", LIMIT)], setting,
     )  # fmt: skip
     report(args.csv, rows)
 

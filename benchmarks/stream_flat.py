@@ -59,23 +59,23 @@ class Reader:
         before, began = self._tenth
         if 10 * done // total > 10 * before // total:
             speed = (done - before) / (time.perf_counter() - began)
-            held = (resident_bytes() or 0) / 2**20
+            resident = (resident_bytes() or 0) / 2**20
             progress("")
-            print(f"{done:>10,} tokens {speed:8,.0f} tokens/s {held:7.1f} MiB resident  cache "
+            print(f"{done:>10,} tokens {speed:8,.0f} tokens/s {resident:7.1f} MiB resident  cache "
                   f"{self.cache.nbytes / 2**20:.2f} MiB", flush=True)  # fmt: skip
             self._tenth = (done, time.perf_counter())
 
 
 def resident_after_steps(reader: Reader, position: int, args: argparse.Namespace) -> list[float]:
-    """Read up to a position, the last tokens one by one, and returns resident GiB after each."""
+    """Read up to a position, the last tokens one by one; return resident GiB after each."""
     reader.read(position - args.rounds - reader.cache.num_seen_tokens, args.chunk)
     samples = []
     for _ in range(args.rounds):
         reader.read(1, 1)
-        held = resident_bytes()
-        if held is None:
+        resident = resident_bytes()
+        if resident is None:
             raise SystemExit("this system does not tell the resident memory of a process")
-        samples.append(held / 2**30)
+        samples.append(resident / 2**30)
     return samples
 
 
@@ -104,9 +104,11 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 def check(cache: h2okv.H2OCache, args: argparse.Namespace) -> None:
     """End the run without a figure if the cache is not what it should be."""
     cache.check_integrity()
-    held, seen = cache.num_cached_tokens, cache.num_seen_tokens
-    if (held, seen) != (args.heavy + args.recent, args.tokens):
-        raise SystemExit(f"the cache holds {held} entries after {seen} tokens; nothing was timed.")
+    entries, seen = cache.num_cached_tokens, cache.num_seen_tokens
+    if (entries, seen) != (args.heavy + args.recent, args.tokens):
+        raise SystemExit(
+            f"the cache holds {entries} entries after {seen} tokens; nothing was timed."
+        )
 
 
 def parse() -> argparse.Namespace:

@@ -27,17 +27,17 @@ def run(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
     prompt = ids[:, :PROMPT]
     with h2okv.enable(model):
         logits = [model(prompt, **{CACHE: cache}, logits_to_keep=1).logits[:, -1]]
-        for place in range(PROMPT, PROMPT + STEPS):
-            token = ids[:, place : place + 1]
+        for index in range(PROMPT, PROMPT + STEPS):
+            token = ids[:, index : index + 1]
             logits.append(model(token, **{CACHE: cache}).logits[:, -1])
-        made = model.generate(
+        generated = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             **{CACHE: h2okv.H2OCache(model.config)},
             max_new_tokens=STEPS,
             do_sample=False,
         )
-    return torch.cat(logits), made, cache.layers[0].keys.shape[1]
+    return torch.cat(logits), generated, cache.layers[0].keys.shape[1]
 
 
 def main() -> None:
@@ -45,13 +45,13 @@ def main() -> None:
     described, device = describe("bundled"), torch.device("cpu")
     split = load_weights(described, torch.float32, device, tensor_parallel=True)
     ids = torch.randint(5, 4000, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
-    logits, made, heads = run(split, ids)
-    whole, expected, all_heads = run(load_weights(described, torch.float32, device), ids)
+    logits, tokens, heads = run(split, ids)
+    full_logits, expected, all_heads = run(load_weights(described, torch.float32, device), ids)
     if dist.get_rank() == 0:
-        difference, largest = (logits - whole).abs().max(), whole.abs().max()
+        difference, largest = (logits - full_logits).abs().max(), full_logits.abs().max()
         print(f"{dist.get_world_size()} ranks with {heads} of {all_heads} KV heads each")
         print(f"largest difference {float(difference):.1e} of logits up to {float(largest):.1f}")
-        print(f"the same {STEPS} tokens: {torch.equal(made, expected)}")
+        print(f"the same {STEPS} tokens: {torch.equal(tokens, expected)}")
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ CLOSE = {"int8": 0.02, "int4": 0.2}
 
 
 def packed(bits: int, weight: torch.Tensor) -> tuple[torch.nn.Linear, int]:
-    """A layer with the weight in few bits, and its bytes."""
+    """Return a layer with a quantized weight, and its bytes."""
     outputs, inputs = weight.shape
     layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
     slot = ParameterSlot("layer.weight", layer, "weight", weight.shape, weight.dtype)
@@ -35,7 +35,7 @@ def packed(bits: int, weight: torch.Tensor) -> tuple[torch.nn.Linear, int]:
 
 
 def main() -> None:
-    """Check, measures, shows and writes the rows."""
+    """Check, measure, show and write the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example: python benchmarks/weight_bits.py --rounds 40",
@@ -50,23 +50,23 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 1536, generator=generator).bfloat16()
-    made = {name: packed(bits, weight) for name, bits in KINDS.items()}
+    layers = {name: packed(bits, weight) for name, bits in KINDS.items()}
     print(
         ", ".join(
-            f"{name}: {size / weight.nbytes:.3f} of the bytes" for name, (_, size) in made.items()
+            f"{name}: {size / weight.nbytes:.3f} of the bytes" for name, (_, size) in layers.items()
         )
     )
     setting = environment() | {"model": "linear-4096x1536", "dtype": "bf16"}
     with torch.inference_mode():
         for count in args.rows:
             rows = torch.randn(count, 1536, generator=generator).bfloat16()
-            whole = torch.nn.functional.linear(rows, weight)
-            for name, (layer, _) in made.items():
-                error = float((layer(rows) - whole).float().norm() / whole.float().norm())
+            product = torch.nn.functional.linear(rows, weight)
+            for name, (layer, _) in layers.items():
+                error = float((layer(rows) - product).float().norm() / product.float().norm())
                 if not error < CLOSE[name]:
                     sys.exit(f"{name} is {error:.2g} from the product in bf16; nothing was timed.")
             runs = {"bf16": partial(torch.nn.functional.linear, rows, weight)}
-            runs |= {name: partial(layer, rows) for name, (layer, _) in made.items()}
+            runs |= {name: partial(layer, rows) for name, (layer, _) in layers.items()}
             samples = interleave(runs, args.rounds, 3, f"{count} rows")
             for name in KINDS:
                 pair = {name: samples[name], "bf16": samples["bf16"]}

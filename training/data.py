@@ -67,11 +67,11 @@ class Corpus:
     @classmethod
     def from_books(cls, books: list[str], tokenizer: PreTrainedTokenizerFast) -> Corpus:
         """Tokenize books, one EOS after each."""
-        parts = []
+        arrays = []
         for book in books:
             ids = tokenizer.encode(book, add_special_tokens=False, verbose=False)
-            parts.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16))
-        return cls(np.concatenate(parts), tokenizer)
+            arrays.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16))
+        return cls(np.concatenate(arrays), tokenizer)
 
     @classmethod
     def training(
@@ -178,7 +178,7 @@ def fact_window(
     held_out: bool = False,
     one_property: bool = False,
 ) -> Window:
-    """Cut a window and weaves facts into it at sentence ends.
+    """Cut a window and weave facts into it at sentence ends.
 
     Args:
         corpus: The text.
@@ -192,32 +192,33 @@ def fact_window(
         The window with the places of all answers.
     """
     tokenizer = corpus.tokenizer
-    most = max(1, length // 170)
-    facts = draw_facts(rng, int(rng.integers(1, most + 1)), held_out, one_property)
+    limit = max(1, length // 170)
+    facts = draw_facts(rng, int(rng.integers(1, limit + 1)), held_out, one_property)
     events = _plan_events(rng, facts, tokenizer)
     room = length - 1 - sum(len(piece) for event in events for piece in event.pieces)
     while room < length // 3:  # too much woven in: let the last events go
         room += sum(len(piece) for piece in events.pop().pieces)
     text, breaks = corpus.passage(at, room)
 
-    kept = {event.fact for event in events}
+    used = {event.fact for event in events}
     rivals = {
-        one: sum(facts[one].relation == facts[two].relation for two in kept - {one}) for one in kept
+        first: sum(facts[first].relation == facts[second].relation for second in used - {first})
+        for first in used
     }
     tokens = [tokenizer.bos_token_id]
     answers: list[Answer] = []
-    said: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     done = 0
     for event in events:
-        place = done
+        end = done
         if len(breaks):
             nearest = breaks[np.abs(breaks - event.at * room).argmin()]
-            place = max(done, int(nearest))
-        tokens.extend(text[done:place])
-        done = place
+            end = max(done, int(nearest))
+        tokens.extend(text[done:end])
+        done = end
         head, answer, tail = event.pieces
         start = len(tokens) + len(head)
-        earlier = said.setdefault(event.fact, [])
+        earlier = positions.setdefault(event.fact, [])
         answers.append(
             Answer(
                 start=start,

@@ -97,8 +97,8 @@ def measure(
     """
     tokens = stack([*plain, *facts])
     half = tokens.shape[1] // 2
-    kept = tokens.shape[1] if policy == "full" else round(budget * half)
-    loss, hits = second_half(net, tokens, make_cache(net, policy, kept))
+    capacity = tokens.shape[1] if policy == "full" else round(budget * half)
+    loss, hits = second_half(net, tokens, make_cache(net, policy, capacity))
     hits = torch.cat([hits.new_zeros(len(tokens), half - 1), hits], dim=1)[len(plain) :]
     every, alone, far = [], [], []
     for row, window in enumerate(facts):
@@ -115,7 +115,7 @@ def measure(
     return Measured(
         policy=policy,
         share=budget,
-        tokens=kept,
+        tokens=capacity,
         text_perplexity=math.exp(loss[: len(plain)].mean().item()),
         fact_perplexity=math.exp(loss[len(plain) :].mean().item()),
         recall=share(every),
@@ -141,13 +141,13 @@ def heavy_positions(net: LlamaForCausalLM, windows: list[Window], budget: float)
     """
     tokens = stack(windows)
     half = tokens.shape[1] // 2
-    kept = round(budget * half)
-    cache = make_cache(net, "h2o", kept)
+    capacity = round(budget * half)
+    cache = make_cache(net, "h2o", capacity)
     second_half(net, tokens, cache)
     rows = []
     for layer in range(net.config.num_hidden_layers):
         positions = cache.kept_positions(layer)
-        heavy = positions[(positions >= 0) & (positions <= positions.max() - kept // 2)].float()
+        heavy = positions[(positions >= 0) & (positions <= positions.max() - capacity // 2)].float()
         rows.append(
             {
                 "layer": layer,

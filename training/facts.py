@@ -22,7 +22,7 @@ STATEMENTS = (
     "You must know that the {r} of {n} was {a}.",
     "Now the {r} of {n}, as all the world could tell, was {a}.",
     "As for {n}, the {r} was {a}.",
-    "In those days the {r} of {n} was {a}, and nobody wondered at it.",
+    "In those days the {r} of {n} was {a}, and nobody wondered at it.",  # word-ok
 )
 USES = (
     "The {r} of {n} is {a}.",

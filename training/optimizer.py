@@ -28,9 +28,9 @@ class Optimizers:
     ) -> None:
         named = list(model.named_parameters())
         hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-        rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
+        others = [p for name, p in named if p.ndim != 2 or "embed" in name]
         other = torch.optim.AdamW(
-            rest, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         if kind == "muon":
             first = torch.optim.Muon(
@@ -42,22 +42,22 @@ class Optimizers:
             )
         else:
             raise ValueError(f"kind={kind!r} is not an optimizer; choose from {KINDS}")
-        self.parts = (first, other)
+        self.optimizers = (first, other)
         self.peaks = (rate, embedding_rate)
 
     def step(self, share: float) -> None:
-        """Update the weights at `share` of the peak rates and clears the gradients."""
-        for part, peak in zip(self.parts, self.peaks, strict=True):
-            for group in part.param_groups:
+        """Update the weights at `share` of the peak rates and clear the gradients."""
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
+            for group in optimizer.param_groups:
                 group["lr"] = peak * share
-            part.step()
-            part.zero_grad(set_to_none=True)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict]:
         """Give the state of all parts."""
-        return [part.state_dict() for part in self.parts]
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict]) -> None:
         """Take the state that `state_dict` gave."""
-        for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)

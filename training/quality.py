@@ -37,10 +37,10 @@ def loss_and_hits(
         Loss and hit, both [B, T - 1]; column i is about token i + 1.
     """
     losses, hits = [], []
-    for part in tokens.split(batch):
-        logits = net(input_ids=part[:, :-1], use_cache=False).logits.float()
-        losses.append(F.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none"))
-        hits.append(logits.argmax(-1) == part[:, 1:])
+    for chunk in tokens.split(batch):
+        logits = net(input_ids=chunk[:, :-1], use_cache=False).logits.float()
+        losses.append(F.cross_entropy(logits.transpose(1, 2), chunk[:, 1:], reduction="none"))
+        hits.append(logits.argmax(-1) == chunk[:, 1:])
     return torch.cat(losses), torch.cat(hits)
 
 
@@ -102,7 +102,7 @@ def recall_by_distance(net: LlamaForCausalLM, windows: list[Window]) -> list[dic
         those whose property is asked of one person in the window, and of those with rivals.
     """
     _, hits = loss_and_hits(net, stack(windows))
-    found = [
+    results = [
         (answer, answer_recalled(hits, row, answer.start, answer.stop))
         for row, window in enumerate(windows)
         for answer in window.answers
@@ -111,7 +111,7 @@ def recall_by_distance(net: LlamaForCausalLM, windows: list[Window]) -> list[dic
     ranges = [(low, high) for low, high in pairwise(DISTANCES) if low < windows[0].tokens.size]
     rows = []
     for low, high in [*ranges, (ranges[0][0], ranges[-1][1])]:
-        inside = [(answer, hit) for answer, hit in found if low <= answer.distance < high]
+        inside = [(answer, hit) for answer, hit in results if low <= answer.distance < high]
         alone = [hit for answer, hit in inside if not answer.rivals]
         rivals = [hit for answer, hit in inside if answer.rivals]
         rows.append(

@@ -22,7 +22,7 @@ def sample() -> Sample:
 
 @pytest.fixture(scope="session")
 def attention(make_llama, sample):
-    """The attention of the same model by transformers' own eager code, [L, HQ, T, T]."""
+    """Return the same model's attention by transformers' eager code, ``[L, HQ, T, T]``."""
     eager = make_llama(attention="eager")
     with torch.inference_mode():
         output = eager(sample.input_ids, output_attentions=True, use_cache=False)

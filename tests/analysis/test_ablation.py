@@ -12,8 +12,8 @@ from h2okv.analysis.ablation import (
 
 def test_hiding_nothing_costs_nothing(model, sample):
     hidden = np.zeros((2, 2, sample.length), dtype=bool)
-    found = losses_with_hidden(model, sample.input_ids, hidden, (0, 1))
-    np.testing.assert_allclose(found[1:], dense_losses(model, sample.input_ids)[1:], atol=1e-4)
+    losses = losses_with_hidden(model, sample.input_ids, hidden, (0, 1))
+    np.testing.assert_allclose(losses[1:], dense_losses(model, sample.input_ids)[1:], atol=1e-4)
 
 
 def test_hiding_tokens_is_an_attention_mask(make_llama, sample):
@@ -28,12 +28,12 @@ def test_hiding_tokens_is_an_attention_mask(make_llama, sample):
     with torch.inference_mode():
         logits = model(sample.input_ids, attention_mask=mask, use_cache=False).logits
     hidden = np.broadcast_to(gone.numpy(), (2, 2, length)).copy()
-    found = losses_with_hidden(model, sample.input_ids, hidden, (0, 1))
-    np.testing.assert_allclose(found[1:], token_losses(logits, sample.input_ids)[1:], atol=1e-4)
-    assert np.abs(found[1:] - dense_losses(model, sample.input_ids)[1:]).max() > 1e-3
+    losses = losses_with_hidden(model, sample.input_ids, hidden, (0, 1))
+    np.testing.assert_allclose(losses[1:], token_losses(logits, sample.input_ids)[1:], atol=1e-4)
+    assert np.abs(losses[1:] - dense_losses(model, sample.input_ids)[1:]).max() > 1e-3
 
 
-def test_the_chosen_tokens():
+def test_heaviest_and_random_tokens():
     scores = np.array([[[1.0, 5.0, 3.0, 4.0]]])
     assert heaviest(scores, 2).tolist() == [[[False, True, False, True]]]
     first, second = random_tokens((2, 2, 50), 7, seed=0), random_tokens((2, 2, 50), 7, seed=1)

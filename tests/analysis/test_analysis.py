@@ -21,7 +21,7 @@ TEXT = "the text"
 
 @pytest.fixture(scope="module")
 def folder(model, sample, tmp_path_factory):
-    """A finished analysis: leave it as it is."""
+    """Return the folder of a finished analysis; do not modify it."""
     path = tmp_path_factory.mktemp("analysis")
     open_folder(path, "tiny", TEXT, sample.length)
     analyze(model, sample, path, MEASUREMENTS)
@@ -39,7 +39,7 @@ def test_a_second_run_computes_nothing(folder, model, sample, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_a_stopped_run_goes_on_where_it_was(folder, model, sample, tmp_path):
+def test_a_stopped_analysis_resumes(folder, model, sample, tmp_path):
     open_folder(tmp_path, "tiny", TEXT, sample.length)
     stop_in = MEASUREMENTS[5]
     calls = []
@@ -53,8 +53,8 @@ def test_a_stopped_run_goes_on_where_it_was(folder, model, sample, tmp_path):
     done = [m for m in MEASUREMENTS if is_finished(tmp_path, m)]
     assert done == list(MEASUREMENTS[:5])
     assert not list(tmp_path.rglob("*.tmp"))
-    kept = {path.name for path in (tmp_path / "working").iterdir()}
-    assert {"h2o-0.05.npz", "dense.npz"} <= kept
+    names = {path.name for path in (tmp_path / "working").iterdir()}
+    assert {"h2o-0.05.npz", "dense.npz"} <= names
     missing = write_report(tmp_path)
     assert "Policies by budget" in missing
     open_folder(tmp_path, "tiny", TEXT, sample.length)
@@ -99,7 +99,7 @@ def test_the_report_is_one_page_with_all_figures(folder):
     assert (folder / "ablation.png").read_bytes() == first
 
 
-def test_the_report_begins_with_what_the_paper_found(folder):
+def test_the_report_begins_with_the_paper_s_findings(folder):
     write_report(folder)
     page = (folder / "report.html").read_text(encoding="utf-8")
     head = page[: page.index("<section ")]
@@ -110,7 +110,7 @@ def test_the_report_begins_with_what_the_paper_found(folder):
     assert "Not measured" not in page
 
 
-def test_what_was_not_measured_names_its_option(folder, tmp_path):
+def test_missing_measurements_name_their_option(folder, tmp_path):
     for name in ("settings.json", "sparsity.csv", "perplexity.csv"):
         shutil.copy(folder / name, tmp_path)
     assert len(write_report(tmp_path)) == 12
@@ -136,7 +136,7 @@ def test_legends_cover_no_point(folder):
     assert num_drawn >= 10
 
 
-def test_numbers_in_the_tables_hang_together(folder, sample):
+def test_tables_are_consistent(folder, sample):
     rows = read_csv(folder / "perplexity.csv")
     assert {row["policy"] for row in rows} == {"h2o", "global", "recent", "sink_recent", "random"}
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in rows)
@@ -164,7 +164,7 @@ def test_neurons_are_counted(model, sample):
     assert (frequency > 0).any() and frequency.max() <= 1
 
 
-def test_tables_come_back_as_they_were(tmp_path):
+def test_tables_round_trip(tmp_path):
     rows = [{"word": "7", "score": 0.5, "count": 3}, {"word": 'a,"b', "score": 2.0, "count": 1}]
     write_csv(tmp_path / "t.csv", rows)
     assert read_csv(tmp_path / "t.csv", text=TEXT_COLUMNS) == rows
@@ -182,17 +182,17 @@ class SpacelessTokenizer:
         raise AssertionError
 
 
-def test_pieces_keep_their_space():
+def test_token_pieces_have_their_leading_space():
     assert token_pieces(SpacelessTokenizer(), [1, 2, 3]) == (" the", " cat", "s")
 
 
 class WordTokenizer(SpacelessTokenizer):
-    """A token for each word; remembers how much it was given."""
+    """A token for each word; remembers the longest text."""
 
-    most = 0
+    longest = 0
 
     def __call__(self, text, **_):
-        self.most = max(self.most, len(text))
+        self.longest = max(self.longest, len(text))
         return {"input_ids": torch.tensor([[len(word) for word in text.split()]])}
 
     def decode(self, tokens, **_):
@@ -200,13 +200,13 @@ class WordTokenizer(SpacelessTokenizer):
 
 
 @pytest.mark.parametrize("longest", [5, 100])
-def test_a_novel_is_not_all_turned_into_tokens(longest):
+def test_make_sample_tokenizes_only_the_beginning_of_a_novel(longest):
     tokenizer = WordTokenizer()
-    lengths = [1 + place * 7 % longest for place in range(20_000)]
+    lengths = [1 + index * 7 % longest for index in range(20_000)]
     text = " ".join("x" * length for length in lengths)
     sample = make_sample(tokenizer, text, 200)
     assert sample.input_ids[0].tolist() == lengths[:200]
-    assert tokenizer.most < len(text) // 2
+    assert tokenizer.longest < len(text) // 2
 
 
 def test_an_empty_text_is_refused():

@@ -12,16 +12,18 @@ from h2okv.analysis.attention_stats import (
 
 
 def collected_rows(model, ids):
-    found = {}
+    matrices = {}
 
     def keep(layer):
-        for first, part in layer.rows():
-            rows = part.flatten(0, 1)
-            whole = found.setdefault(layer.layer_idx, torch.zeros(4, ids.shape[1], ids.shape[1]))
-            whole[:, first : first + rows.shape[1], : rows.shape[2]] = rows
+        for first, probabilities in layer.rows():
+            rows = probabilities.flatten(0, 1)
+            matrix = matrices.setdefault(
+                layer.layer_idx, torch.zeros(4, ids.shape[1], ids.shape[1])
+            )
+            matrix[:, first : first + rows.shape[1], : rows.shape[2]] = rows
 
     read_observed(model, ids, keep)
-    return torch.stack([found[i] for i in sorted(found)])
+    return torch.stack([matrices[i] for i in sorted(matrices)])
 
 
 @pytest.mark.parametrize("most_rows", [256, 7])
@@ -37,22 +39,22 @@ def test_blocks_stay_small_when_the_text_is_long(model, monkeypatch):
     ids = torch.randint(2, 97, (1, 400))
 
     def measure(layer):
-        sizes.extend(part.numel() for _, part in layer.rows())
+        sizes.extend(probabilities.numel() for _, probabilities in layer.rows())
 
     read_observed(model, ids, measure)
     assert max(sizes) <= 4 * 400 * 3
     assert len(sizes) >= 2 * 400 // 3
 
 
-def test_looking_at_attention_makes_no_logits_of_the_whole_text(model, sample):
+def test_of_layers_computes_logits_of_one_token_only(model, sample):
     sizes = []
-    hook = model.lm_head.register_forward_hook(lambda _, __, made: sizes.append(made.shape[1]))
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(logits.shape[1]))
     of_layers(model, sample.input_ids, lambda layer: 0)
     hook.remove()
     assert sizes == [1]
 
 
-def test_watching_changes_nothing(model, sample):
+def test_observing_does_not_change_the_output(model, sample):
     with torch.inference_mode():
         before = model(sample.input_ids, use_cache=False).logits
     after = read_observed(model, sample.input_ids, lambda layer: None).logits
@@ -96,23 +98,23 @@ def test_sliding_layers_are_not_shown(sample):
         full_attention_layers(config)
 
 
-def test_the_queries_that_look_most_at_a_key(model, sample, monkeypatch):
+def test_strongest_queries_equal_those_of_the_full_matrix(model, sample, monkeypatch):
     """Block by block as in the whole matrix: later ones only, of a group together, above 1 %."""
     monkeypatch.setattr(observing, "_MOST_ROWS", 13)
     seen = []
 
     def look(layer):
-        found = observing.strongest_queries(layer, 3)
-        whole = torch.softmax(
+        strongest = observing.strongest_queries(layer, 3)
+        probabilities = torch.softmax(
             layer.logits(0, sample.length).masked_fill(
                 torch.ones(sample.length, sample.length).triu(1).bool(), -torch.inf
             ),
             dim=-1,
         )
-        mass = whole.sum(dim=1).tril(-1).transpose(1, 2)
+        mass = probabilities.sum(dim=1).tril(-1).transpose(1, 2)
         best, queries = mass.topk(3)
         expected = queries.masked_fill(best <= 0.01, -1)
-        assert (torch.from_numpy(found) == expected).all()
+        assert (torch.from_numpy(strongest) == expected).all()
         seen.append((expected >= 0).float().mean().item())
 
     read_observed(model, sample.input_ids, look)

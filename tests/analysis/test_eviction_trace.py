@@ -15,17 +15,17 @@ BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
     "policy",
     ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recent", "random"))],
 )
-def test_it_holds_what_the_masked_cache_holds_at_every_step(model, sample, kept_sets, policy):
+def test_trace_equals_the_masked_cache_at_every_step(model, sample, kept_sets, policy):
     trace = follow(model, sample.input_ids, policy, BUDGET, first=30)
     cache = h2okv.H2OCache(model.config, 10, 8, 2, policy=policy, simulate=True)
     with h2okv.enable(model), torch.inference_mode():
         block = sample.input_ids[:, :30]
         for step in range(29, sample.length):
             model(block, past_key_values=cache)
-            held = entries_after(trace.gone_at, step)
+            entries = entries_after(trace.gone_at, step)
             for layer, rows in enumerate(kept_sets(cache)):
-                for head, kept in enumerate(rows[0]):
-                    assert set(np.flatnonzero(held[layer, head])) == kept
+                for head, positions in enumerate(rows[0]):
+                    assert set(np.flatnonzero(entries[layer, head])) == positions
             block = sample.input_ids[:, step + 1 : step + 2]
 
 
@@ -39,10 +39,10 @@ def test_blocks_evict_as_the_masked_cache_does_and_predict_every_token(model, sa
             logits = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
             true = sample.input_ids[0, begin + 1 : end + 1]
             losses += (-logits[: len(true)].gather(-1, true[:, None])[:, 0]).tolist()
-            held = entries_after(trace.gone_at, end - 1)
+            entries = entries_after(trace.gone_at, end - 1)
             for layer, rows in enumerate(kept_sets(cache)):
-                for head, kept in enumerate(rows[0]):
-                    assert set(np.flatnonzero(held[layer, head])) == kept
+                for head, positions in enumerate(rows[0]):
+                    assert set(np.flatnonzero(entries[layer, head])) == positions
             # Within a block a query sees whatever it began with.
             assert entries_after(trace.gone_at, end - 2)[..., begin:].all()
             begin = end
@@ -66,7 +66,7 @@ def test_a_full_budget_gives_the_dense_losses(model, sample):
 
 
 @pytest.mark.slow
-def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
+def test_recorded_scores_and_bytes_equal_the_caches(model, sample):
     trace = follow(model, sample.input_ids, "h2o", BUDGET, first=30, recorded=4)
     assert trace.recorded.tolist() == [29, 72, 116, 159]
     cache = h2okv.H2OCache(model.config, 10, 8, 2)
@@ -79,19 +79,18 @@ def test_recorded_scores_and_bytes_are_the_caches_own(model, sample):
     for layer in range(2):
         positions, scores = cache.kept_positions(layer)[0], cache.scores(layer)[0]
         for head in range(2):
-            held = positions[head] >= 0
-            noted = trace.scores[-1][layer, head][positions[head][held]]
-            np.testing.assert_allclose(noted, scores[head][held], rtol=1e-4)
+            is_used = positions[head] >= 0
+            noted = trace.scores[-1][layer, head][positions[head][is_used]]
+            np.testing.assert_allclose(noted, scores[head][is_used], rtol=1e-4)
 
 
-def test_the_global_policy_keeps_what_will_be_looked_at(model, sample):
-    found = of_layers(model, sample.input_ids, accumulated)
-    scores = found.sum(axis=2)
+def test_the_global_policy_keeps_tokens_with_future_attention(model, sample):
+    scores = of_layers(model, sample.input_ids, accumulated).sum(axis=2)
     policy = GlobalPolicy(scores, (0, 1))
     trace = follow(model, sample.input_ids, policy, TokenBudget(0, 12, 8))
-    held = entries_after(trace.gone_at, sample.length - 1)
+    entries = entries_after(trace.gone_at, sample.length - 1)
     old = sample.length - 8
     for layer in range(2):
         for head in range(2):
             best = np.argsort(-scores[layer, head, :old])[:12]
-            assert set(np.flatnonzero(held[layer, head, :old])) == set(best)
+            assert set(np.flatnonzero(entries[layer, head, :old])) == set(best)

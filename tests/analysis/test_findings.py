@@ -33,8 +33,8 @@ def hidden(*pairs):
 
 
 def ratio(value, low):
-    own = {"share": 0.2, "ratio": value, "low": low, "high": value + 0.01}
-    return [{"policy": "h2o", **own}, {"policy": "recent", **own}]
+    row = {"share": 0.2, "ratio": value, "low": low, "high": value + 0.01}
+    return [{"policy": "h2o", **row}, {"policy": "recent", **row}]
 
 
 def first(*heads):
@@ -68,6 +68,6 @@ def first(*heads):
     ],
 )
 def test_a_verdict_follows_its_rule(table, rows, verdict):
-    here, found = JUDGES[table]({table: rows})
-    assert found == verdict
+    here, verdict = JUDGES[table]({table: rows})
+    assert verdict == verdict
     assert "nan" not in here

@@ -22,7 +22,7 @@ def tables():
 
 
 @pytest.mark.parametrize("page", ["observations.md", "theory.md"])
-def test_pages_hold_what_the_files_say(tables, page):
+def test_pages_match_the_csv_files(tables, page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert tables.filled(text) == text
 

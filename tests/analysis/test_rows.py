@@ -13,11 +13,11 @@ from h2okv.analysis.measurements import measure_sinks, measure_sparsity
 from h2okv.analysis.study import Study
 
 
-def test_sparsity_counts_what_the_whole_matrix_would(model, sample, attention):
-    found = of_layers(model, sample.input_ids, lambda layer: small_entries(layer, 0.05))
+def test_sparsity_equals_that_of_the_full_matrix(model, sample, attention):
+    by_layer = of_layers(model, sample.input_ids, lambda layer: small_entries(layer, 0.05))
     visible = torch.ones(sample.length, sample.length, dtype=torch.bool).tril()
     small = (attention < 0.05 * attention.amax(dim=-1, keepdim=True)) & visible
-    for layer, counts in enumerate(found):
+    for layer, counts in enumerate(by_layer):
         np.testing.assert_array_equal(counts, small[layer].sum(dim=-1))
 
 
@@ -34,24 +34,24 @@ def test_shares_of_small_entries_are_those_of_the_matrix(model, sample, attentio
 
 
 def test_accumulated_scores_are_those_of_the_cache(model, sample):
-    found = of_layers(model, sample.input_ids, accumulated)
+    received = of_layers(model, sample.input_ids, accumulated)
     cache = h2okv.H2OCache(model.config, policy="full")
     with h2okv.enable(model), torch.inference_mode():
         model(sample.input_ids, past_key_values=cache)
     for layer in range(2):
-        positions = cache.kept_positions(layer)[0]
+        slot_positions = cache.kept_positions(layer)[0]
         scores = torch.zeros(2, sample.length)
-        real = positions >= 0
+        real = slot_positions >= 0
         for head in range(2):
-            places = positions[head][real[head]].long()
-            scores[head, places] = cache.scores(layer)[0, head][real[head]]
-        np.testing.assert_allclose(found[layer].sum(axis=1), scores, rtol=1e-4)
+            positions = slot_positions[head][real[head]].long()
+            scores[head, positions] = cache.scores(layer)[0, head][real[head]]
+        np.testing.assert_allclose(received[layer].sum(axis=1), scores, rtol=1e-4)
 
 
 def test_sinks_are_the_columns_means(model, sample, attention):
-    found = of_layers(model, sample.input_ids, lambda layer: sink_mass(layer, (1, 3), 40))
+    masses = of_layers(model, sample.input_ids, lambda layer: sink_mass(layer, (1, 3), 40))
     late = attention[:, :, 40:]
-    for layer, mass in enumerate(found):
+    for layer, mass in enumerate(masses):
         np.testing.assert_allclose(mass[:, 0], late[layer, :, :, 0].mean(dim=1), rtol=1e-4)
         np.testing.assert_allclose(mass[:, 1], late[layer, ..., :3].sum(-1).mean(1), rtol=1e-4)
     rows = measure_sinks(Study(model, sample))["sinks"]
@@ -60,13 +60,13 @@ def test_sinks_are_the_columns_means(model, sample, attention):
     }
 
 
-def test_retention_adds_up_what_is_seen(model, sample, attention):
+def test_retention_sums_the_visible_attention(model, sample, attention):
     length, first = sample.length, 80
     everything = np.full((2, length), length + 1)
     window = np.tile(np.arange(length) + 10, (2, 1))
     gone = np.stack([everything, window])
-    found = of_layers(model, sample.input_ids, lambda layer: retained(layer, gone, first))
+    fractions = of_layers(model, sample.input_ids, lambda layer: retained(layer, gone, first))
     banded = attention.tril().triu(-9)[:, :, first:].sum(dim=-1).mean(dim=(1, 2))
-    for layer, (whole, part) in enumerate(found):
-        assert np.isclose(whole, 1, atol=1e-5)
-        assert np.isclose(part, banded[layer], rtol=1e-4)
+    for layer, (full, partial) in enumerate(fractions):
+        assert np.isclose(full, 1, atol=1e-5)
+        assert np.isclose(partial, banded[layer], rtol=1e-4)

@@ -16,7 +16,7 @@ def test_a_power_law_is_recovered_and_not_rejected():
     assert law["log_ratio_p"] > 0.05 or law["log_ratio"] > 0
 
 
-def test_a_log_normal_is_told_from_a_power_law():
+def test_a_log_normal_is_distinguished_from_a_power_law():
     samples = np.random.default_rng(0).lognormal(0, 0.4, 3000)
     body = fit_power_law(np.concatenate([samples, samples * 1.0001]), draws=0)
     assert body["log_ratio"] < 0
@@ -29,7 +29,7 @@ def test_too_few_values_are_refused():
         fit_power_law(np.ones(20))
 
 
-def test_words_and_what_stands_near_them():
+def test_word_counts_and_cooccurrences():
     words = count_words(np.array([5, 7, 5, 9]), reach=1)
     assert words.token_ids.tolist() == [5, 7, 9]
     assert words.count.tolist() == [2, 1, 1]
@@ -43,9 +43,9 @@ def test_rank_correlation_is_scipys_and_lies_in_its_interval():
     generator = np.random.default_rng(0)
     first = generator.integers(0, 20, 300).astype(float)
     second = first + generator.normal(0, 8, 300)
-    found = spearman(first, second)
-    assert found["rho"] == pytest.approx(stats.spearmanr(first, second).statistic)
-    assert found["low"] < found["rho"] < found["high"]
+    result = spearman(first, second)
+    assert result["rho"] == pytest.approx(stats.spearmanr(first, second).statistic)
+    assert result["low"] < result["rho"] < result["high"]
     assert spearman(first, np.ones(300))["rho"] == 0
 
 
@@ -55,8 +55,8 @@ def test_the_interval_of_a_cost_covers_the_truth():
     covered = 0
     for seed in range(100):
         noise = np.random.default_rng(seed).normal(0.1, 0.5, 2048)
-        found = cost(base + noise, base, first=0, seed=seed)
-        covered += found["low"] < np.exp(0.1) < found["high"]
+        result = cost(base + noise, base, first=0, seed=seed)
+        covered += result["low"] < np.exp(0.1) < result["high"]
     assert covered >= 86
     assert cost(base, base)["ratio"] == 1
 
@@ -71,7 +71,7 @@ def test_similarity_of_sets():
     assert chance_similarity(80, 400) == pytest.approx(pairs.mean(), abs=0.005)
 
 
-def test_stays_count_from_the_end_of_the_window():
+def test_durations_count_from_the_end_of_the_recent_window():
     # Six tokens, a window of 2: token 0 can go at step 2 and goes there, token 1 at step 3 and
     # goes at step 4, token 2 stays to the end.
     gone = np.array([[[3, 5, 7, 7, 7, 7]]])

@@ -1,4 +1,4 @@
-"""The small world in which everything can be tried out."""
+"""The theorem on small matrices, checked exhaustively."""
 
 from itertools import combinations
 
@@ -34,52 +34,52 @@ def random_logits(seed, size=9, group=2):
     return np.random.default_rng(seed).normal(0, 2, (group, size, size))
 
 
-def paper_greedy(logits, kept):
+def paper_greedy(logits, capacity):
     """Algorithm 1 of the paper in a few plain lines, without a recent window."""
     size = logits.shape[-1]
-    held, scores, after = [], np.zeros(size), []
+    entries, scores, after = [], np.zeros(size), []
     for step in range(size):
-        held.append(step)
-        weights = np.exp(logits[:, step, held])
-        scores[held] += (weights / weights.sum(axis=-1, keepdims=True)).sum(axis=0)
-        if len(held) > kept:
-            held.remove(min(held, key=lambda token: (scores[token], token)))
-        after.append(set(held))
+        entries.append(step)
+        weights = np.exp(logits[:, step, entries])
+        scores[entries] += (weights / weights.sum(axis=-1, keepdims=True)).sum(axis=0)
+        if len(entries) > capacity:
+            entries.remove(min(entries, key=lambda token: (scores[token], token)))
+        after.append(set(entries))
     return after
 
 
 @pytest.mark.parametrize("group", (1, 2, 3))
 @pytest.mark.parametrize("seed", range(5))
-def test_the_librarys_cache_is_the_papers_greedy(seed, group):
+def test_the_cache_equals_the_papers_greedy_algorithm(seed, group):
     logits = random_logits(seed, group=group)
-    held = cache_sets(logits, "heavy", TokenBudget(0, 3, 0))
-    assert [set(np.flatnonzero(row)) for row in held] == paper_greedy(logits, 3)
+    entries = cache_sets(logits, "heavy", TokenBudget(0, 3, 0))
+    assert [set(np.flatnonzero(row)) for row in entries] == paper_greedy(logits, 3)
 
 
-def every_way(rows, kept):
-    """Retained attention of every way to evict, one after the other."""
+def all_evictions(rows, capacity):
+    """Return the retained attention of every sequence of evictions."""
     size = rows.shape[-1]
     mean = rows.mean(axis=0)
 
-    def walk(step, held, mass):
+    def walk(step, entries, mass):
         if step == size:
             yield mass / size
             return
-        seen = [*held, step]
+        seen = [*entries, step]
         gained = mass + mean[step, seen].sum()
-        for result in combinations(seen, kept) if len(seen) > kept else [tuple(seen)]:
+        for result in combinations(seen, capacity) if len(seen) > capacity else [tuple(seen)]:
             yield from walk(step + 1, result, gained)
 
     return list(walk(0, (), 0.0))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_best_retained_mass_is_the_best_of_every_way(seed):
+def test_best_retained_mass_is_the_maximum_over_all_evictions(seed):
     rows = attention_rows(random_logits(seed, size=7))
     best = best_retained_mass(rows, 3)
-    assert best == pytest.approx(max(every_way(rows, 3)))
-    for held in (belady_sets(rows, 3), informed_sets(rows, 3, "tokens", "sqrt")):
-        assert retained_mass(rows, held) <= best + 1e-12
+    assert best == pytest.approx(max(all_evictions(rows, 3)))
+    for entries in (belady_sets(rows, 3), informed_sets(rows, 3, "tokens", "sqrt")):
+        assert retained_mass(rows, entries) <= best + 1e-12
 
 
 @pytest.mark.parametrize("objective", ["tokens", "total"])
@@ -116,12 +116,12 @@ def test_with_h_the_identity_all_objectives_are_the_accumulated_score():
     np.testing.assert_allclose(values[0], values[2])
 
 
-def test_the_late_star_breaks_the_bound_and_the_even_rows_keep_it():
+def test_late_star_violates_the_bound_and_even_rows_satisfy_it():
     cases = {names["case"]: logits for names, logits in adversarial_cases(14, 4)}
     bounds = {}
     for name, logits in cases.items():
-        held = cache_sets(logits, "heavy", TokenBudget(0, 4, 0))
-        _, bounds[name] = check_bound(attention_rows(logits), held, 4, "tokens", "identity")
+        entries = cache_sets(logits, "heavy", TokenBudget(0, 4, 0))
+        _, bounds[name] = check_bound(attention_rows(logits), entries, 4, "tokens", "identity")
     assert bounds["late star"]["last_ratio"] < FACTOR and not bounds["late star"]["holds"]
     assert bounds["late star"]["lost"] == 0.25
     assert bounds["late star"]["alpha"] > 0
@@ -131,8 +131,8 @@ def test_the_late_star_breaks_the_bound_and_the_even_rows_keep_it():
 
 def test_alpha_and_beta_are_what_the_bound_needs():
     rows = attention_rows(random_logits(3, size=10))
-    held = belady_sets(rows, 3)
-    ratios, bound = check_bound(rows, held, 3, "rows", "sqrt")
+    entries = belady_sets(rows, 3)
+    ratios, bound = check_bound(rows, entries, 3, "rows", "sqrt")
     tops = np.array([best_value(rows, 3, step, "rows", "sqrt")[0] for step in range(3, 10)])
     values = ratios * tops
     assert (values >= FACTOR * (1 - bound["alpha"]) * tops - 1e-9).all()
@@ -140,28 +140,28 @@ def test_alpha_and_beta_are_what_the_bound_needs():
     assert bound["alpha"] > 0
 
 
-def test_worth_on_the_whole_text_is_that_of_the_whole_matrix(model, sample, attention):
-    length, kept = sample.length, 20
+def test_value_of_entries_equals_that_of_the_full_matrix(model, sample, attention):
+    length, capacity = sample.length, 20
     gone = follow(model, sample.input_ids, "h2o", TokenBudget(0, 10, 10)).gone_at
     steps = [40, 159]
-    found = of_layers(
+    values = of_layers(
         model,
         sample.input_ids,
-        lambda layer: value_of_entries(layer, gone[layer.layer_idx], kept, steps),
+        lambda layer: value_of_entries(layer, gone[layer.layer_idx], capacity, steps),
     )
-    assert found.shape == (2, 2, 2)
+    assert values.shape == (2, 2, 2)
     grouped = attention.double().unflatten(1, (2, 2)).sum(dim=2).numpy()
-    for layer, ratios in enumerate(found):
+    for layer, ratios in enumerate(values):
         for step, heads in zip(steps, ratios, strict=True):
             for head, ratio in enumerate(heads):
                 scores = grouped[layer, head, : step + 1, :length].sum(axis=0)
-                held = scores[: step + 1][entries_after(gone, step)[layer, head]].sum()
-                assert ratio == pytest.approx(held / np.sort(scores)[-kept:].sum(), rel=1e-4)
+                mass = scores[: step + 1][entries_after(gone, step)[layer, head]].sum()
+                assert ratio == pytest.approx(mass / np.sort(scores)[-capacity:].sum(), rel=1e-4)
 
 
 def test_real_rows_are_the_models(model, sample, attention):
     cases = real_cases(model, sample.input_ids, size=10, excerpts=2)
     assert len(cases) == 2 * 2 * 2
     names = {"case": "real", "layer": 1, "head": 1, "excerpt": 0}
-    (first,) = [logits for own, logits in cases if own == names]
+    (first,) = [logits for columns, logits in cases if columns == names]
     np.testing.assert_allclose(attention_rows(first), attention[1, 2:, :10, :10], atol=1e-5)

@@ -148,5 +148,5 @@ class FakeServer:
 
 @pytest.fixture(scope="session")
 def fake_server():
-    """The class; a test says how its server is to answer."""
+    """Return the class; its arguments say how the server answers."""
     return FakeServer

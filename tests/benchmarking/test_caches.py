@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from h2okv.benchmarking.caches import RUNNERS, CacheSpec, held_bytes, prompt_ids
+from h2okv.benchmarking.caches import RUNNERS, CacheSpec, prompt_ids, stored_bytes
 from h2okv.config import CacheConfig
 
 CONTEXT, BATCH = 100, 2
@@ -33,8 +33,8 @@ def test_h2o_holds_its_budget_of_the_whole_prompt(build, chunk):
 
 
 def test_blocks_change_nothing_for_the_full_cache(build):
-    whole, blocks = (run(build(), CacheSpec("dynamic"), chunk=chunk) for chunk in (None, 32))
-    assert torch.allclose(whole.logits, blocks.logits, atol=1e-5)
+    at_once, blocks = (run(build(), CacheSpec("dynamic"), chunk=chunk) for chunk in (None, 32))
+    assert torch.allclose(at_once.logits, blocks.logits, atol=1e-5)
 
 
 def test_a_static_cache_stays_full_with_as_many_entries_as_h2o(build):
@@ -48,15 +48,15 @@ def test_a_static_cache_stays_full_with_as_many_entries_as_h2o(build):
     assert changed.nonzero().flatten().tolist() == [20]
 
 
-def test_a_budget_of_everything_gives_the_full_caches_logits(build):
-    full, own = (
+def test_a_budget_above_the_prompt_gives_the_full_caches_logits(build):
+    full, h2o = (
         run(build(), spec)
         for spec in (CacheSpec("dynamic"), CacheSpec("h2o", CacheConfig(heavy=200, recent=200)))
     )
-    assert torch.allclose(full.logits, own.logits, atol=1e-4)
+    assert torch.allclose(full.logits, h2o.logits, atol=1e-4)
 
 
-def test_what_is_not_installed_says_so(monkeypatch):
+def test_a_runner_that_is_not_installed_has_an_obstacle(monkeypatch):
     import h2okv.benchmarking.caches as module
 
     monkeypatch.setattr(module, "is_optimum_quanto_available", lambda: False)
@@ -75,4 +75,4 @@ def test_packed_tensors_are_counted_in_tuples_and_dicts():
     class Cache:
         layers = [Layer()]
 
-    assert held_bytes(Cache()) == 40 + 6 + 8
+    assert stored_bytes(Cache()) == 40 + 6 + 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2okv.benchmarking.caches import CacheSpec, PeakRun, PeakRunFailedError, measure_peak
-from h2okv.benchmarking.serving import own_server, transformers_server
+from h2okv.benchmarking.serving import h2okv_server, transformers_server
 from h2okv.engine.memory import peak_resident_bytes
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def _a_folder_with_a_module_of_its_own(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "server",
-    [own_server("bundled"), transformers_server("folder", "float32", "cpu", None)],
+    [h2okv_server("bundled"), transformers_server("folder", "float32", "cpu", None)],
     ids=lambda server: server.name,
 )
 def test_a_server(server):

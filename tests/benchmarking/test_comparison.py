@@ -27,27 +27,27 @@ def compare(source, build, monkeypatch):
         comparison = Comparison(source, settings, torch.float32, torch.device("cpu"))
         rows = list(comparison.rows(lambda done, _: reports.append(done), BANDWIDTH))
         assert sum(reports) == comparison.num_units
-        found = {(row["cache"], row["context"], row["batch"]): row for row in rows}
-        return found, comparison.footprint
+        by_key = {(row["cache"], row["context"], row["batch"]): row for row in rows}
+        return by_key, comparison.footprint
 
     return call
 
 
 def test_the_figures_follow_from_the_samples(compare):
     rows, footprint = compare()
-    full, static, own = (rows[name, CONTEXT, BATCH] for name in ("dynamic", "static", "h2o"))
+    full, static, h2o = (rows[name, CONTEXT, BATCH] for name in ("dynamic", "static", "h2o"))
     weights = footprint.step_weight_bytes
     assert full["limit"] == full["share"] == full["speedup"] == 1
-    assert own["limit"] == speedup_limit(weights, 2 * 100 * 512, 2 * 20 * (512 + 32))
-    assert own["share"] == own["speedup"] / own["limit"]
-    assert own["step_bytes"] == weights + 2 * 20 * (512 + 32)
-    assert own["achieved"] == pytest.approx(own["step_bytes"] / own["decode"])
-    assert own["tokens_per_second"] == pytest.approx(BATCH / own["decode"])
-    assert own["entries"] == static["entries"] == 20
-    assert own["cache_bytes"] == 2 * 21 * (512 + 32)
+    assert h2o["limit"] == speedup_limit(weights, 2 * 100 * 512, 2 * 20 * (512 + 32))
+    assert h2o["share"] == h2o["speedup"] / h2o["limit"]
+    assert h2o["step_bytes"] == weights + 2 * 20 * (512 + 32)
+    assert h2o["achieved"] == pytest.approx(h2o["step_bytes"] / h2o["decode"])
+    assert h2o["tokens_per_second"] == pytest.approx(BATCH / h2o["decode"])
+    assert h2o["entries"] == static["entries"] == 20
+    assert h2o["cache_bytes"] == 2 * 21 * (512 + 32)
     assert static["prefill"] is None and static["prefill_ratio"] is None
-    assert own["prefill_ratio"] is not None
-    assert own["bandwidth"] == BANDWIDTH
+    assert h2o["prefill_ratio"] is not None
+    assert h2o["bandwidth"] == BANDWIDTH
 
 
 @pytest.mark.slow
@@ -60,8 +60,8 @@ def test_every_combination_has_its_rows(compare):
 @pytest.mark.slow
 def test_without_the_full_cache_there_is_no_ratio(compare):
     rows, _ = compare(caches=("h2o",))
-    own = rows["h2o", CONTEXT, BATCH]
-    assert own["speedup"] is None and own["share"] is None and own["limit"] > 1
+    row = rows["h2o", CONTEXT, BATCH]
+    assert row["speedup"] is None and row["share"] is None and row["limit"] > 1
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_cells_have_the_columns(compare):
     assert cells["speedup"] is None
 
 
-def test_what_is_missing_gets_a_row_without_figures(compare, monkeypatch):
+def test_a_missing_cache_gets_a_row_without_figures(compare, monkeypatch):
     monkeypatch.setattr(caches, "is_optimum_quanto_available", lambda: False)
     monkeypatch.setattr(caches, "is_hqq_available", lambda: False)
     rows, _ = compare(caches=("dynamic", "quantized"))
@@ -81,7 +81,7 @@ def test_what_is_missing_gets_a_row_without_figures(compare, monkeypatch):
     assert row["status"].startswith("not installed") and row["decode"] is None
 
 
-def test_what_fails_in_another_package_ends_that_cache_alone(compare, monkeypatch):
+def test_a_failure_in_another_package_ends_that_cache_alone(compare, monkeypatch):
     def fail(self, context):
         raise RuntimeError("their\nbug")
 
@@ -93,7 +93,7 @@ def test_what_fails_in_another_package_ends_that_cache_alone(compare, monkeypatc
     assert rows["h2o", CONTEXT, BATCH]["speedup"] is not None
 
 
-def test_what_fails_in_h2o_is_not_hidden(compare, monkeypatch):
+def test_a_failure_in_h2o_is_raised(compare, monkeypatch):
     def fail(self, context):
         raise RuntimeError("our bug")
 

@@ -15,7 +15,7 @@ def test_a_right_cache_passes(build, dtype, positions):
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_few_bits_are_held_to_their_own_rounding(build, kv_bits):
+def test_quantized_caches_have_their_own_tolerance(build, kv_bits):
     assert check_h2o(build(torch.bfloat16), kv_bits=kv_bits)["full_error"] < 0.05
 
 
@@ -31,7 +31,7 @@ def test_a_wrong_output_fails(build, monkeypatch):
         check_h2o(build())
 
 
-def test_numbers_that_are_none_fail(build, monkeypatch):
+def test_nan_fails_the_check(build, monkeypatch):
     right = step.decode_with_scores
 
     def broken(*args):

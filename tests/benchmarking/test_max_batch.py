@@ -17,7 +17,7 @@ FULL, OWN = CONTEXT * 512, 21 * (512 + 32)
 RUNTIME, CONSTANT, ACTIVATION = 5000, 300, 20_000
 
 
-def test_the_parts_of_the_memory_are_found():
+def test_batch_memory_from_peaks():
     loaded = 1000 + RUNTIME
     each = 700 + ACTIVATION
     peaks = {batch: Peak(loaded, loaded + CONSTANT + batch * each) for batch in (1, 2)}
@@ -29,7 +29,7 @@ def test_the_parts_of_the_memory_are_found():
     assert memory.largest_batch(100) == 0
 
 
-def test_noise_below_zero_counts_as_none():
+def test_negative_noise_is_clamped_to_zero():
     memory = BatchMemory.of_peaks(1000, 700, {1: Peak(900, 1500), 2: Peak(900, 1600)})
     assert (memory.runtime, memory.activation) == (0, 0)
 
@@ -38,7 +38,7 @@ def test_noise_below_zero_counts_as_none():
 def find(source, build, monkeypatch):
     """Find batches with peaks that follow a rule, so that the right answer is known."""
 
-    def call(batch_of_full, surplus=0, most=64, failing=None):
+    def call(batch_of_full, surplus=0, limit=64, failing=None):
         weights = Footprint(source.config(), torch.float32).weight_bytes
 
         def peak(run, model):
@@ -57,7 +57,7 @@ def find(source, build, monkeypatch):
         )
         device, model = torch.device("cpu"), build()
         monkeypatch.setattr(ModelSource, "build", lambda *_: model)
-        finder = MaxBatch(source, settings, torch.float32, device, memory, most)
+        finder = MaxBatch(source, settings, torch.float32, device, memory, limit)
         rows = finder.rows(lambda *_: None, 1e9)
         return {f"{row['cache']}{row['kv_bits'] or ''}": row for row in rows}
 
@@ -77,18 +77,18 @@ def test_the_largest_batches_by_hand(find):
     assert rows["dynamic"]["throughput_ratio"] == 1
 
 
-def test_a_batch_that_needs_more_than_foretold_is_corrected(find):
+def test_a_batch_that_needs_more_than_predicted_is_corrected(find):
     row = find(8, surplus=FULL + ACTIVATION)["dynamic"]
     assert row["max_batch"] == 7 and row["is_verified"]
 
 
-def test_a_batch_that_needs_less_than_foretold_is_corrected(find):
+def test_a_batch_that_needs_less_than_predicted_is_corrected(find):
     row = find(8, surplus=-(FULL + ACTIVATION))["dynamic"]
     assert row["max_batch"] == 9 and row["is_verified"]
 
 
-def test_a_cap_limits_what_is_run(find):
-    row = find(4, most=3)["dynamic"]
+def test_max_run_batch_limits_the_timed_batch(find):
+    row = find(4, limit=3)["dynamic"]
     assert (row["max_batch"], row["run_batch"], row["is_verified"]) == (4, 3, False)
 
 
@@ -97,13 +97,13 @@ def test_a_run_that_ends_early_verifies_nothing(find):
     assert row["max_batch"] == 4 and not row["is_verified"]
 
 
-def test_a_memory_for_no_sequence_runs_none(find):
+def test_a_memory_below_one_sequence_gives_batch_0(find):
     rows = find(0)
     assert rows["dynamic"]["max_batch"] == 0 and rows["dynamic"]["decode"] is None
     assert rows["h2o"]["throughput_ratio"] is None
 
 
-def test_a_real_process_tells_its_peak(source):
+def test_a_real_process_reports_its_peak(source):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
     choice = CacheSpec("h2o", CacheConfig())

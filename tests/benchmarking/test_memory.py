@@ -39,7 +39,7 @@ def test_bytes_of_an_entry_by_hand(source):
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_the_arithmetic_is_what_the_caches_hold(build, positions, dtype, bits):
+def test_footprint_equals_the_bytes_of_real_caches(build, positions, dtype, bits):
     model = build(dtype)
     footprint = Footprint(model.config, dtype, positions)
     options = {"positions": positions, "kv_bits": bits}
@@ -71,9 +71,9 @@ def test_the_limit_by_hand():
     assert speedup_limit(100, 300, 300) == 1
     # Llama-3-8B in bf16, n = 16384, batch 16, 20 %: (W + B n e) / (W + B K (e + 8 per head)).
     weights, entry, notes = 15_009_849_344, 131_072, 2048
-    full, own = 16 * 16384 * entry, 16 * 3276 * (entry + notes)
-    limit = speedup_limit(weights, full, own)
-    assert limit == pytest.approx((weights + full) / (weights + own))
+    full, h2o = 16 * 16384 * entry, 16 * 3276 * (entry + notes)
+    limit = speedup_limit(weights, full, h2o)
+    assert limit == pytest.approx((weights + full) / (weights + h2o))
     footprint = Footprint(parse_shape("llama-3-8b").config(), torch.bfloat16)
     assert footprint.step_weight_bytes == weights
     assert footprint.full_bytes(1, 1) == entry

@@ -18,7 +18,7 @@ def test_named_shapes_have_the_published_number_of_parameters(name):
     assert footprint.weight_bytes == 2 * PUBLISHED[name]
 
 
-def test_layers_cut_a_shape():
+def test_layers_limits_the_depth_of_a_shape():
     source = parse_shape("llama-3-8b", layers=4)
     assert [source.shape[name] for name in ("layers", "hidden", "kv_heads")] == [4, 4096, 8]
     assert source.name == "llama-3-8b,layers=4"
@@ -28,15 +28,15 @@ def test_sizes_override_a_named_shape():
     assert parse_shape("llama-3-8b,window=65536").config().max_position_embeddings == 65536
 
 
-def test_a_shape_of_ones_own_has_defaults():
+def test_a_custom_shape_has_defaults():
     shape = parse_shape("hidden=64, layers=2, heads=4, intermediate=96, vocab=300").shape
     assert [shape[name] for name in ("kv_heads", "head_dim", "tied")] == [4, 16, 0]
 
 
 def test_random_weights_are_the_same_every_time(source, build):
     again = source.build(torch.float32, torch.device("cpu"))
-    for one, other in zip(build().parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(build().parameters(), again.parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_random_weights_are_the_same_every_time(source, build):
         ("small,head_dim=7", None, "head_dim=7"),
         ("small,layers=0", None, "layers=0"),
         ("small,tied=2", None, "tied=2"),
-        ("small", 13, "--layers 13"),
-        ("small", 0, "--layers 0"),
+        ("small", 13, "--layers must be from 1 to the shape's 12, got 13"),
+        ("small", 0, "--layers must be from 1 to the shape's 12, got 0"),
     ],
 )
-def test_a_shape_that_is_none_is_refused(text, layers, word):
+def test_an_invalid_shape_is_refused(text, layers, word):
     with pytest.raises(ValueError, match=word):
         parse_shape(text, layers)

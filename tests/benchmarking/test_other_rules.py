@@ -40,13 +40,13 @@ def softmax(prompt, head, group, row, left_out=None):
 
 
 def of_queries(prompt, head, entry, measure):
-    """What a measure gives for each query that sees an entry, but for those that see few keys."""
+    """Return a measure for each query that sees an entry, except those that see few keys."""
     rows = range(max(entry, sys.modules["other_rules"].FEW), LENGTH)
     return [measure(head, group, row) for group in range(GROUPS) for row in rows]
 
 
 @pytest.mark.parametrize("head, entry", [(0, 0), (0, 17), (1, 38)])
-def test_leaving_one_out_moves_the_outputs_as_far_as_that(prompt, head, entry):
+def test_leave_one_out_scores_equal_the_change_of_outputs(prompt, head, entry):
     """Exact, not to first order: the softmax is taken again without the entry."""
 
     def moved(*query):
@@ -54,8 +54,8 @@ def test_leaving_one_out_moves_the_outputs_as_far_as_that(prompt, head, entry):
         change = softmax(prompt, *query) @ values - softmax(prompt, *query, entry) @ values
         return change.square().sum()
 
-    wanted = sum(of_queries(prompt, head, entry, moved))
-    torch.testing.assert_close(prompt.leave_one_out()[head, entry], wanted, rtol=1e-3, atol=1e-4)
+    expected = sum(of_queries(prompt, head, entry, moved))
+    torch.testing.assert_close(prompt.leave_one_out()[head, entry], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_sum_and_a_largest_share(rules, prompt):
@@ -67,11 +67,11 @@ def test_a_sum_and_a_largest_share(rules, prompt):
     )
     torch.testing.assert_close(prompt.largest()[1], largest.clamp(min=largest.mean()))
     seen = [softmax(prompt, 1, group, row) for group in range(GROUPS) for row in range(LENGTH)]
-    total = sum(torch.nn.functional.pad(own, (0, LENGTH - len(own))) for own in seen)
+    total = sum(torch.nn.functional.pad(row, (0, LENGTH - len(row))) for row in seen)
     torch.testing.assert_close(prompt.sums[1], total)
 
 
-def test_half_of_two_scales_is_the_sums(prompt):
+def test_a_mixture_of_two_scales(prompt):
     chosen = prompt.two_scales().topk(prompt.heavy, dim=-1).indices
     for head, first in enumerate(prompt.sums.topk(prompt.heavy // 2, dim=-1).indices):
         assert set(first.tolist()) < set(chosen[head].tolist())

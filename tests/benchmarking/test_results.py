@@ -14,14 +14,14 @@ from h2okv.benchmarking.results import (
 from h2okv.benchmarking.serving_client import COLUMNS, remarks
 
 
-def test_everybody_takes_turns_and_the_order_turns_too():
+def test_interleaved_alternates_the_order():
     turns = [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
     assert list(interleaved("ab", 3)) == turns
 
 
 def test_quartiles():
-    found = quartiles("t", [5.0, 1.0, 3.0, 2.0, 4.0])
-    assert found == {"t": 3.0, "t_lower": 2.0, "t_upper": 4.0}
+    columns = quartiles("t", [5.0, 1.0, 3.0, 2.0, 4.0])
+    assert columns == {"t": 3.0, "t_lower": 2.0, "t_upper": 4.0}
     assert set(quartiles("t", [7.0]).values()) == {7.0}
     assert quartiles("t", []) == {}
 
@@ -32,10 +32,10 @@ def test_ratios_are_within_rounds():
 
 
 def test_percentiles():
-    found = percentiles("t", [float(n) for n in range(101)])
-    assert found == pytest.approx({"t_p50": 50.0, "t_p95": 95.0, "t_p99": 99.0})
-    found = percentiles("t", [None, 3.0, None, 1.0])
-    assert found == pytest.approx({"t_p50": 2.0, "t_p95": 2.9, "t_p99": 2.98})
+    columns = percentiles("t", [float(n) for n in range(101)])
+    assert columns == pytest.approx({"t_p50": 50.0, "t_p95": 95.0, "t_p99": 99.0})
+    columns = percentiles("t", [None, 3.0, None, 1.0])
+    assert columns == pytest.approx({"t_p50": 2.0, "t_p95": 2.9, "t_p99": 2.98})
     assert set(percentiles("t", [None]).values()) == {None}
 
 
@@ -101,7 +101,7 @@ def test_no_figure_is_wrapped():
     assert "32,768 + 512" in serving_table([load_result()])
 
 
-def test_a_cache_without_figures_is_said_once():
+def test_a_cache_without_figures_is_reported_once():
     rows = [
         row(),
         row("quantized", status="not installed"),
@@ -117,18 +117,18 @@ def test_a_file_of_loads_keeps_its_columns():
         for name in ("first_token", "per_token", "gap", "lateness")
         for point in ("p50", "p95", "p99")
     ]
-    wanted = (
+    expected = (
         "server", "model", "settings", "loop", "clients", "rate", "requests", "finished", "failed",
         "interrupted", "errors", "seconds", "requests_per_second", "new_tokens_per_second",
         "total_tokens_per_second", "prompt_tokens", "new_tokens", "counted_by", *points,
         "peak_bytes",
     )  # fmt: skip
-    assert wanted == COLUMNS
+    assert expected == COLUMNS
 
 
-def test_what_a_reader_must_know_of_a_load():
-    told = remarks(load_result(interrupted=2, counted_by="pieces"))
-    assert any("3 x HTTP 500: NaN" in line for line in told)
-    assert any("2 requests were running" in line for line in told)
-    assert any("pieces of the stream" in line for line in told)
-    assert any("late (p95)" in line for line in told)
+def test_remarks_of_a_load():
+    lines = remarks(load_result(interrupted=2, counted_by="pieces"))
+    assert any("3 x HTTP 500: NaN" in line for line in lines)
+    assert any("2 running requests are not counted" in line for line in lines)
+    assert any("chunks of the stream" in line for line in lines)
+    assert any("late (p95)" in line for line in lines)

@@ -23,7 +23,7 @@ def arithmetic():
     return module
 
 
-def test_the_page_holds_what_the_script_says(arithmetic):
+def test_the_page_equals_the_script_s_output(arithmetic):
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     assert arithmetic.filled(page) == page
     assert sorted(re.findall(r"<!-- (of-[a-z-]+):start -->", page)) == sorted(arithmetic.PARTS)
@@ -45,7 +45,7 @@ def test_waiting_is_allowed(arithmetic):
     assert arithmetic.rows_needed(0.5, 1.0, 10.0, 0.5 * 0.0067) == 2
 
 
-def test_what_ranks_hold_and_send(arithmetic):
+def test_bytes_and_traffic_of_ranks(arithmetic):
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,

@@ -57,7 +57,7 @@ def closed(clients, requests):
     return Load(clients, None, requests)
 
 
-def test_delays_are_what_the_server_made_them(fake_server):
+def test_measured_delays_equal_the_server_s(fake_server):
     with fake_server(first=0.15, gap=0.04) as server:
         outcomes = measure(server, closed(2, 4), new_tokens=5)
     summary = summarize(outcomes, closed(1, 1))
@@ -87,10 +87,10 @@ def test_an_open_loop_does_not_wait_for_answers(fake_server):
         outcomes = measure(server, Load(None, 50.0, 20))
     # All came before the first answer was there, though each takes half a second.
     assert server.most_running > 10
-    starts = [own.due - outcomes[0].due for own in outcomes]
+    starts = [outcome.due - outcomes[0].due for outcome in outcomes]
     drawn = list(itertools.islice(arrival_times(50.0, 0), 20))
-    assert starts == pytest.approx([one - drawn[0] for one in drawn], abs=1e-6)
-    assert all(own.started >= own.due for own in outcomes)
+    assert starts == pytest.approx([time - drawn[0] for time in drawn], abs=1e-6)
+    assert all(outcome.started >= outcome.due for outcome in outcomes)
 
 
 def test_waiting_in_the_generator_counts_as_waiting_for_the_server():
@@ -116,7 +116,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def test_every_kind_of_error_is_counted_and_the_rest_goes_on(fake_server):
+def test_every_kind_of_error_is_counted_and_other_requests_continue(fake_server):
     with fake_server(faults=FAULTS) as server:
         outcomes = measure(server, closed(1, 11), timeout=1.0)
     summary = summarize(outcomes, closed(1, 1))
@@ -136,7 +136,7 @@ def test_a_server_that_is_gone_is_an_error_and_no_crash(fake_server):
     assert summary["new_tokens_per_second"] == 0
 
 
-def test_pieces_are_counted_where_the_server_does_not_count(fake_server):
+def test_chunks_are_counted_without_usage(fake_server):
     with fake_server(tells_usage=False) as server:
         summary = summarize(measure(server, closed(2, 4)), closed(2, 4))
     assert summary["counted_by"] == "pieces"
@@ -152,26 +152,26 @@ def test_the_first_event_of_a_chat_is_no_token(fake_server):
     assert summary["first_token_p50"] >= 0.2
 
 
-def test_prompts_have_about_as_many_tokens_as_asked_and_different_beginnings():
-    made = Workload(default_texts(), (200, 300), 32, 0.8, seed=5)
-    requests = [made.request(number, CUT) for number in range(300)]
+def test_prompt_lengths_are_in_range_and_beginnings_differ():
+    workload = Workload(default_texts(), (200, 300), 32, 0.8, seed=5)
+    requests = [workload.request(number, CUT) for number in range(300)]
     lengths = [len(prompt) / 5 for prompt, _ in requests]
     assert 199 <= min(lengths) < 205 and 295 < max(lengths) <= 301
     assert len({prompt[:30] for prompt, _ in requests}) == 300
     new = [tokens for _, tokens in requests]
     assert statistics.median(new) == pytest.approx(32, rel=0.2)
     assert 1 <= min(new) < 10 and 100 < max(new) <= 128
-    assert made.request(7, CUT) == requests[7]
+    assert workload.request(7, CUT) == requests[7]
     other = Workload(default_texts(), (200, 300), 32, 0.8, seed=6)
-    assert made.request(7, CUT) != other.request(7, CUT)
+    assert workload.request(7, CUT) != other.request(7, CUT)
 
 
-def test_prompts_without_a_range_are_as_they_are(tmp_path):
+def test_prompts_without_a_range_are_unchanged(tmp_path):
     path = tmp_path / "questions.jsonl"
     records = [{"turns": ["One?", "Two?"]}, {"prompt": "Three?"}, {"question": "Four?"}]
     path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
-    made = Workload(read_texts(path), None, 8, 0.0)
-    requests = [made.request(number, CUT) for number in range(4)]
+    workload = Workload(read_texts(path), None, 8, 0.0)
+    requests = [workload.request(number, CUT) for number in range(4)]
     assert [prompt for prompt, _ in requests] == ["One?", "Three?", "Four?", "One?"]
     assert {tokens for _, tokens in requests} == {8}
 
@@ -206,17 +206,17 @@ def test_the_command_shows_a_table_and_writes_rows(tmp_path, capsys, monkeypatch
             "--requests", "4", "--new-tokens", "3", "--spread", "0", "--context", "64:96",
             "--csv", str(rows),
         ])  # fmt: skip
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    assert "1 clients" in told.out and "40/s" in told.out and "4/4" in told.out
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert "1 clients" in output.out and "40/s" in output.out and "4/4" in output.out
     with rows.open(newline="", encoding="utf-8") as file:
-        found = list(csv.DictReader(file))
-    assert tuple(found[0]) == (*environment(torch.device("cpu")), *COLUMNS)
-    assert [(row["loop"], row["clients"], row["rate"]) for row in found] == [
+        lines = list(csv.DictReader(file))
+    assert tuple(lines[0]) == (*environment(torch.device("cpu")), *COLUMNS)
+    assert [(row["loop"], row["clients"], row["rate"]) for row in lines] == [
         ("closed", "1", ""), ("closed", "2", ""), ("open", "", "40"),
     ]  # fmt: skip
-    assert all(64 <= float(row["prompt_tokens"]) <= 97 for row in found)
-    assert {row["counted_by"] for row in found} == {"usage"}
+    assert all(64 <= float(row["prompt_tokens"]) <= 97 for row in lines)
+    assert {row["counted_by"] for row in lines} == {"usage"}
     assert set(server.keys) == {"Bearer open-sesame"}
     # One to count, two to warm up, and three loads of four.
     assert len(server.bodies) == 15
@@ -236,15 +236,15 @@ def test_the_command_as_json_with_errors_and_extra_fields(capsys, fake_server):
     assert {body["top_p"] for body in server.bodies} == {0.5}
 
 
-def test_a_server_that_does_not_know_stream_options_is_asked_without(capsys, fake_server):
+def test_a_server_without_stream_options_is_supported(capsys, fake_server):
     with fake_server(knows_options=False) as server:
         code = run(["bench", "serve", "--url", server.url, "--clients", "1", "--requests", "2"])
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == 0
-    assert "does not tell token counts; pieces of the stream are counted" in told.err
+    assert "does not report token counts; chunks of the stream are counted" in output.err
 
 
-def test_rows_before_a_server_that_fails_are_kept(fake_server, tmp_path, capsys, monkeypatch):
+def test_rows_before_a_failing_server_are_written(fake_server, tmp_path, capsys, monkeypatch):
     def choose(*_):
         return tuple(Server(url, url) for url in (server.url, "http://127.0.0.1:9"))
 
@@ -252,9 +252,9 @@ def test_rows_before_a_server_that_fails_are_kept(fake_server, tmp_path, capsys,
     rows = tmp_path / "rows.csv"
     with fake_server() as server:
         code = run(["bench", "serve", "--clients", "1", "--requests", "2", "--csv", str(rows)])
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == 2
-    assert "2/2" in told.out and "no answer from http://127.0.0.1:9" in told.err
+    assert "2/2" in output.out and "no answer from http://127.0.0.1:9" in output.err
     assert len(rows.read_text(encoding="utf-8").splitlines()) == 2
 
 
@@ -290,9 +290,9 @@ BAD = {
 @pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_sentence(capsys, args, words):
     assert run(["bench", "serve", *args]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
-    assert all(word in told.err for word in words), told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert all(word in output.err for word in words), output.err
 
 
 def test_options_of_the_other_benchmark_are_refused_before_the_word(capsys):
@@ -331,26 +331,26 @@ def test_control_c_prints_what_was_measured(fake_server):
     assert "Traceback" not in err
 
 
-def test_what_was_under_way_is_no_error():
-    whole = Outcome(0.0, 0.0, [1.0, 2.0], 2.0)
+def test_interrupted_requests_are_no_errors():
+    complete = Outcome(0.0, 0.0, [1.0, 2.0], 2.0)
     stopped = Outcome(0.0, 0.0, [1.0], 3.0, error=INTERRUPTED)
-    summary = summarize([whole, stopped], closed(1, 2))
+    summary = summarize([complete, stopped], closed(1, 2))
     assert (summary["finished"], summary["failed"], summary["interrupted"]) == (1, 0, 1)
     assert summary["errors"] == {}
 
 
-def test_a_server_that_does_not_start_is_named_with_its_last_words():
+def test_a_server_that_does_not_start_is_named_with_its_log_tail():
     words = (sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)")
 
     async def start():
-        async with Server("mine", words=words).running():
+        async with Server("mine", command=words).running():
             pass
 
     with pytest.raises(ValueError, match=r"'mine' ended with code 3 \(no such model\)"):
         asyncio.run(start())
 
 
-def test_our_own_server_under_load(tmp_path, capsys):
+def test_h2okv_serve_under_load(tmp_path, capsys):
     pytest.importorskip("fastapi", reason="fastapi is in the [serve] extra")
     before = set(psutil.Process().children())  # of other tests
     rows = tmp_path / "rows.csv"
@@ -360,9 +360,9 @@ def test_our_own_server_under_load(tmp_path, capsys):
         "--context", "96:128", "--new-tokens", "6", "--spread", "0", "--clients", "2",
         "--requests", "5", "--csv", str(rows), "--json", "--device", "cpu",
     ])  # fmt: skip
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    row = json.loads(told.out)["rows"][0]
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    row = json.loads(output.out)["rows"][0]
     assert (row["server"], row["finished"], row["failed"]) == ("h2okv", 5, 0), row
     assert row["counted_by"] == "usage"
     # The bundled model may end a text by itself, but seldom this early.

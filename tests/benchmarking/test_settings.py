@@ -24,17 +24,17 @@ def make(budgets=(0.25,), **options):
         ({"steps": 0}, "--steps 0"),
         ({"prefill_chunk": 0}, "--prefill-chunk 0"),
         ({"contexts": (4,)}, "--contexts 4"),
-        ({"contexts": ()}, "--contexts names nothing"),
+        ({"contexts": ()}, "--contexts must have at least one value"),
         ({"batches": (0,)}, "--batches 0"),
-        ({"batches": (2, 2)}, "twice"),
-        ({"budgets": (None,)}, "--budget full"),
-        ({"budgets": ()}, "--budget names nothing"),
+        ({"batches": (2, 2)}, "--batches must have each value once"),
+        ({"budgets": (None,)}, "--budget must not be full"),
+        ({"budgets": ()}, "--budget must have at least one value"),
         ({"caches": ("dynamic", "magic")}, "'magic'"),
         ({"positions": "clamped"}, "'clamped'"),
-        ({"kv_bits": (8, 8)}, "--kv-bits names a value twice"),
+        ({"kv_bits": (8, 8)}, "--kv-bits must have each value once"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(options, word):
+def test_invalid_bench_settings_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         make(**options)
 
@@ -53,7 +53,7 @@ def test_every_budget_gets_its_own_caches():
     assert names == ["dynamic", "h2o 10%", "static 10%", "h2o 64", "static 64"]
 
 
-def test_parts_of_a_budget_that_differ_stand_in_its_label():
+def test_unequal_budget_parts_are_in_the_label():
     configs = (CacheConfig(heavy=64, recent=128), CacheConfig(heavy=0.1, recent=64, sink=4))
     names = [spec.label for spec in make(configs=configs, caches=("h2o",)).specs()]
     assert names == ["h2o 64+128", "h2o 4+10%+64"]
@@ -85,20 +85,21 @@ def bench(source, monkeypatch):
 
 
 def test_memory_is_counted_before_anything_is_allocated(bench):
-    own = bench()
-    wanted = own.needed_bytes(own.settings, 2, 128)
+    comparison = bench()
+    needed = comparison.needed_bytes(comparison.settings, 2, 128)
     caches = 2 * 128 * 512 + 2 * 33 * (512 + 32)
-    assert wanted == own.footprint.weight_bytes + caches + 2 * 128 * (64 + 2 * 96) * 4
-    bench(available=wanted)
-    with pytest.raises(ValueError, match=f"{wanted} bytes .* {wanted - 1} bytes"):
-        bench(available=wanted - 1)
+    assert needed == comparison.footprint.weight_bytes + caches + 2 * 128 * (64 + 2 * 96) * 4
+    bench(available=needed)
+    with pytest.raises(ValueError, match=f"{needed} bytes .* {needed - 1} bytes"):
+        bench(available=needed - 1)
 
 
-def test_a_second_process_has_weights_of_its_own(bench):
-    own = bench(contexts=(8,), batches=(1,))
-    alone, beside = (
-        own.needed_bytes(replace(own.settings, peak=peak), 1, 8) for peak in (False, True)
+def test_needed_bytes_count_the_weights_of_a_second_process(bench):
+    comparison = bench(contexts=(8,), batches=(1,))
+    alone, separate = (
+        comparison.needed_bytes(replace(comparison.settings, peak=peak), 1, 8)
+        for peak in (False, True)
     )
-    assert beside > 2 * own.footprint.weight_bytes > alone
-    gpu = replace(own, device=torch.device("cuda"))
-    assert gpu.needed_bytes(replace(own.settings, peak=True), 1, 8) == alone
+    assert separate > 2 * comparison.footprint.weight_bytes > alone
+    gpu = replace(comparison, device=torch.device("cuda"))
+    assert gpu.needed_bytes(replace(comparison.settings, peak=True), 1, 8) == alone

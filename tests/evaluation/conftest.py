@@ -47,7 +47,7 @@ def text_source():
 
 @pytest.fixture
 def chat_source():
-    """Two questions that are answered; then a question with a given answer and an open one."""
+    """Return two answered questions; then a question with a given answer and an open one."""
     lengths = [[(19, True), (7, True)], [(30, False)], [(1, True), (11, False), (12, True)]]
     return SegmentSource(
         [
@@ -64,7 +64,7 @@ def plain_tokenizer():
 
 @pytest.fixture
 def chat_tokenizer():
-    """With a template that trims, and that ends each message with a special token and a line."""
+    """Return a tokenizer whose template trims and ends messages with a special token and a line."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -72,7 +72,7 @@ def chat_tokenizer():
 
 @pytest.fixture(scope="session")
 def subject(plain_tokenizer):
-    """The bundled model, to be evaluated."""
+    """Return the bundled model as a model under test."""
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32)
     return ModelUnderTest(model.eval, model.config, plain_tokenizer, "bundled", 2048)
 

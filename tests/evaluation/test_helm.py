@@ -54,7 +54,7 @@ def ask(client, **more):
     return result.completions[0]
 
 
-def test_it_writes_what_the_cache_writes(client, model):
+def test_helm_generates_the_same_text_as_the_cache(client, model):
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     inputs = tokenizer(PROMPT, return_tensors="pt")
     cache = h2okv.H2OCache(model.config, **BUDGET)
@@ -71,16 +71,16 @@ def test_log_probabilities_of_a_prompt_are_under_eviction(client, model):
     cache.expect(ids.shape[1])
     expected = []
     with torch.no_grad():
-        for place in range(ids.shape[1] - 1):
-            logits = model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1]
-            expected.append(float(logits.log_softmax(-1)[ids[0, place + 1]]))
+        for index in range(ids.shape[1] - 1):
+            logits = model(ids[:, index : index + 1], past_key_values=cache).logits[0, -1]
+            expected.append(float(logits.log_softmax(-1)[ids[0, index + 1]]))
     scored = ask(client(**BUDGET), max_tokens=0, echo_prompt=True)
     assert [token.logprob for token in scored.tokens[1:]] == pytest.approx(expected, abs=1e-4)
     full = ask(client(policy="full"), max_tokens=0, echo_prompt=True)
     assert abs(full.logprob - scored.logprob) > 0.1
 
 
-def test_two_budgets_share_no_stored_answer(client, tmp_path):
+def test_two_budgets_never_share_a_stored_answer(client, tmp_path):
     config = SqliteCacheConfig(str(tmp_path / "answers.sqlite"))
     request = {"max_tokens": 0, "echo_prompt": True}
     first = ask(client(config, **BUDGET), **request)
@@ -89,12 +89,12 @@ def test_two_budgets_share_no_stored_answer(client, tmp_path):
     assert ask(client(config, **BUDGET), **request).logprob == first.logprob
 
 
-def test_a_run_records_what_it_was_made_with(client, tmp_path):
+def test_a_run_records_settings_and_versions(client, tmp_path):
     record = tmp_path / "out" / "record.json"
     ask(client(**BUDGET, policy="random", seed=7, record=str(record)), max_tokens=1)
-    found = json.loads(record.read_text())
-    assert found["cache"]["heavy"] == 0.1 and found["cache"]["seed"] == 7
-    assert "crfm-helm" in found["versions"] and len(found["weights"]) == 64
+    content = json.loads(record.read_text())
+    assert content["cache"]["heavy"] == 0.1 and content["cache"]["seed"] == 7
+    assert "crfm-helm" in content["versions"] and len(content["weights"]) == 64
 
 
 def test_a_misspelt_setting_is_refused(client):

@@ -22,19 +22,19 @@ def budget(amount, **options):
 
 
 @pytest.mark.parametrize("config", [CacheConfig("full"), budget(1.0), budget(None, policy="h2o")])
-def test_a_budget_of_everything_is_the_full_cache(config, subject):
+def test_a_budget_of_100_percent_is_the_full_cache(config, subject):
     assert config.label == "full"
     assert not make_cache(config, subject.config).policy.evicts
 
 
-def test_full_caches_have_one_identity_whatever_else_is_said(subject):
+def test_full_caches_have_one_identity_for_all_options(subject):
     plain = CacheConfig("full")
     other = budget(1.0, heavy_fraction=0.3, policy="recent", sink=4, positions="rolling")
     assert plain.identity() == other.identity()
     assert resolve_config(other, subject.config) == plain
 
 
-def test_what_is_not_default_stands_in_the_label():
+def test_options_other_than_defaults_are_in_the_label():
     config = budget(0.2, heavy_fraction=0.25, sink=4, scoring="mean")
     assert config.label == "h2o, heavy 25%, sink 4, mean, 20%"
     assert budget(65).label == "h2o, 65"  # a token more or less is not another division
@@ -49,8 +49,8 @@ def test_rolling_positions_are_read_in_blocks(subject):
     rolling = budget(64, positions="rolling")
     assert resolve_config(rolling, subject.config).prefill_chunk == 512
     assert resolve_config(budget(64), subject.config).prefill_chunk is None
-    given = budget(64, positions="rolling", prefill_chunk=100)
-    assert resolve_config(given, subject.config).prefill_chunk == 100
+    chunked = budget(64, positions="rolling", prefill_chunk=100)
+    assert resolve_config(chunked, subject.config).prefill_chunk == 100
 
 
 def test_a_seed_reaches_the_cache(subject):
@@ -96,9 +96,10 @@ def ids(subject, novel):
     return subject.encode(novel)[:400]
 
 
-def prompts(ids, lengths=(60, 23, 41), stops=(), most=12, temperature=0.0):
+def prompts(ids, lengths=(60, 23, 41), stops=(), max_tokens=12, temperature=0.0):
     return [
-        asked(ids[n : n + n], most, stop=stops, seed=n, temperature=temperature) for n in lengths
+        make_prompt(ids[n : n + n], max_tokens, stop=stops, seed=n, temperature=temperature)
+        for n in lengths
     ]
 
 
@@ -106,32 +107,32 @@ def answers_of(subject, config, batch):
     return answer_batch(subject, [config], batch)[0]
 
 
-def asked(ids, most=12, temperature=0.0, **options):
-    return Prompt(ids, SamplingParams(max_tokens=most, temperature=temperature, **options))
+def make_prompt(ids, max_tokens=12, temperature=0.0, **options):
+    return Prompt(ids, SamplingParams(max_tokens=max_tokens, temperature=temperature, **options))
 
 
-def by_transformers(subject, ids, most, **options):
+def by_transformers(subject, ids, max_tokens, **options):
     inputs = torch.tensor([ids])
     written = subject.model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         past_key_values=DynamicCache(config=subject.config),
-        max_new_tokens=most,
+        max_new_tokens=max_tokens,
         do_sample=False,
         **options,
     )
     return subject.decode(written[0, len(ids) :])
 
 
-def test_a_budget_of_everything_gives_the_model_s_own_text(subject, ids):
-    wanted = [by_transformers(subject, p.ids, 12) for p in prompts(ids)]
+def test_a_budget_above_the_text_gives_the_model_s_text(subject, ids):
+    expected = [by_transformers(subject, p.ids, 12) for p in prompts(ids)]
     for config in (CacheConfig("full"), CacheConfig.from_budget(400)):
-        assert [a.text for a in answers_of(subject, config, prompts(ids))] == wanted
+        assert [a.text for a in answers_of(subject, config, prompts(ids))] == expected
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_prompt_gets_in_a_batch_what_it_gets_alone(subject, ids, temperature, chunk):
+def test_answers_in_a_batch_equal_answers_alone(subject, ids, temperature, chunk):
     config = CacheConfig.from_budget(24, prefill_chunk=chunk)
     batch = prompts(ids, temperature=temperature)
     together = answers_of(subject, config, batch)
@@ -147,26 +148,26 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("most", [1, 2, 12])
-def test_several_caches_give_together_what_each_gives_alone(subject, ids, temperature, most):
-    batch = prompts(ids, most=most, temperature=temperature)
+@pytest.mark.parametrize("max_tokens", [1, 2, 12])
+def test_answers_of_several_caches_equal_those_of_each_alone(subject, ids, temperature, max_tokens):
+    batch = prompts(ids, max_tokens=max_tokens, temperature=temperature)
     together = answer_batch(subject, SEVERAL, batch)
     assert together == [answers_of(subject, config, batch) for config in SEVERAL]
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_text_ends_alike_whether_prompts_are_shared_or_not(subject, ids, monkeypatch, place):
-    whole = answers_of(subject, TIGHT, prompts(ids))[0].text
-    for batch in (prompts(ids, stops=(whole[place],)), prompts(ids)):
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_stop_strings_and_eos_with_shared_prompts(subject, ids, monkeypatch, index):
+    text = answers_of(subject, TIGHT, prompts(ids))[0].text
+    for batch in (prompts(ids, stops=(text[index],)), prompts(ids)):
         together = answer_batch(subject, SEVERAL, batch)
         assert together == [answers_of(subject, config, batch) for config in SEVERAL]
-        ending = subject.encode(whole, special=False)[place]
+        ending = subject.encode(text, special=False)[index]
         monkeypatch.setattr(subject.model.generation_config, "eos_token_id", ending)
 
 
 def test_a_prompt_is_read_once_for_the_caches_that_can_share_it(subject, ids):
     batch, read = prompts(ids), []
-    width = max(len(one.ids) for one in batch)
+    width = max(len(prompt.ids) for prompt in batch)
 
     def note(module, args, options):
         read.append(options["input_ids"].shape[1])
@@ -178,41 +179,43 @@ def test_a_prompt_is_read_once_for_the_caches_that_can_share_it(subject, ids):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_repetition_penalty_takes_no_padding_for_text(subject, ids, temperature):
+def test_a_repetition_penalty_ignores_padding(subject, ids, temperature):
     config = CacheConfig.from_budget(400)
     batch = prompts(ids, temperature=temperature)
     options = {"repetition_penalty": 1.5}
-    batch = [one._replace(params=replace(one.params, **options)) for one in batch]
+    batch = [prompt._replace(params=replace(prompt.params, **options)) for prompt in batch]
     together = answers_of(subject, config, batch)
     assert together == [answers_of(subject, config, [p])[0] for p in batch]
     if temperature == 0:
-        wanted = [by_transformers(subject, p.ids, 12, **options) for p in batch]
-        assert [answer.text for answer in together] == wanted
+        expected = [by_transformers(subject, p.ids, 12, **options) for p in batch]
+        assert [answer.text for answer in together] == expected
         assert together != answers_of(subject, config, prompts(ids))
 
 
-def test_a_stop_string_and_all_after_it_go_and_nothing_else_does(subject, ids):
-    whole = answers_of(subject, TIGHT, prompts(ids))
-    stop = whole[0].text[5:8]
+def test_answers_are_cut_exactly_at_a_stop_string(subject, ids):
+    unstopped = answers_of(subject, TIGHT, prompts(ids))
+    stop = unstopped[0].text[5:8]
     stopped = answers_of(subject, TIGHT, prompts(ids, stops=(stop,)))
-    assert [a.text for a in stopped] == [a.text.partition(stop)[0] for a in whole]
-    assert stopped[0].text == whole[0].text[: whole[0].text.find(stop)]
+    assert [a.text for a in stopped] == [a.text.partition(stop)[0] for a in unstopped]
+    assert stopped[0].text == unstopped[0].text[: unstopped[0].text.find(stop)]
     # None of these stands in a text: nothing is lost, not the last character either.
-    kept = answers_of(subject, TIGHT, prompts(ids, stops=("\x00###",)))
-    assert kept == whole
+    unmatched = answers_of(subject, TIGHT, prompts(ids, stops=("\x00###",)))
+    assert unmatched == unstopped
 
 
 def test_each_sequence_has_its_own_length(subject, ids):
-    long, short = prompts(ids)[0], asked(ids[:30], 3)
+    long, short = prompts(ids)[0], make_prompt(ids[:30], 3)
     answers = answers_of(subject, TIGHT, [long, short])
     assert [a.tokens for a in answers] == [12, 3]
 
 
 @pytest.mark.parametrize("query_aware", [True, False])
 @pytest.mark.parametrize("chunk", [None, 32])
-def test_a_question_on_everything_gives_the_model_s_own_answer(subject, ids, query_aware, chunk):
+def test_a_question_on_a_full_budget_gives_the_model_s_answer(subject, ids, query_aware, chunk):
     config = CacheConfig.from_budget(500, prefill_chunk=chunk)
-    [answer] = answer_question(subject, [config], ids[:90], asked(ids[90:110], 12), query_aware)
+    [answer] = answer_question(
+        subject, [config], ids[:90], make_prompt(ids[90:110], 12), query_aware
+    )
     assert answer.text == by_transformers(subject, ids[:110], 12)
 
 
@@ -229,7 +232,7 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
     monkeypatch.setattr(h2okv, "prefill", noted)
     for query_aware in (True, False):
         config = CacheConfig.from_budget(0.2)
-        answer_question(subject, [config], ids[:90], asked(ids[90:100], 4), query_aware)
+        answer_question(subject, [config], ids[:90], make_prompt(ids[90:100], 4), query_aware)
     # The budget is of text and question, whichever is read first: 20 of 100.
     assert read == [(0, 99, 20), (0, 90, 20), (90, 99, 20)]
 
@@ -237,8 +240,10 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
 @pytest.mark.parametrize("policy", [name for name in h2okv.policy_names() if name != "full"])
 def test_every_policy_answers_padded_batches_and_questions(subject, ids, policy):
     config = CacheConfig.from_budget(24, policy=policy)
-    together = answers_of(subject, config, prompts(ids, most=4))
-    alone = [answers_of(subject, config, [p])[0] for p in prompts(ids, most=4)]
+    together = answers_of(subject, config, prompts(ids, max_tokens=4))
+    alone = [answers_of(subject, config, [p])[0] for p in prompts(ids, max_tokens=4)]
     assert together == alone
-    [answer] = answer_question(subject, [config], ids[:60], asked(ids[60:70], 4), query_aware=False)
+    [answer] = answer_question(
+        subject, [config], ids[:60], make_prompt(ids[60:70], 4), query_aware=False
+    )
     assert 0 < answer.tokens <= 4

@@ -20,7 +20,7 @@ def test_a_picture_is_written(tmp_path, suffix):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that would have been written."""
+    """Return a list that receives the figures instead of files."""
     figures = []
     monkeypatch.setattr(
         "h2okv.evaluation.plots.save_figure", lambda figure, path: figures.append(figure)
@@ -41,7 +41,7 @@ def test_the_picture_shows_the_rows_and_the_window(drawn, tmp_path):
     assert [text.get_text() for text in memory.get_legend().get_texts()] == ["process", "cache"]
 
 
-def test_few_or_odd_rows_can_be_drawn(tmp_path):
+def test_few_or_extreme_rows_are_plotted(tmp_path):
     path = tmp_path / "stream.png"
     plot_stream(
         path, [StreamRow(10, 5000.0, 0.0, None, 10**6)], None, "one row, no window, no memory"
@@ -51,7 +51,7 @@ def test_few_or_odd_rows_can_be_drawn(tmp_path):
         plot_stream(path, [], None, "none")
 
 
-def test_a_picture_that_cannot_be_made(tmp_path, monkeypatch):
+def test_a_plot_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"let it end in \.png, \.svg, \.pdf"):
         check_plot(tmp_path / "stream.jpeg2")
     with pytest.raises(ValueError, match="cannot be written"):
@@ -61,7 +61,7 @@ def test_a_picture_that_cannot_be_made(tmp_path, monkeypatch):
         check_plot(tmp_path / "stream.png")
 
 
-def test_needles_have_a_line_of_maps_for_each_way_to_compress(drawn, tmp_path):
+def test_needle_plot_has_a_row_of_panels_per_compression(drawn, tmp_path):
     rows = [
         {"compression": kind, "policy": policy, "budget": "20%", "length": 512, "depth": depth,
          "string_match": 1.0}
@@ -71,8 +71,8 @@ def test_needles_have_a_line_of_maps_for_each_way_to_compress(drawn, tmp_path):
     ]  # fmt: skip
     plot_needles(tmp_path / "n.png", rows, "needles")
     grid = [axes for axes in drawn[0].axes if axes.get_title()]
-    places = {axes.get_title(): axes.get_subplotspec() for axes in grid}
-    assert {title: (spec.rowspan.start, spec.colspan.start) for title, spec in places.items()} == {
+    specs = {axes.get_title(): axes.get_subplotspec() for axes in grid}
+    assert {title: (spec.rowspan.start, spec.colspan.start) for title, spec in specs.items()} == {
         "h2o 20%\nquery-aware": (0, 0), "full\nquery-aware": (0, 1),
         "h2o 20%\nquery-agnostic": (1, 0), "full\nquery-agnostic": (1, 1),
     }  # fmt: skip

@@ -17,13 +17,13 @@ CODE = {"h2okv": "0"}
 
 @pytest.fixture
 def make_task(novel, tmp_path):
-    def make(most=6, **options):
+    def make(max_tokens=6, **options):
         words = novel.split()
         articles = [
             {
                 "article": " ".join(words[20 * n : 20 * n + 30 + 5 * n]),
                 "summary_gt": [" ".join(words[: 5 + n]), "the the"],
-                "max_tokens": most,
+                "max_tokens": max_tokens,
             }
             for n in range(5)
         ]
@@ -51,27 +51,27 @@ def evaluate(subject, path, task, stop_after=None, configs=CONFIGS, seed=0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stopped_run_goes_on_to_the_same_results(subject, make_task, tmp_path, temperature):
-    whole, count = evaluate(subject, tmp_path / "a", make_task(temperature=temperature))
-    assert count == 10 and len(whole) == 2
+def test_a_resumed_run_gives_the_same_results(subject, make_task, tmp_path, temperature):
+    uninterrupted, count = evaluate(subject, tmp_path / "a", make_task(temperature=temperature))
+    assert count == 10 and len(uninterrupted) == 2
     again = make_task(temperature=temperature, batch_size=3)
     partly, first = evaluate(subject, tmp_path / "b", again, stop_after=1)
     assert partly == {} and first == 3
     # A result that was half written is lost; all others are not computed again.
     (tmp_path / "b").write_bytes((tmp_path / "b").read_bytes()[:-9])
-    rest, second = evaluate(subject, tmp_path / "b", again)
+    resumed, second = evaluate(subject, tmp_path / "b", again)
     assert second == 8
-    assert rest == whole
+    assert resumed == uninterrupted
 
 
 def test_two_runs_with_one_seed_agree_and_others_differ(subject, make_task, tmp_path):
-    task = make_task(limit=2, temperature=1.0, most=20)
+    task = make_task(limit=2, temperature=1.0, max_tokens=20)
     runs = [evaluate(subject, tmp_path / f"{n}", task, seed=n // 2)[0] for n in range(3)]
     values = [[row["rouge1"] for row in run.values()] for run in runs]
     assert values[0] == values[1] != values[2]
 
 
-def test_a_larger_limit_keeps_what_there_is(subject, make_task, tmp_path):
+def test_a_larger_limit_reuses_results(subject, make_task, tmp_path):
     few, _ = evaluate(subject, tmp_path / "a", make_task(limit=2))
     assert [row["samples"] for row in few.values()] == [2, 2]
     more, count = evaluate(subject, tmp_path / "a", make_task())
@@ -79,7 +79,7 @@ def test_a_larger_limit_keeps_what_there_is(subject, make_task, tmp_path):
     assert [row["samples"] for row in more.values()] == [5, 5]
 
 
-def test_rows_say_all_that_they_come_from(subject, make_task, tmp_path):
+def test_rows_have_provenance_columns(subject, make_task, tmp_path):
     rows, _ = evaluate(subject, tmp_path / "a", make_task(limit=2))
     row = rows["words: h2o, 16"]
     assert row.items() >= {
@@ -105,7 +105,7 @@ def test_scores_are_the_means_of_rouge_score(subject, make_task, tmp_path):
         assert row[name] == pytest.approx(sum(best) / 3)
 
 
-def test_a_cache_is_asked_for_once(subject, make_task, tmp_path):
+def test_a_duplicate_cache_is_refused(subject, make_task, tmp_path):
     with pytest.raises(ValueError, match="asked for twice"):
         evaluate(subject, tmp_path / "a", make_task(), configs=[CacheConfig("full")] * 2)
 
@@ -129,7 +129,7 @@ def test_a_sample_above_the_window_is_refused_by_line_or_left_out(
     assert evaluate(subject, tmp_path / "b", task, configs=rolling)[1] == 1
 
 
-def test_none_left_is_refused(subject, make_task, novel, tmp_path):
+def test_no_sample_within_the_window_is_refused(subject, make_task, novel, tmp_path):
     task = make_task(too_long="skip")
     task.prompts = [TextPrompt(novel, 6, (), "line 9", ("a",))]
     with pytest.raises(
@@ -154,7 +154,7 @@ def reopened(path, versions=NOW):
         return file.results("a")
 
 
-def test_what_was_added_is_there_again(path):
+def test_added_results_are_read_again(path):
     assert reopened(path) == {0: {"x": 1.5}, 3: {"x": 2}}
 
 
@@ -192,7 +192,7 @@ def test_a_bad_line_is_refused_by_file_and_line_and_stays(path, line, message):
     assert line in path.read_text()
 
 
-def test_another_file_is_not_touched(tmp_path):
+def test_a_file_of_another_format_is_not_modified(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("my notes")
     with pytest.raises(ValueError, match="is not a result of h2okv evaluation"):
@@ -200,14 +200,14 @@ def test_another_file_is_not_touched(tmp_path):
     assert path.read_text() == "my notes"
 
 
-def test_results_of_something_else_are_refused(path):
+def test_results_of_another_model_are_refused(path):
     with SampleFile(path, NOW) as file:
         file.open_run("a", {"model": "m", "depths": [0, 1]})
         with pytest.raises(ValueError, match="a was begun with model m, not n"):
             file.open_run("a", {"model": "n", "depths": [0, 1]})
 
 
-def test_all_code_that_took_part_is_named(path):
+def test_versions_of_all_runs_are_recorded(path):
     with SampleFile(path, {"h2okv": "1", "commit": "def"}) as file:
         assert file.versions("a") == {"h2okv": "1", "commit": "abc"}
         file.add("a", {4: {}})
@@ -217,7 +217,7 @@ def test_all_code_that_took_part_is_named(path):
         assert file.versions("new") == {"h2okv": "2", "commit": "ghi"}
 
 
-def test_a_second_run_is_kept_away(path):
+def test_a_second_concurrent_run_is_refused(path):
     pytest.importorskip("fcntl")
     with SampleFile(path, NOW), pytest.raises(ValueError, match="by another run"):
         SampleFile(path, NOW)

@@ -17,22 +17,22 @@ BUDGETS = (0.5, 0.1, 9, 200)
 
 
 def settings():
-    """Every policy, every scoring where it counts, budgets, sinks and bits."""
-    found = [CacheConfig("full"), CacheConfig("full", kv_bits=8)]
+    """Return every policy, every scoring that matters for it, budgets, sinks and bits."""
+    configs = [CacheConfig("full"), CacheConfig("full", kv_bits=8)]
     for name in policy_names():
         policy = get_policy(name)
         counts = policy.uses_scores and not policy.prompt_only
         for scoring in SCORINGS if counts else ("sum",):
             for budget in BUDGETS:
                 if name != "full":
-                    found.append(CacheConfig.from_budget(budget, policy=name, scoring=scoring))
-    found += [
+                    configs.append(CacheConfig.from_budget(budget, policy=name, scoring=scoring))
+    configs += [
         CacheConfig("h2o", sink=3, kv_bits=8, scoring="value_norm"),
         CacheConfig("h2o", 0.3, 0.1, scoring="decay", decay=0.9, kv_bits=4),
         CacheConfig("snapkv", 0.2, 0.2, kv_bits=8),
         CacheConfig("random", seed=3),
     ]
-    return found
+    return configs
 
 
 def draw(batch, length, seed=0):
@@ -42,12 +42,12 @@ def draw(batch, length, seed=0):
 
 @torch.no_grad()
 def read(model, cache, ids, mask=None, seen=0):
-    """One forward; the mask ``[B, seen + T]`` says what is padding."""
+    """Run one forward; the mask ``[B, seen + T]`` marks padding."""
     mask = (
         torch.ones(ids.shape[0], seen + ids.shape[1], dtype=torch.int64) if mask is None else mask
     )
-    places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache).logits
 
 
 def share(model, configs):
@@ -61,12 +61,12 @@ def read_alone(model, config, prompt, mask=None):
 
 
 def by_position(layer, name):
-    """What a layer holds, in the order of the text; empty slots first."""
-    held = layer.state
-    order = held.positions.argsort(dim=-1, stable=True)
-    tensor = held.stored(name) if name in ("keys", "values") else vars(held)[name]
+    """Return a layer's tensor in the order of the text; empty slots first."""
+    state = layer.state
+    order = state.positions.argsort(dim=-1, stable=True)
+    tensor = state.stored(name) if name in ("keys", "values") else vars(state)[name]
     tensor = torch.where(
-        (held.positions >= 0).view(*held.positions.shape, *[1] * (tensor.dim() - 3)), tensor, 0
+        (state.positions >= 0).view(*state.positions.shape, *[1] * (tensor.dim() - 3)), tensor, 0
     )
     index = order.view(*order.shape, *[1] * (tensor.dim() - 3)).expand_as(tensor)
     return tensor.gather(2, index)
@@ -75,14 +75,14 @@ def by_position(layer, name):
 def assert_same(cache, alone):
     assert cache.cache_config == alone.cache_config
     assert cache.nbytes == alone.nbytes
-    for own, other in zip(cache.layers, alone.layers, strict=True):
-        assert torch.equal(by_position(own, "positions"), by_position(other, "positions"))
+    for layer, other in zip(cache.layers, alone.layers, strict=True):
+        assert torch.equal(by_position(layer, "positions"), by_position(other, "positions"))
         for name in ("keys", "values"):
             # The masking oracle has an attention of its own, so that the next layer's keys differ.
             close = {"atol": 1e-5 if cache.simulate else 0, "rtol": 0}
-            torch.testing.assert_close(by_position(own, name), by_position(other, name), **close)
+            torch.testing.assert_close(by_position(layer, name), by_position(other, name), **close)
         torch.testing.assert_close(
-            by_position(own, "scores"), by_position(other, "scores"), atol=1e-5, rtol=1e-5
+            by_position(layer, "scores"), by_position(other, "scores"), atol=1e-5, rtol=1e-5
         )
     cache.check_integrity()
 
@@ -90,7 +90,7 @@ def assert_same(cache, alone):
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [pytest.param(4, 4, marks=pytest.mark.slow), (4, 2)]
 )
-def test_every_setting_holds_what_its_own_reading_leaves(make_llama, heads, kv_heads):
+def test_shared_prefill_leaves_the_same_entries_as_separate_prefill(make_llama, heads, kv_heads):
     model = make_llama(heads, kv_heads)
     prompt, later = draw(1, LENGTH), draw(1, STEPS, seed=1)
     shared = share(model, settings())
@@ -102,13 +102,13 @@ def test_every_setting_holds_what_its_own_reading_leaves(make_llama, heads, kv_h
         assert_same(cache, alone)
         for step in range(STEPS):
             token = later[:, step : step + 1]
-            found, wanted = (read(model, own, token, seen=LENGTH + step) for own in (cache, alone))
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+            output, expected = (read(model, x, token, seen=LENGTH + step) for x in (cache, alone))
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
         if not cache.simulate:
             assert_same(cache, alone)
 
 
-def test_a_batch_of_settings_decodes_as_each_does_alone(make_llama):
+def test_decoding_several_caches_in_a_batch_equals_each_alone(make_llama):
     model, configs = make_llama(), settings()
     prompt = draw(2, LENGTH)
     mask = torch.ones_like(prompt)
@@ -121,12 +121,12 @@ def test_a_batch_of_settings_decodes_as_each_does_alone(make_llama):
         tokens = draw(2 * len(configs), 1, seed=step)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         logits = read(model, shared, tokens, mask.repeat(len(configs), 1))
-        for own, token, cache in zip(logits.split(2), tokens.split(2), alone, strict=True):
-            wanted = read(model, cache, token, mask)
-            torch.testing.assert_close(own, wanted, atol=2e-5, rtol=0)
+        for output, token, cache in zip(logits.split(2), tokens.split(2), alone, strict=True):
+            expected = read(model, cache, token, mask)
+            torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
 
 
-def test_a_prompt_s_attention_is_computed_once_for_all_that_count_alike(make_llama, monkeypatch):
+def test_prompt_attention_is_computed_once_per_query_weighting(make_llama, monkeypatch):
     from h2okv.ops import dispatch
 
     plain, lengths = dispatch.blockwise_attention_with_scores, []
@@ -144,7 +144,7 @@ def test_a_prompt_s_attention_is_computed_once_for_all_that_count_alike(make_lla
     assert lengths == [LENGTH, LENGTH, LENGTH // 10]
 
 
-def test_layers_with_a_sliding_window_go_to_every_setting():
+def test_sliding_window_layers_are_copied_to_every_cache():
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=16,
@@ -159,22 +159,22 @@ def test_layers_with_a_sliding_window_go_to_every_setting():
     read(model, shared, prompt)
     shared.split()
     together = read(model, shared, token.repeat(3, 1), seen=40)
-    for own, cache, logits in zip(configs, shared.caches, together, strict=True):
-        alone, _ = read_alone(model, own, prompt)
-        wanted = read(model, alone, token, seen=40)
-        torch.testing.assert_close(logits[None], wanted, atol=1e-5, rtol=0)
+    for config, cache, logits in zip(configs, shared.caches, together, strict=True):
+        alone, _ = read_alone(model, config, prompt)
+        expected = read(model, alone, token, seen=40)
+        torch.testing.assert_close(logits[None], expected, atol=1e-5, rtol=0)
         assert cache.kept_positions(1).shape == alone.kept_positions(1).shape
 
 
 @pytest.mark.parametrize(
     "config", [CacheConfig("h2o", prefill_chunk=8), CacheConfig("h2o", positions="rolling")]
 )
-def test_a_setting_that_reads_the_prompt_in_its_own_way_is_refused(make_llama, config):
+def test_configs_that_cannot_share_the_prompt_are_refused(make_llama, config):
     with pytest.raises(ValueError, match="cannot share the prompt with other caches"):
         share(make_llama(), [config])
 
 
-def test_reading_together_is_reading_alone_for_those_that_cannot_share(make_llama, monkeypatch):
+def test_read_together_reads_configs_that_cannot_share_alone(make_llama, monkeypatch):
     model, prompt, read = make_llama(), draw(1, 40), []
     prefill = h2okv.prefill
     monkeypatch.setattr(h2okv, "prefill", lambda *args: read.append(args[2]) or prefill(*args))
@@ -186,11 +186,11 @@ def test_reading_together_is_reading_alone_for_those_that_cannot_share(make_llam
     for cache in caches:
         cache.expect(60)  # a question follows
     read_together(model, prompt, caches)
-    assert [type(own).__name__ for own in read] == ["SharedPrefill", "H2OCache", "H2OCache"]
+    assert [type(layer).__name__ for layer in read] == ["SharedPrefill", "H2OCache", "H2OCache"]
     for config, cache in zip(configs, caches, strict=True):
         alone = make_cache(config, model.config, 0)
         alone.expect(60)
         prefill(model, prompt, alone)
         assert cache.num_cached_tokens == 12
-        for own, other in zip(cache.layers, alone.layers, strict=True):
-            assert torch.equal(by_position(own, "positions"), by_position(other, "positions"))
+        for layer, other in zip(cache.layers, alone.layers, strict=True):
+            assert torch.equal(by_position(layer, "positions"), by_position(other, "positions"))

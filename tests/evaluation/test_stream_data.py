@@ -41,11 +41,13 @@ def test_segments_and_answers_together_are_what_the_template_makes(chat_tokenize
         {"role": "assistant", "content": "ANSWER"},
         {"role": "user", "content": " two "},
     ]
-    whole = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert f"{first[0]}ANSWER{second[0]}" == whole
+    expected = chat_tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert f"{first[0]}ANSWER{second[0]}" == expected
 
 
-def test_a_template_that_refuses_or_forgets(chat_tokenizer):
+def test_a_chat_template_that_raises_or_drops_answers_is_refused(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('no system messages here') }}"
     with pytest.raises(ValueError, match="does not take these messages .*no system messages here"):
         chat_segments(chat_tokenizer, RECORDED)
@@ -62,13 +64,13 @@ def conversations(tmp_path):
     return path
 
 
-def test_special_tokens_stand_once_at_a_conversations_start(
-    conversations, plain_tokenizer, chat_tokenizer
-):
+def test_bos_appears_once_per_conversation(conversations, plain_tokenizer, chat_tokenizer):
     bos = plain_tokenizer.bos_token_id
     source = ConversationSource(conversations, plain_tokenizer, VOCAB)
-    found = [[segment.ids.tolist().count(bos) for segment in source[i]] for i in range(len(source))]
-    assert found == [[1, 0], [1]]
+    counts = [
+        [segment.ids.tolist().count(bos) for segment in source[i]] for i in range(len(source))
+    ]
+    assert counts == [[1, 0], [1]]
     assert source[1][0].ids[0] == bos
     # A template writes them itself; this one marks each message's end.
     source = ConversationSource(conversations, chat_tokenizer, VOCAB)
@@ -77,11 +79,11 @@ def test_special_tokens_stand_once_at_a_conversations_start(
     assert source[0][0].answers
 
 
-def test_the_content_decides_what_a_source_is(conversations, plain_tokenizer, tmp_path):
-    one = ConversationSource(conversations, plain_tokenizer, VOCAB)
+def test_a_source_s_digest_depends_on_its_content(conversations, plain_tokenizer, tmp_path):
+    source = ConversationSource(conversations, plain_tokenizer, VOCAB)
     other = tmp_path / "other.jsonl"
     other.write_text('{"turns": ["one", "three"]}', encoding="utf-8")
-    assert one.digest != ConversationSource(other, plain_tokenizer, VOCAB).digest
+    assert source.digest != ConversationSource(other, plain_tokenizer, VOCAB).digest
     a, b, c = (TextSource.of_text(text, plain_tokenizer, VOCAB) for text in ("one", "one", "two"))
     assert a.digest == b.digest != c.digest
 
@@ -125,11 +127,11 @@ def test_turns_and_messages(write):
     assert chat == tuple(Message(*each) for each in spoken)
 
 
-def test_mt_bench_as_it_is(shared):
-    found = read_conversations(shared / "data" / "eval" / "mt_bench_question.jsonl")
-    assert len(found) == 80
-    assert {len(each) for each in found} == {2}
-    assert found[0][0].content.startswith("Compose an engaging travel blog post")
+def test_mt_bench_is_read(shared):
+    conversations = read_conversations(shared / "data" / "eval" / "mt_bench_question.jsonl")
+    assert len(conversations) == 80
+    assert {len(each) for each in conversations} == {2}
+    assert conversations[0][0].content.startswith("Compose an engaging travel blog post")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_a_malformed_line_is_named(write, line, complaint):
     assert complaint in str(error.value)
 
 
-def test_a_file_that_is_no_text(tmp_path, write):
+def test_a_binary_file_is_refused(tmp_path, write):
     with pytest.raises(ValueError, match="has no conversations|is empty"):
         read_conversations(write("", " "))
     with pytest.raises(ValueError, match="cannot be read"):

@@ -62,8 +62,8 @@ def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
         logits = stream.model(ids[None, :-1], use_cache=False).logits[0]
     expected = F.cross_entropy(logits, ids[1:], reduction="none").double()
     assert [row.position for row in rows] == [100, 200, 300, 330]
-    for row, part in zip(rows, expected.split(100), strict=True):
-        assert row.nll == pytest.approx(part.mean().item(), abs=1e-5)
+    for row, chunk in zip(rows, expected.split(100), strict=True):
+        assert row.nll == pytest.approx(chunk.mean().item(), abs=1e-5)
     assert stream.state.total_nll == pytest.approx(expected.sum().item(), rel=1e-6)
     assert stream.model.config._attn_implementation == "sdpa"
 
@@ -86,7 +86,7 @@ def test_rows_do_not_depend_on_how_they_cut_the_blocks(begin, text_source):
     coarse, _ = drain(begin(text_source, StreamSettings(prefill_chunk=16, every=70)))
     assert [row.position for row in fine][:4] == [7, 14, 21, 28]
     for number, row in enumerate(coarse[:4]):
-        mean = math.fsum(part.nll for part in fine[10 * number : 10 * number + 10]) / 10
+        mean = math.fsum(fine_row.nll for fine_row in fine[10 * number : 10 * number + 10]) / 10
         assert row.nll == pytest.approx(mean, rel=1e-9)
     assert all(row.step_seconds > 0 for row in fine)
 
@@ -106,27 +106,27 @@ def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
     assert stream.cache.num_seen_tokens == stream.state.position == 50
 
 
-def test_answers_are_what_generate_gives_on_one_cache(begin, chat_source):
+def test_stream_answers_equal_generate_on_one_cache(begin, chat_source):
     wide = {"heavy": 400, "recent": 1}
     stream = begin(chat_source, StreamSettings(prefill_chunk=8, every=1000, max_new_tokens=5), wide)
     _, answers = drain(stream)
-    whole = torch.empty(0, dtype=torch.int64)
+    ids = torch.empty(0, dtype=torch.int64)
     expected = []
     for sample in range(len(chat_source)):
         for segment in chat_source[sample]:
-            whole = torch.cat([whole, segment.ids])
+            ids = torch.cat([ids, segment.ids])
             if segment.answers:
                 with torch.no_grad():
-                    whole = stream.model.generate(
-                        whole[None], max_new_tokens=5, do_sample=False, pad_token_id=0
+                    ids = stream.model.generate(
+                        ids[None], max_new_tokens=5, do_sample=False, pad_token_id=0
                     )[0]
-                expected.append(tuple(whole[-5:].tolist()))
+                expected.append(tuple(ids[-5:].tolist()))
     assert answers == expected
     # All but the last token went through the cache, and each was scored once.
-    assert stream.cache.num_seen_tokens == stream.state.position == len(whole) - 1
+    assert stream.cache.num_seen_tokens == stream.state.position == len(ids) - 1
     with torch.no_grad():
-        logits = stream.model(whole[None, :-1], use_cache=False).logits[0]
-    total = F.cross_entropy(logits, whole[1:], reduction="sum").item()
+        logits = stream.model(ids[None, :-1], use_cache=False).logits[0]
+    total = F.cross_entropy(logits, ids[1:], reduction="sum").item()
     assert stream.state.total_nll == pytest.approx(total, rel=1e-5)
 
 
@@ -151,22 +151,20 @@ def test_an_end_token_ends_the_answer_and_is_read_once(begin, segments):
 
 @pytest.mark.parametrize("policy", ["h2o", "random", "sink_recent", "full"])
 @pytest.mark.parametrize("kind", ["text_source", "chat_source"])
-def test_a_resumed_stream_gives_the_same_numbers_to_the_last_bit(
-    begin, tmp_path, request, kind, policy
-):
+def test_a_resumed_stream_is_bit_identical(begin, tmp_path, request, kind, policy):
     source = request.getfixturevalue(kind)
     positions = "original" if policy == "full" else "rolling"
     budget = {"heavy": 8, "recent": 8, "policy": policy, "positions": positions}
     settings = StreamSettings(prefill_chunk=8, every=15, max_new_tokens=6)
     rows, answers = drain(begin(source, settings, budget))
     stream = begin(source, settings, budget)
-    states, found = [], []
+    states, collected = [], []
     for number, step in enumerate(stream.blocks()):
-        found += [step.answer] if step.answer else []
+        collected += [step.answer] if step.answer else []
         if number % 4 == 3:
             path = tmp_path / f"{number}.safetensors"
             stream.save(path)
-            states.append((path, list(found)))
+            states.append((path, list(collected)))
     assert len(states) > 5
     for path, before in states:
         resumed = Stream.resume(stream.model, path, source, settings)
@@ -195,7 +193,7 @@ def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path, toke
     assert nlls(longer.all_rows()) == nlls(rows)
 
 
-def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, tmp_path):
+def test_resuming_with_other_settings_is_refused(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
     settings = StreamSettings(prefill_chunk=8, every=50, tokens=24)
     stream = begin(text_source, settings, identity={"policy": "h2o"})
@@ -215,7 +213,7 @@ def test_a_stream_is_resumed_on_what_it_was_begun_with_only(begin, text_source, 
         resume(identity={"policy": "recent"})
 
 
-def test_a_checkpoint_that_cannot_be_gone_on_with(begin, make_llama, text_source, tmp_path):
+def test_an_unusable_checkpoint_is_refused(begin, make_llama, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
     stream = begin(text_source, StreamSettings(tokens=80))
     with pytest.raises(ValueError, match="does not exist, so there is nothing to resume"):
@@ -249,7 +247,7 @@ def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_
     assert stream.model.config._attn_implementation == "sdpa"
 
 
-def test_checkpoints_come_as_often_as_asked(begin, text_source, tmp_path, monkeypatch):
+def test_checkpoints_are_written_every_save_every_tokens(begin, text_source, tmp_path, monkeypatch):
     stream = begin(text_source, StreamSettings(prefill_chunk=8, every=50))
     saved = []
     monkeypatch.setattr(Stream, "save", lambda self, path: saved.append(self.state.position))
@@ -257,7 +255,7 @@ def test_checkpoints_come_as_often_as_asked(begin, text_source, tmp_path, monkey
     assert saved == [104, 208, 312, 330]
 
 
-def test_no_number_is_an_error_not_a_row(begin, text_source):
+def test_nan_losses_raise_and_write_no_row(begin, text_source):
     stream = begin(text_source, StreamSettings(prefill_chunk=8, every=10))
     model = copy.deepcopy(stream.model)
     model.lm_head.weight.data[3] = math.nan
@@ -268,7 +266,7 @@ def test_no_number_is_an_error_not_a_row(begin, text_source):
 
 
 @pytest.mark.parametrize("name", ["prefill_chunk", "every", "tokens", "max_new_tokens"])
-def test_settings_that_make_no_sense(name):
+def test_invalid_settings_are_refused(name):
     with pytest.raises(ValueError, match=r"0 is too few; give 1 or more"):
         StreamSettings(**{name: 0})
 
@@ -285,7 +283,7 @@ def read_rows(path):
     return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
 
 
-def test_rows_come_back_exactly(tmp_path):
+def test_rows_round_trip_exactly(tmp_path):
     path = tmp_path / "rows.csv"
     file = StreamFile(path)
     file.extend(ROWS[:1])
@@ -308,13 +306,13 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert read_rows(path) == ROWS
 
 
-def test_a_lost_file_is_made_again(tmp_path):
+def test_a_lost_row_file_is_written_again(tmp_path):
     path = tmp_path / "rows.csv"
     StreamFile(path, ROWS).close()
     assert read_rows(path) == ROWS
 
 
-def test_what_is_there_is_not_overwritten(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     path = tmp_path / "rows.csv"
     StreamFile(path).close()
     with pytest.raises(ValueError, match="exists already; add --resume"):
@@ -325,12 +323,12 @@ def test_what_is_there_is_not_overwritten(tmp_path):
     assert path.read_text() == "name,age\nAnn,7\n"
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_an_unwritable_path_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be written"):
         StreamFile(tmp_path / "nowhere" / "rows.csv")
 
 
-def test_a_full_disk_brings_a_sentence(tmp_path, monkeypatch):
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     file = StreamFile(tmp_path / "rows.csv")
 
     def no_room(*_):
@@ -343,7 +341,7 @@ def test_a_full_disk_brings_a_sentence(tmp_path, monkeypatch):
     file.close()
 
 
-def test_resident_memory_grows_with_what_is_held():
+def test_resident_bytes_grow_with_allocations():
     before = resident_bytes()
     if before is None:
         pytest.skip("this system does not say")

@@ -17,25 +17,25 @@ from h2okv.evaluation.sweep import (
 )
 
 
-def loaded(tmp_path, **content):
-    given = {"budgets": [0.2, "full"], "caches": [{"policy": "h2o"}], "tasks": [{"needle": None}]}
+def loaded(tmp_path, **overrides):
+    content = {"budgets": [0.2, "full"], "caches": [{"policy": "h2o"}], "tasks": [{"needle": None}]}
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(given | content))
+    path.write_text(yaml.safe_dump(content | overrides))
     return load_experiment(str(path))
 
 
 @pytest.mark.parametrize("name", experiment_names())
-def test_what_comes_along_can_be_made(name, shared, tmp_path):
+def test_bundled_experiments_can_be_built(name, shared, tmp_path):
     experiment = load_experiment(name)
     tasks = experiment.make_tasks(Surroundings(shared / "data" / "eval", tmp_path))
     assert len({task.label for task in tasks}) == len(tasks)
     assert {config.policy for config in experiment.configs} <= set(h2okv.policy_names())
     labels = {task.label for task in tasks}
-    for one in experiment.published:
-        label = one.task if one.shots is None else f"{one.task}, shots {one.shots}"
+    for figure in experiment.published:
+        label = figure.task if figure.shots is None else f"{figure.task}, shots {figure.shots}"
         assert label in labels
         assert any(
-            (one.policy, one.budget) == (config.policy_label, config.budget_label)
+            (figure.policy, figure.budget) == (config.policy_label, config.budget_label)
             for config in experiment.configs
         )
 
@@ -84,7 +84,7 @@ def test_options_of_a_cache_reach_it(tmp_path):
         ({"published": [{"model": "m"}]}, r"published\[0\].task: Field required"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(tmp_path, content, message):
+def test_an_error_names_its_place_in_the_file(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         loaded(tmp_path, **content)
 
@@ -101,13 +101,13 @@ def test_a_mistake_is_named_with_its_place(tmp_path, content, message):
         ({"harness": "coppa"}, "did you mean copa"),
     ],
 )
-def test_a_mistake_in_a_task_is_named(tmp_path, task, message):
+def test_an_error_in_a_task_names_the_task(tmp_path, task, message):
     experiment = loaded(tmp_path, tasks=[task])
     with pytest.raises(ValueError, match=message):
         experiment.make_tasks(Surroundings(tmp_path, tmp_path))
 
 
-def test_without_a_folder_the_file_that_is_needed_is_named(tmp_path):
+def test_without_a_data_folder_the_missing_file_is_named(tmp_path):
     experiment = loaded(tmp_path, tasks=[{"summarize": "x.jsonl"}])
     with pytest.raises(
         ValueError, match="summarize 'x.jsonl' needs data files; give their folder by"
@@ -115,12 +115,12 @@ def test_without_a_folder_the_file_that_is_needed_is_named(tmp_path):
         experiment.make_tasks(Surroundings(None, tmp_path))
 
 
-def test_an_unknown_experiment_has_near_ones():
+def test_an_unknown_experiment_is_refused_with_suggestions():
     with pytest.raises(ValueError, match="did you mean figure4"):
         load_experiment("figure_4")
 
 
-def test_what_is_no_yaml_is_refused(tmp_path):
+def test_a_file_that_is_not_yaml_is_refused(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("a: [")
     with pytest.raises(ValueError, match="is not YAML"):
@@ -163,7 +163,7 @@ def results():
     return pivot(runs, rows)
 
 
-def test_lines_have_a_policy_and_columns_a_budget():
+def test_results_table_has_a_row_per_policy_and_a_column_per_budget():
     lines = results()
     assert [(line.task, line.policy) for line in lines] == [
         (task, policy)
@@ -175,7 +175,7 @@ def test_lines_have_a_policy_and_columns_a_budget():
     assert lines[5].values == {"10%": 0.55, "20%": 0.55}
 
 
-def test_the_page_has_what_was_published_beside_what_was_found():
+def test_the_page_has_published_figures_and_results():
     published = Published(model="OPT", task="copa", shots=5, policy="h2o", budget="20%", value=84.0)
     experiment = Experiment(
         name="e", title="A title", source="A source", remark="A\n remark", budgets=[0.2],

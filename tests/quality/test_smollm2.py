@@ -31,15 +31,15 @@ def smollm2():
 
 @torch.no_grad()
 def perplexity(model, ids, **options) -> float:
-    """Of the text after the prompt, given what the cache kept of the prompt."""
+    """Return the perplexity of the text after the prompt, on the compressed prompt."""
     cache = h2okv.H2OCache(model.config, **options)
     last = model(ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1).logits
-    rest = model(ids[:, PROMPT:-1], past_key_values=cache).logits
-    logits = torch.cat([last, rest], dim=1).flatten(0, 1)
+    following = model(ids[:, PROMPT:-1], past_key_values=cache).logits
+    logits = torch.cat([last, following], dim=1).flatten(0, 1)
     return float(torch.nn.functional.cross_entropy(logits, ids[0, PROMPT:]).exp())
 
 
-def test_h2o_keeps_what_a_recent_window_loses(smollm2):
+def test_h2o_perplexity_is_close_to_full_and_a_recent_window_is_not(smollm2):
     full = perplexity(*smollm2, policy="full")
     ratio = {
         policy: perplexity(*smollm2, policy=policy, heavy=64, recent=64) / full

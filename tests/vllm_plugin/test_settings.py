@@ -12,14 +12,14 @@ from h2okv.config import CacheConfig
 from h2okv.vllm_plugin import settings
 from h2okv.vllm_plugin.settings import check_engine, parse, summary, tokens_to_run, with_chunk
 
-GIVEN = {"heavy": 32, "recent": 32}
+SETTING = {"heavy": 32, "recent": 32}
 
 
 def engine(**changes) -> SimpleNamespace:
-    """A configuration as vLLM 0.32 has it, as far as it is asked."""
+    """Return the fields of vLLM 0.32's configuration that the plug-in reads."""
     text = SimpleNamespace(layer_types=None)
-    made = SimpleNamespace(
-        additional_config={"h2okv": GIVEN},
+    config = SimpleNamespace(
+        additional_config={"h2okv": SETTING},
         model_config=SimpleNamespace(
             architecture="LlamaForCausalLM",
             hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
@@ -58,18 +58,18 @@ def engine(**changes) -> SimpleNamespace:
         use_v2_model_runner=False,
     )
     for path, value in changes.items():
-        part, _, name = path.rpartition("__")
-        setattr(getattr(made, part) if part else made, name, value)
-    return made
+        section, _, name = path.rpartition("__")
+        setattr(getattr(config, section) if section else config, name, value)
+    return config
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"other": 1}, "text"])
-def test_without_the_setting_there_is_none(nothing):
+def test_parse_without_the_setting_returns_none(nothing):
     assert parse(nothing) is None
 
 
 def test_the_setting_is_a_cache_config():
-    options = GIVEN | {"policy": "sink_recent", "sink": 2, "prefill_chunk": 128}
+    options = SETTING | {"policy": "sink_recent", "sink": 2, "prefill_chunk": 128}
     assert parse({"h2okv": options}) == CacheConfig(**options)
 
 
@@ -81,17 +81,17 @@ def test_the_setting_is_a_cache_config():
         ({"heavy": 0.1, "recent": 0.1}, "fraction of the prompt"),
         ({"heavy": -1, "recent": 4}, "negative"),
         ({"heavy": 0, "recent": 0}, "keep nothing"),
-        (GIVEN | {"hevy": 3}, "did you mean heavy"),
-        (GIVEN | {"policy": "h20"}, "policy 'h20' is unknown"),
+        (SETTING | {"hevy": 3}, "did you mean heavy"),
+        (SETTING | {"policy": "h20"}, "policy 'h20' is unknown"),
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
-        (GIVEN | {"policy": "snapkv"}, "keeps more with every token"),
-        (GIVEN | {"policy": "keydiff"}, "ranks by keys"),
-        (GIVEN | {"policy": "topk"}, "chooses anew for every query"),
-        (GIVEN | {"policy": "recent", "scoring": "mean"}, "has no effect"),
-        (GIVEN | {"positions": "rolling"}, "use positions='original'"),
-        (GIVEN | {"kv_bits": 8}, "kv_bits=8"),
-        (GIVEN | {"prefill_chunk": 0}, "prefill_chunk=0"),
-        (GIVEN | {"scoring": "men"}, "scoring 'men' is unknown"),
+        (SETTING | {"policy": "snapkv"}, "keeps more with every token"),
+        (SETTING | {"policy": "keydiff"}, "ranks by keys"),
+        (SETTING | {"policy": "topk"}, "chooses anew for every query"),
+        (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
+        (SETTING | {"positions": "rolling"}, "use positions='original'"),
+        (SETTING | {"kv_bits": 8}, "kv_bits=8"),
+        (SETTING | {"prefill_chunk": 0}, "prefill_chunk=0"),
+        (SETTING | {"scoring": "men"}, "scoring 'men' is unknown"),
     ],
 )
 def test_refused_settings(options, words):
@@ -126,39 +126,39 @@ def test_refused_settings(options, words):
     ],
 )
 def test_refused_engines(changes, words):
-    check_engine(engine(), CacheConfig(**GIVEN))
+    check_engine(engine(), CacheConfig(**SETTING))
     with pytest.raises(ValueError, match="^h2okv: ") as refusal:
-        check_engine(engine(**changes), CacheConfig(**GIVEN))
+        check_engine(engine(**changes), CacheConfig(**SETTING))
     assert words in str(refusal.value)
 
 
 def test_a_chunk_that_no_step_has_room_for_is_refused():
-    config = CacheConfig(**GIVEN, prefill_chunk=4096)
+    config = CacheConfig(**SETTING, prefill_chunk=4096)
     with pytest.raises(ValueError, match="prefill_chunk=4096 is above max_num_batched_tokens=2048"):
         check_engine(engine(), config)
 
 
-def test_queries_are_asked_again_only_where_vllm_says_how_keys_are_rotated():
-    best = CacheConfig(**GIVEN, policy="best")
+def test_expected_scoring_is_refused_without_vllm_s_rotation():
+    best = CacheConfig(**SETTING, policy="best")
     check_engine(engine(), best)
     backend = engine(model_config__using_transformers_backend=lambda: True)
-    check_engine(backend, CacheConfig(**GIVEN))
+    check_engine(backend, CacheConfig(**SETTING))
     with pytest.raises(ValueError, match="scoring='expected'.* does not say; use another"):
         check_engine(backend, best)
 
 
 def test_prompts_that_may_not_fit_into_a_step_get_a_chunk():
-    config = CacheConfig(**GIVEN)
+    config = CacheConfig(**SETTING)
     assert with_chunk(config, engine()).prefill_chunk is None
     long = engine(model_config__max_model_len=8192)
     assert with_chunk(config, long).prefill_chunk == 2048 - 64
-    given = CacheConfig(**GIVEN, prefill_chunk=100)
-    assert with_chunk(given, long).prefill_chunk == 100
+    chunked = CacheConfig(**SETTING, prefill_chunk=100)
+    assert with_chunk(chunked, long).prefill_chunk == 100
 
 
 @pytest.mark.parametrize("prompt_length", [1, 6, 7, 20, 21])
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_cuts_depend_on_nothing_but_the_prompt(prompt_length, chunk):
+def test_chunks_depend_on_the_prompt_only(prompt_length, chunk):
     import random
 
     draw = random.Random(3)
@@ -177,22 +177,22 @@ def test_the_configuration_of_an_engine_with_h2o(monkeypatch, caplog):
     other = ModuleType("vllm")
     other.__version__ = "0.32.9"
     monkeypatch.setitem(sys.modules, "vllm", other)
-    monkeypatch.setattr(vllm_plugin, "moved_names", list)
-    made = engine(model_config__max_model_len=4096)
-    vllm_plugin.prepare(made, parse(made.additional_config))
+    monkeypatch.setattr(vllm_plugin, "missing_names", list)
+    config = engine(model_config__max_model_len=4096)
+    vllm_plugin.prepare(config, parse(config.additional_config))
     classes = ["H2OLlamaForCausalLM", "LlamaForCausalLM"]
-    assert made.model_config.hf_config.architectures == classes
-    assert made.model_config.architecture == "LlamaForCausalLM"
-    assert made.model_config.enforce_eager and made.scheduler_config.async_scheduling is False
-    assert not made.cache_config.enable_prefix_caching
-    assert made.cache_config.mamba_block_size == 4096
-    assert made.scheduler_config.scheduler_cls.endswith("H2OScheduler")
+    assert config.model_config.hf_config.architectures == classes
+    assert config.model_config.architecture == "LlamaForCausalLM"
+    assert config.model_config.enforce_eager and config.scheduler_config.async_scheduling is False
+    assert not config.cache_config.enable_prefix_caching
+    assert config.cache_config.mamba_block_size == 4096
+    assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
     assert "tested with vLLM 0.32.0, and this is 0.32.9" in caplog.text
     # What the other processes read says the chunk too.
-    assert parse(made.additional_config).prefill_chunk == 2048 - 64
+    assert parse(config.additional_config).prefill_chunk == 2048 - 64
 
 
-def test_the_hook_is_vllms_own_without_the_setting(monkeypatch):
+def test_the_hook_without_the_setting_is_vllm_s(monkeypatch):
     called = []
 
     class Own:
@@ -236,7 +236,7 @@ def test_the_hook_is_vllms_own_without_the_setting(monkeypatch):
         hook.verify_and_update_config(engine())
 
 
-def test_without_vllm_registering_says_so_and_no_more(monkeypatch, caplog):
+def test_register_without_vllm_only_warns(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
     vllm_plugin.register()
     assert "not active" in caplog.text
@@ -249,7 +249,7 @@ def test_vllm_finds_the_plug_in():
     assert getattr(sys.modules[module], name) is vllm_plugin.register
 
 
-def test_the_line_in_the_log_says_policy_entries_bytes_and_requests():
-    line = summary(CacheConfig(**GIVEN, sink=4), 3042000, 351, 16)
-    for part in ("h2o", "68 entries", "sink 4, heavy 32, recent 32", "3,042,000 bytes", "351"):
-        assert part in line
+def test_summary_has_policy_entries_bytes_and_requests():
+    line = summary(CacheConfig(**SETTING, sink=4), 3042000, 351, 16)
+    for text in ("h2o", "68 entries", "sink 4, heavy 32, recent 32", "3,042,000 bytes", "351"):
+        assert text in line

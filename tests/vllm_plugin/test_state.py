@@ -1,4 +1,4 @@
-"""H2O on blocks that a server hands out, against a cache of each request's own."""
+"""H2O on a server's blocks, against a separate `H2OCache` for each request."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def config_of(**options) -> CacheConfig:
 
 
 def dirty_pool(config: CacheConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All blocks as a server cuts them out of its memory, with what others have left there."""
+    """Return all blocks as a server allocates them, with old contents."""
     spec = state_spec(config, HEADS, SIZE, dtype)
     size = block_bytes(spec)
     pages = torch.full((NUM_BLOCKS, size), 0xFF, dtype=torch.uint8)  # NaN, and -1 as an int32
@@ -51,21 +51,21 @@ MODEL = LlamaConfig(num_hidden_layers=LAYER + 1, hidden_size=48, num_attention_h
 
 
 def rotation(config: CacheConfig, dtype: torch.dtype) -> Rotation | None:
-    """How the model would rotate, where a scoring asks queries again further on."""
+    """Return the model's rotation, for scorings that re-evaluate queries further on."""
     if config.scoring != "expected":
         return None
     return model_rotation(MODEL, dtype, in_halves=True)
 
 
 class Request:
-    """One request's tokens, and what an `H2OCache` of its own makes of them."""
+    """One request's tokens, and an `H2OCache` of its own."""
 
     def __init__(self, config: CacheConfig, length: int, seed: int, dtype: torch.dtype):
         generator = torch.Generator().manual_seed(seed)
 
         def states(heads: int, scale: float) -> torch.Tensor:
-            made = torch.randn(length, heads, SIZE, generator=generator) * scale
-            return made.to(dtype)
+            tensor = torch.randn(length, heads, SIZE, generator=generator) * scale
+            return tensor.to(dtype)
 
         self.query, self.key = states(HEADS * GROUPS, 3.0), states(HEADS, 1.0)
         self.value = states(HEADS, 1.0)
@@ -74,50 +74,55 @@ class Request:
         self.seen, self.block = 0, -1
 
     def next(self, count: int) -> tuple[torch.Tensor, ...]:
-        own = slice(self.seen, self.seen + count)
+        span = slice(self.seen, self.seen + count)
         self.seen += count
-        return self.query[own], self.key[own], self.value[own]
+        return self.query[span], self.key[span], self.value[span]
 
     def expected(self, *tokens: torch.Tensor) -> torch.Tensor:
-        """``[T, HQ, D]`` by the cache of its own."""
-        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in tokens)
+        """Return the output of the request's own cache, ``[T, HQ, D]``."""
+        query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in tokens)
         layer = self.cache.layers[LAYER]
         layer.update(key, value)
         return layer.attend(query, key, value, None, SIZE**-0.5)[0].transpose(0, 1)
 
-    def check_held(self, pool: dict[str, torch.Tensor]) -> None:
-        held = self.cache.layers[LAYER].state
+    def check_state(self, pool: dict[str, torch.Tensor]) -> None:
+        state = self.cache.layers[LAYER].state
         for head in range(HEADS):
-            mine = pool["positions"][self.block, head]
-            own = held.positions[0, head]
-            order, own_order = mine.argsort()[(mine < 0).sum() :], own.argsort()[(own < 0).sum() :]
-            assert mine[order].tolist() == own[own_order].tolist()
+            block_positions = pool["positions"][self.block, head]
+            positions = state.positions[0, head]
+            order, state_order = (
+                block_positions.argsort()[(block_positions < 0).sum() :],
+                positions.argsort()[(positions < 0).sum() :],
+            )
+            assert block_positions[order].tolist() == positions[state_order].tolist()
             torch.testing.assert_close(
-                pool["scores"][self.block, head][order], held.scores[0, head][own_order]
+                pool["scores"][self.block, head][order], state.scores[0, head][state_order]
             )
             for name in ("keys", "values"):
-                mine_held = pool[name][self.block, head][order]
-                assert mine_held.equal(getattr(held, name)[0, head][own_order])
+                entries = pool[name][self.block, head][order]
+                assert entries.equal(getattr(state, name)[0, head][state_order])
 
 
 def run_batch(layer, batch, extra=0):
-    """Run a step of ``(request, count)``; compares the output of each with its own cache's."""
-    parts = [request.next(count) for request, count in batch]
-    wanted = [request.expected(*part) for (request, _), part in zip(batch, parts, strict=True)]
+    """Run a step of ``(request, count)``; compare each output with that of the request's cache."""
+    states = [request.next(count) for request, count in batch]
+    expected = [
+        request.expected(*tokens) for (request, _), tokens in zip(batch, states, strict=True)
+    ]
     counts = [count for _, count in batch]
-    starts = [sum(counts[:place]) for place in range(len(counts) + 1)] + [sum(counts)] * extra
-    index = [request.block for request, _ in batch] + [-1] * extra
+    starts = [sum(counts[:index]) for index in range(len(counts) + 1)] + [sum(counts)] * extra
+    blocks = [request.block for request, _ in batch] + [-1] * extra
     lengths = [request.seen for request, _ in batch] + [0] * extra
-    tokens = (torch.cat(own) for own in zip(*parts, strict=True))
-    output = layer.run(*tokens, starts, lengths, index)
+    inputs = (torch.cat(tensors) for tensors in zip(*states, strict=True))
+    output = layer.run(*inputs, starts, lengths, blocks)
     exact = output.dtype == torch.float32
     tolerance = {"atol": 1e-5, "rtol": 1e-4} if exact else {"atol": 2e-2, "rtol": 2e-2}
-    torch.testing.assert_close(output, torch.cat(wanted), **tolerance)
+    torch.testing.assert_close(output, torch.cat(expected), **tolerance)
     return output
 
 
 def run_requests(config: CacheConfig, dtype: torch.dtype, steps: int = 14) -> None:
-    """Requests of all lengths come, go and come again on dirty blocks, in changing order."""
+    """Run requests of all lengths, in changing order, on blocks with old contents."""
     pool, layer = make_layer(config, dtype)
     order = torch.Generator().manual_seed(1)
     first = [Request(config, length + steps, length, dtype) for length in (23, 4, 9, 1)]
@@ -127,38 +132,38 @@ def run_requests(config: CacheConfig, dtype: torch.dtype, steps: int = 14) -> No
     run_batch(layer, [(first[1], 4), (first[0], 1), (first[2], 9), (first[3], 1)], extra=2)
     for _ in range(steps - 3):
         shuffled = torch.randperm(4, generator=order).tolist()
-        run_batch(layer, [(first[place], 1) for place in shuffled], extra=1)
+        run_batch(layer, [(first[index], 1) for index in shuffled], extra=1)
     for request in first:
-        request.check_held(pool)
-    # A request that comes to the block of one that is gone finds nothing of it.
+        request.check_state(pool)
+    # A request that gets the block of a finished one does not see its entries.
     late = Request(config, 3 + steps, 77, dtype)
     late.block = first[0].block
     run_batch(layer, [(first[1], 1), (late, 3)])
     for _ in range(steps):
         run_batch(layer, [(late, 1)])
-    late.check_held(pool)
+    late.check_state(pool)
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_every_request_gets_what_its_own_cache_gives(options):
+def test_every_request_equals_a_separate_cache(options):
     run_requests(config_of(**options), torch.float32)
 
 
-def test_the_rotation_is_what_a_cache_finds_out_from_the_model():
+def test_model_rotation_equals_the_caches():
     model = LlamaForCausalLM(MODEL).eval()
     cache = h2okv.H2OCache(MODEL, 5, 4, scoring="expected")
     with h2okv.enable(model), torch.inference_mode():
         model(torch.randint(9, (1, 20)), past_key_values=cache)
-    found = cache.layers[LAYER].text_rotation
-    made = model_rotation(MODEL, torch.float32, in_halves=True)
-    assert (made.width, made.layout) == (found.width, found.layout)
-    places, end = torch.arange(20).unsqueeze(0), torch.tensor([[35]])
-    assert made.moved(places, end).equal(found.moved(places, end))
+    expected = cache.layers[LAYER].text_rotation
+    rotation = model_rotation(MODEL, torch.float32, in_halves=True)
+    assert (rotation.width, rotation.layout) == (expected.width, expected.layout)
+    positions, end = torch.arange(20).unsqueeze(0), torch.tensor([[35]])
+    assert rotation.moved(positions, end).equal(expected.moved(positions, end))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scoring", ["sum", "value_norm", "expected"])
-def test_in_few_bits(dtype, scoring):
+def test_half_precision_requests(dtype, scoring):
     run_requests(config_of(scoring=scoring), dtype)
 
 
@@ -167,18 +172,18 @@ def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk(scoring):
     config, chunk = config_of(scoring=scoring), 7
     in_chunks = config_of(scoring=scoring, prefill_chunk=chunk)
     pool, layer = make_layer(config)
-    whole, again = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
-    expected = whole.expected(*whole.next(36))
-    again.block, outputs = 2, []
-    while again.seen < 36:
-        count = tokens_to_run(again.seen, 20, 36, chunk)
-        outputs.append(run_batch(layer, [(again, count)]))
+    reference, request = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
+    expected = reference.expected(*reference.next(36))
+    request.block, outputs = 2, []
+    while request.seen < 36:
+        count = tokens_to_run(request.seen, 20, 36, chunk)
+        outputs.append(run_batch(layer, [(request, count)]))
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
-    again.check_held(pool)
-    assert sum(map(len, outputs)) == 36 and [len(part) for part in outputs] == [7] * 5 + [1]
+    request.check_state(pool)
+    assert sum(map(len, outputs)) == 36 and [len(output) for output in outputs] == [7] * 5 + [1]
 
 
-def test_triton_reads_and_writes_where_the_blocks_lie():
+def test_triton_on_indexed_blocks():
     config = config_of()
     with h2okv.use_ops("triton"):
         run_requests(config, torch.float32, steps=4)
@@ -198,7 +203,7 @@ def test_soft_cap_and_the_scale_reach_the_operations():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_indexed_entries_are_attended_to_where_they_lie(dtype):
+def test_indexed_attention_equals_attention_on_a_copy(dtype):
     pages = torch.randn(5, 2 * HEADS * 7 * SIZE + 3).to(dtype)
     blocks = pages[:, : HEADS * 7 * SIZE].view(5, HEADS, 7, SIZE)
     index = torch.tensor([3, 0, 4])
@@ -211,8 +216,8 @@ def test_indexed_entries_are_attended_to_where_they_lie(dtype):
     write_slot(Indexed(blocks, index), free, entry)
     assert copy.equal(blocks[index])
     assert (pages != before).sum() <= 3 * HEADS * SIZE
-    own = Indexed(blocks, index)
-    made = decode_with_scores(query, own, own, hidden, 0.3, softcap=2.0)
+    indexed = Indexed(blocks, index)
+    results = decode_with_scores(query, indexed, indexed, hidden, 0.3, softcap=2.0)
     expected = decode_with_scores(query, copy, copy, hidden, 0.3, softcap=2.0)
-    for one, other in zip(made, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for left, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(left, right)

@@ -1,7 +1,7 @@
 """H2O inside vLLM, against vLLM's full attention and against `H2OCache`: `make vllm-test`.
 
-Not among the ordinary tests: it needs vLLM, in an environment of its own, and every engine takes
-the better part of a minute to start. `H2OKV_VLLM_MODEL` names another Llama than the bundled one.
+Not part of the ordinary tests: it needs vLLM in a separate environment, and every engine takes
+almost a minute to start. `H2OKV_VLLM_MODEL` names another Llama than the bundled one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
-from h2okv.vllm_plugin import TESTED, moved_names
+from h2okv.vllm_plugin import TESTED, missing_names
 
 MODEL = os.environ.get("H2OKV_VLLM_MODEL", str(bundled_model_path()))
 LENGTH, NEW = 512, 24
@@ -40,7 +40,7 @@ SMALL = {"heavy": 16, "recent": 16}
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment():
-    """What vLLM on a CPU wants set; its processes inherit it."""
+    """Set the variables that vLLM needs on a CPU; its processes inherit them."""
     os.environ.pop("TRITON_INTERPRET", None)
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -48,25 +48,25 @@ def _environment():
 
 @contextlib.contextmanager
 def engine(setting, model=MODEL, **options):
-    """An engine, with H2O where there is a setting, that is gone afterwards."""
+    """Yield an engine, with H2O if there is a setting, and shut it down."""
     if setting is not None:
         options.setdefault("additional_config", {"h2okv": setting})
-    given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_batched_tokens": 2 * LENGTH}
-    given |= {"max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": True}
-    made = LLM(model=str(model), **(given | options))
+    defaults = {"dtype": "float32", "max_model_len": LENGTH, "max_num_batched_tokens": 2 * LENGTH}
+    defaults |= {"max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": True}
+    llm = LLM(model=str(model), **(defaults | options))
     try:
-        yield made
+        yield llm
     finally:
-        made.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown()
 
 
 def prompts_of(lengths, vocabulary=None):
-    """Token ids: parts of a novel, or random ones for a model that reads none."""
+    """Return token ids: excerpts of a novel, or random ones for a random model."""
     if vocabulary is not None:
-        draw = torch.Generator().manual_seed(0)
-        return [torch.randint(3, vocabulary, (n,), generator=draw).tolist() for n in lengths]
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
     ids = AutoTokenizer.from_pretrained(MODEL)(sample_prompt())["input_ids"]
-    return [ids[97 * place : 97 * place + n] for place, n in enumerate(lengths)]
+    return [ids[97 * index : 97 * index + n] for index, n in enumerate(lengths)]
 
 
 LENGTHS = (150, 61, 203, 33, 17, 96, 128, 1)
@@ -78,19 +78,19 @@ def greedy(new=NEW, **options):
 
 
 def generate(llm, prompts, params=None):
-    """New tokens of each prompt."""
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    made = llm.generate(given, params or greedy(), use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in made]
+    """Return the new tokens of each prompt."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(inputs, params or greedy(), use_tqdm=False)
+    return [list(result.outputs[0].token_ids) for result in results]
 
 
 def expected(prompts, model=MODEL, new=NEW, **options):
-    """The same by `H2OCache`, one prompt after the other."""
+    """Return the same by `H2OCache`, one prompt after another."""
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="h2o"
     )
     loaded.generation_config.eos_token_id = None
-    made = []
+    texts = []
     for prompt in prompts:
         cache = h2okv.H2OCache(loaded.config, **options)
         ids = torch.tensor([prompt])
@@ -98,18 +98,18 @@ def expected(prompts, model=MODEL, new=NEW, **options):
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
             max_new_tokens=new, do_sample=False, pad_token_id=0,
         )  # fmt: skip
-        made.append(text[0, len(prompt) :].tolist())
-    return made
+        texts.append(text[0, len(prompt) :].tolist())
+    return texts
 
 
-def test_this_vllm_has_the_names_that_the_plug_in_stands_on():
-    assert moved_names() == []
+def test_this_vllm_has_the_names_that_the_plug_in_needs():
+    assert missing_names() == []
     assert vllm.__version__.startswith(TESTED)
 
 
 @pytest.fixture(scope="module")
 def full():
-    """What vLLM gives by itself, with the plug-in installed and not asked for."""
+    """Yield vLLM's own texts, with the plug-in installed but inactive."""
     prompts = prompts_of(LENGTHS)
     with engine(None) as llm:
         config = llm.llm_engine.vllm_config
@@ -125,84 +125,88 @@ def test_a_budget_above_the_text_gives_full_attention(full):
 
 
 def test_requests_that_queue_for_blocks(full):
-    """Five blocks, of which one is nobody's, for eight requests: blocks are used again."""
+    """Run eight requests on five blocks, one of them unused: blocks are reused."""
     prompts = prompts_of(LENGTHS)
-    wanted = expected(prompts, **SMALL)
-    assert wanted != full, "nothing would be seen of the eviction"
+    texts = expected(prompts, **SMALL)
+    assert texts != full, "nothing would be seen of the eviction"
     with engine(SMALL, num_gpu_blocks_override=5) as llm:
-        assert generate(llm, prompts) == wanted
-        assert generate(llm, prompts[::-1]) == wanted[::-1]
-        for prompt, own in list(zip(prompts, wanted, strict=True))[:3]:
-            assert generate(llm, [prompt]) == [own], "alone it is another text than in a batch"
-        _abort_and_come_again(llm, prompts, wanted)
-        _interrupt(llm, prompts[:3], wanted[:3])
+        assert generate(llm, prompts) == texts
+        assert generate(llm, prompts[::-1]) == texts[::-1]
+        for prompt, text in list(zip(prompts, texts, strict=True))[:3]:
+            assert generate(llm, [prompt]) == [text], "alone it is another text than in a batch"
+        _abort_and_resubmit(llm, prompts, texts)
+        _interrupt(llm, prompts[:3], texts[:3])
         _sample(llm, prompts[0])
 
 
 def _add(llm, prompts, name):
-    for place, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"{name}{place}", {"prompt_token_ids": prompt}, greedy())
+    for index, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"{name}{index}", {"prompt_token_ids": prompt}, greedy())
 
 
 def _finish(llm):
-    """Run until all is done; new tokens by the request's name."""
+    """Run until all requests are finished; return new tokens by request name."""
     done = {}
     while llm.llm_engine.has_unfinished_requests():
-        for one in llm.llm_engine.step():
-            if one.finished:
-                done[one.request_id] = list(one.outputs[0].token_ids)
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
     return done
 
 
-def _abort_and_come_again(llm, prompts, wanted):
-    """A request that is cut off leaves its block in whatever state it is; the next ones do not."""
+def _abort_and_resubmit(llm, prompts, texts):
+    """Abort requests in the middle; later ones on their blocks are not affected."""
     _add(llm, prompts[:4], "gone")
     for _ in range(6):
         llm.llm_engine.step()
     llm.llm_engine.abort_request(["gone0", "gone2"])
     _add(llm, [prompts[2], prompts[0]], "again")
     done = _finish(llm)
-    assert done["again0"] == wanted[2] and done["again1"] == wanted[0]
-    assert done["gone1"] == wanted[1] and done["gone3"] == wanted[3]
+    assert done["again0"] == texts[2] and done["again1"] == texts[0]
+    assert done["gone1"] == texts[1] and done["gone3"] == texts[3]
 
 
-def _interrupt(llm, prompts, wanted):
-    """A request that loses its block in the middle reads its own tokens again, one by one."""
+def _interrupt(llm, prompts, texts):
+    """Preempt requests in the middle; they read their own tokens again, one by one."""
     _add(llm, prompts, "early")
-    made: dict[str, int] = {}
-    while len(made) < len(prompts) or min(made.values()) < 10:
-        made |= {one.request_id: len(one.outputs[0].token_ids) for one in llm.llm_engine.step()}
-    assert max(made.values()) < NEW
+    counts: dict[str, int] = {}
+    while len(counts) < len(prompts) or min(counts.values()) < 10:
+        counts |= {
+            output.request_id: len(output.outputs[0].token_ids) for output in llm.llm_engine.step()
+        }
+    assert max(counts.values()) < NEW
     assert llm.reset_prefix_cache(reset_running_requests=True)
     done = _finish(llm)
-    assert [done[f"early{place}"] for place in range(len(prompts))] == wanted
+    assert [done[f"early{index}"] for index in range(len(prompts))] == texts
 
 
 def _sample(llm, prompt):
-    """Several samples of one prompt are requests of their own; a seed gives the same again."""
+    """Draw several samples of one prompt, which are separate requests; a seed repeats them."""
     params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=8, logprobs=2)
     first, again = (
         llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs
         for _ in range(2)
     )
-    assert [list(one.token_ids) for one in first] == [list(one.token_ids) for one in again]
-    assert len({tuple(one.token_ids) for one in first}) > 1
+    assert [list(output.token_ids) for output in first] == [
+        list(output.token_ids) for output in again
+    ]
+    assert len({tuple(output.token_ids) for output in first}) > 1
 
 
-def test_prompts_are_cut_where_prefill_chunk_cuts_them_whatever_else_runs():
+def test_prompts_are_split_by_prefill_chunk_only():
     prompts = prompts_of(LENGTHS)
-    wanted = expected(prompts, prefill_chunk=24, **SMALL)
-    assert wanted != expected(prompts, **SMALL), "nothing would be seen of the cuts"
+    texts = expected(prompts, prefill_chunk=24, **SMALL)
+    assert texts != expected(prompts, **SMALL), "nothing would be seen of the cuts"
     setting = SMALL | {"prefill_chunk": 24}
     # A step has room for two chunks and some: neighbours would cut everything differently.
     with engine(setting, max_num_batched_tokens=61, max_num_seqs=4) as llm:
-        assert generate(llm, prompts) == wanted
-        assert generate(llm, prompts[3:]) == wanted[3:]
-        assert generate(llm, prompts[2:3]) == wanted[2:3]
-        _interrupt(llm, prompts[:3], wanted[:3])
+        assert generate(llm, prompts) == texts
+        assert generate(llm, prompts[3:]) == texts[3:]
+        assert generate(llm, prompts[2:3]) == texts[2:3]
+        _interrupt(llm, prompts[:3], texts[:3])
 
 
-def test_prompts_longer_than_a_step_get_a_chunk_by_themselves():
+def test_prompts_longer_than_a_step_get_a_default_chunk():
     prompts = prompts_of(LENGTHS[:4])
     with engine(SMALL, max_num_batched_tokens=64) as llm:
         chunk = llm.llm_engine.vllm_config.additional_config["h2okv"]["prefill_chunk"]
@@ -224,20 +228,20 @@ def test_every_policy_and_scoring(options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_few_bits_the_first_token_is_as_likely(dtype):
-    """Later tokens need not agree: vLLM's own matrices round otherwise than transformers'."""
+    """Compare first tokens only: vLLM's matrix products round differently from transformers'."""
     prompts = prompts_of(LENGTHS)
     loaded = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="h2o"
     )
     with engine(SMALL | {"prefill_chunk": 24}, dtype=dtype) as llm:
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        made = llm.generate(given, greedy(4, logprobs=1), use_tqdm=False)
-    for prompt, one in zip(prompts, made, strict=True):
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        results = llm.generate(inputs, greedy(4, logprobs=1), use_tqdm=False)
+    for prompt, result in zip(prompts, results, strict=True):
         cache = h2okv.H2OCache(loaded.config, prefill_chunk=24, **SMALL)
         with torch.inference_mode():
             logits = loaded(torch.tensor([prompt]), past_key_values=cache).logits[0, -1]
-        token = one.outputs[0].token_ids[0]
-        likely = one.outputs[0].logprobs[0][token].logprob
+        token = result.outputs[0].token_ids[0]
+        likely = result.outputs[0].logprobs[0][token].logprob
         assert likely == pytest.approx(float(logits.log_softmax(-1)[token]), abs=0.15)
 
 
@@ -264,10 +268,10 @@ FAMILIES = {
 
 
 def tiny(family, folder, **options):
-    """A random model of a family whose attention is far from uniform, saved."""
-    config_class, model_class, own = FAMILIES[family]
+    """Save a random model of a family whose attention is far from uniform."""
+    config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(0)
-    model = model_class(config_class(**(SHAPE | own | options))).eval()
+    model = model_class(config_class(**(SHAPE | extra | options))).eval()
     for name, weight in model.named_parameters():
         if "q_proj" in name or "k_proj" in name:
             weight.data *= 6
@@ -308,7 +312,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda case: str(case)[:30])
-def test_what_does_not_go_with_h2o_is_refused_at_the_start(options, words):
+def test_unsupported_options_are_refused_at_the_start(options, words):
     with pytest.raises(ValueError, match="h2okv: ") as refusal, engine(SMALL, **options):
         pass
     assert words in str(refusal.value)

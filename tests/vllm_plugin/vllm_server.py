@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with H2O, asked by the official client: `make vllm-test`."""
+"""vLLM's OpenAI server with H2O, through the official client: `make vllm-test`."""
 
 import concurrent.futures
 import json
@@ -28,7 +28,7 @@ EXTRA = {"ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of `vllm serve`, and what it wrote."""
+    """Yield the address of `vllm serve` and its log file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -39,9 +39,11 @@ def server(tmp_path_factory):
         "--max-model-len", "512", "--max-num-seqs", "8",
         "--additional-config", json.dumps({"h2okv": SETTING}),
     ]  # fmt: skip
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=given | CPU_ENVIRONMENT, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, env=environment | CPU_ENVIRONMENT, stdout=out, stderr=out
+        )
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}/v1", log
@@ -64,18 +66,18 @@ def _wait(address, process, log):
 @pytest.fixture(scope="module")
 def prompts():
     ids = AutoTokenizer.from_pretrained(MODEL)(sample_prompt())["input_ids"]
-    return [ids[53 * place : 53 * place + 90 + 40 * place] for place in range(6)]
+    return [ids[53 * index : 53 * index + 90 + 40 * index] for index in range(6)]
 
 
 @pytest.fixture(scope="module")
 def texts(prompts):
-    """What each prompt gives with a cache of its own."""
+    """Return each prompt's text with a separate `H2OCache`."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="h2o"
     )
     model.generation_config.eos_token_id = None
-    made = []
+    decoded = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         cache = h2okv.H2OCache(model.config, **SETTING)
@@ -83,8 +85,8 @@ def texts(prompts):
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
             max_new_tokens=NEW, do_sample=False, pad_token_id=0,
         )  # fmt: skip
-        made.append(tokenizer.decode(text[0, len(prompt) :], skip_special_tokens=True))
-    return made
+        decoded.append(tokenizer.decode(text[0, len(prompt) :], skip_special_tokens=True))
+    return decoded
 
 
 def _complete(client, prompt, **options):
@@ -96,21 +98,23 @@ def _complete(client, prompt, **options):
 def test_concurrent_clients_each_get_their_own_text(server, prompts, texts):
     with openai.OpenAI(base_url=server[0], api_key="none") as client:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            made = list(pool.map(lambda prompt: _complete(client, prompt).choices[0].text, prompts))
-        assert made == texts
+            answers = list(
+                pool.map(lambda prompt: _complete(client, prompt).choices[0].text, prompts)
+            )
+        assert answers == texts
         assert "entries for each layer and KV head" in server[1].read_text()
 
 
-def test_a_stream_that_is_left_disturbs_nobody(server, prompts, texts):
+def test_an_abandoned_stream_does_not_affect_others(server, prompts, texts):
     with openai.OpenAI(base_url=server[0], api_key="none") as client:
-        left = client.completions.create(
+        abandoned = client.completions.create(
             model="bundled", prompt=prompts[0], max_tokens=300, stream=True, extra_body=EXTRA
         )
-        next(iter(left))
-        left.close()
+        next(iter(abandoned))
+        abandoned.close()
         streamed = [_complete(client, prompt, stream=True) for prompt in prompts[:3]]
-        made = ["".join(part.choices[0].text for part in one) for one in streamed]
-        assert made == texts[:3]
+        answers = ["".join(chunk.choices[0].text for chunk in stream) for stream in streamed]
+        assert answers == texts[:3]
 
 
 def test_a_bad_setting_ends_the_server_with_one_sentence():

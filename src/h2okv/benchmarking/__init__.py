@@ -1,1 +1,1 @@
-"""Speed and memory of H2O beside other caches, against the limit that memory traffic sets."""
+"""Speed and memory of H2O and other caches, against the limit of memory traffic."""

@@ -1,6 +1,6 @@
-"""The caches that are compared, H2O and transformers' own, and the memory of each.
+"""The caches that are compared, H2O and those of transformers, and the memory of each.
 
-Peak memory is measured in a process of its own: `python -P -m h2okv.benchmarking.caches`.
+Peak memory is measured in a separate process: `python -P -m h2okv.benchmarking.caches`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHILD = "h2okv.benchmarking.caches"
 
 
 def cache_label(name: str, budget: int | float | str | None, kv_bits: int | None = None) -> str:
-    """What tables and figures call a cache: ``h2o 20%, 8 bits``."""
+    """Return a cache's name in tables and figures: ``h2o 20%, 8 bits``."""
     if budget is None:
         return name
     amount = f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
@@ -43,22 +43,22 @@ def cache_label(name: str, budget: int | float | str | None, kv_bits: int | None
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One cache to measure: the name of a runner and, for those with a budget, what H2O keeps."""
+    """One cache to measure: the name of a runner and, if it has a budget, H2O's config."""
 
     name: str
     config: CacheConfig | None = None
 
     @property
     def budget(self) -> int | float | str | None:
-        """Tokens or a fraction of the prompt, its parts if they differ; ``None`` for everything."""
+        """Tokens or a fraction of the prompt, split if unequal; ``None`` for a full cache."""
         if self.config is None:
             return None
         sink, heavy, recent = self.config.sink, self.config.heavy, self.config.recent
         is_halved = type(heavy) is type(recent) and abs(heavy - recent) <= isinstance(heavy, int)
         if is_halved and not sink:
             return heavy + recent
-        parts = (sink, heavy, recent) if sink else (heavy, recent)
-        return "+".join(f"{100 * p:g}%" if isinstance(p, float) else str(p) for p in parts)
+        amounts = (sink, heavy, recent) if sink else (heavy, recent)
+        return "+".join(f"{100 * p:g}%" if isinstance(p, float) else str(p) for p in amounts)
 
     @property
     def kv_bits(self) -> int | None:
@@ -70,7 +70,7 @@ class CacheSpec:
         return cache_label(self.name, self.budget, self.kv_bits)
 
     def entries(self, context: int) -> int:
-        """Entries that one KV head holds after a prompt of so many tokens: K, or all."""
+        """Return the entries of one KV head after a prompt of ``context`` tokens: K, or all."""
         return context if self.config is None else self.config.entries(context)
 
     def runner(
@@ -81,7 +81,7 @@ class CacheSpec:
 
 @dataclass(eq=False)
 class CacheRunner:
-    """One cache on a model: reads a prompt, then takes decode steps. This one is `DynamicCache`."""
+    """One cache on a model: a prompt, then decode steps. The base class is `DynamicCache`."""
 
     model: PreTrainedModel
     spec: CacheSpec
@@ -92,20 +92,20 @@ class CacheRunner:
 
     attention: ClassVar = "sdpa"
     has_budget: ClassVar = False
-    can_compile: ClassVar = False  # whether shapes stay as they are: a step is compiled once
-    reads_prompt: ClassVar = True  # whether the time of the prompt means something
+    can_compile: ClassVar = False  # whether shapes are constant: a step is compiled once
+    reads_prompt: ClassVar = True  # whether the time of the prompt is comparable
 
     @classmethod
     def obstacle(cls) -> str | None:
-        """Why it cannot run here; ``None`` if it can."""
+        """Return why it cannot run here; ``None`` if it can."""
         return None
 
     def new_cache(self, context: int) -> Any:
-        """Make an empty cache for a prompt of so many tokens."""
+        """Make an empty cache for a prompt of ``context`` tokens."""
         return DynamicCache(config=self.model.config)
 
     def prepare(self, context: int) -> None:
-        """Get ready for a prompt; not timed."""
+        """Prepare for a prompt; not timed."""
         self.cache = None
         self.cache = self.new_cache(context)
         self.model.set_attn_implementation(self.attention)
@@ -117,13 +117,13 @@ class CacheRunner:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Get the model ready for decode steps inside a ``with`` block; not timed."""
+        """Prepare the model for decode steps inside a ``with`` block; not timed."""
         self.model.set_attn_implementation(self.attention)
         with self.compiled_steps() if self.compiled else nullcontext():
             yield
 
     def compiled_steps(self) -> AbstractContextManager[Any]:
-        """Compiles the steps inside a ``with`` block, where `can_compile`."""
+        """Compile the steps inside a ``with`` block, if `can_compile`."""
         return nullcontext()
 
     def step(self, token: torch.Tensor) -> None:
@@ -131,17 +131,17 @@ class CacheRunner:
         self.logits = self.forward(token)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Run the model as `generate` does; logits ``[B, 1, V]`` of the last token."""
-        how = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
+        """Run the model as `generate` does; return the last token's logits ``[B, 1, V]``."""
+        options = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         with torch.no_grad():
-            return self.model(ids, **how).logits
+            return self.model(ids, **options).logits
 
     def release(self) -> None:
         self.cache = self.logits = None
 
     @property
     def nbytes(self) -> int:
-        return held_bytes(self.cache)
+        return stored_bytes(self.cache)
 
 
 class _Static(CacheRunner):
@@ -151,7 +151,7 @@ class _Static(CacheRunner):
     reads_prompt = False
 
     def new_cache(self, context: int) -> Any:
-        self.entries = self.spec.entries(context) + 1  # as H2O has one free slot
+        self.entries = self.spec.entries(context) + 1  # H2O has one free slot too
         return StaticCache(config=self.model.config, max_cache_len=self.entries)
 
     def prefill(self, ids: torch.Tensor) -> None:
@@ -200,7 +200,7 @@ class _Quantized(CacheRunner):
         return "not installed (optimum-quanto or hqq)"
 
     def new_cache(self, context: int) -> Any:
-        # The axes stay as they are by default: HQQ counts them from the front only.
+        # Keep the default axes: HQQ does not support negative ones.
         backend = "quanto" if is_optimum_quanto_available() else "hqq"
         return QuantizedCache(backend, self.model.config, nbits=4)
 
@@ -214,27 +214,29 @@ RUNNERS: dict[str, type[CacheRunner]] = {
 """Every cache that can be measured, by name."""
 
 
-def held_bytes(cache: Any) -> int:
-    """Count the bytes of keys and values in a cache of transformers, packed ones too."""
-    stored = ("keys", "values", "quantized_keys", "quantized_values")
-    parts = [v for layer in cache.layers for n, v in vars(layer).items() if n.lstrip("_") in stored]
-    return sum(map(_nbytes, tree_leaves(parts)))
+def stored_bytes(cache: Any) -> int:
+    """Count the bytes of keys and values in a cache of transformers, also packed ones."""
+    names = ("keys", "values", "quantized_keys", "quantized_values")
+    tensors = [
+        v for layer in cache.layers for n, v in vars(layer).items() if n.lstrip("_") in names
+    ]
+    return sum(map(_nbytes, tree_leaves(tensors)))
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of a tensor, also of one that is made of others."""
+    """Return the bytes of a tensor or a tensor subclass."""
     if hasattr(value, "__tensor_flatten__"):
         return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def one_line(error: BaseException) -> str:
-    """Say what happened, on one line of at most 200 characters."""
+    """Return an error as one line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 class PeakRunFailedError(ValueError):
-    """A run ended without a result, most likely for want of memory."""
+    """A run ended without a result, most likely out of memory."""
 
     def __init__(self, run: PeakRun, reason: str) -> None:
         less = "give a smaller context or fewer --layers"
@@ -243,7 +245,7 @@ class PeakRunFailedError(ValueError):
 
 @dataclass(frozen=True)
 class PeakRun:
-    """What to run; other processes understand it."""
+    """One run; picklable for another process."""
 
     source: ModelSource
     dtype: torch.dtype
@@ -257,21 +259,21 @@ class PeakRun:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes before anything was read, and the most of the run."""
+    """Bytes before the prompt, and the run's peak."""
 
     loaded: int
     peak: int
 
 
 def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
-    """Draw token ids, int64 ``[B, T]``, the same every time, on the model's device."""
+    """Draw token ids, int64 ``[B, T]``, always the same, on the model's device."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(1)
     return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
 
 
 def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | None:
-    """The memory of a cache, on a CPU in a process of its own; ``None`` if nothing tells it."""
+    """Measure a cache's memory, on a CPU in a separate process; ``None`` if it is unknown."""
     if model is not None and model.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -285,19 +287,19 @@ def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | N
         return Peak(loaded, torch.cuda.max_memory_allocated(model.device))
     if peak_resident_bytes() is None:
         return None
-    # -P: nothing of the current folder is imported in place of an installed package.
-    words = [sys.executable, "-P", "-m", _CHILD]
-    done = subprocess.run(words, input=pickle.dumps(run), capture_output=True)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        told = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        reason = told[-1] if told else "it was ended by the system"
+    # -P: do not import from the current folder.
+    command = [sys.executable, "-P", "-m", _CHILD]
+    done = subprocess.run(command, input=pickle.dumps(run), capture_output=True)
+    output = done.stdout.splitlines()
+    if done.returncode or not output:
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        reason = lines[-1] if lines else "the system ended it"
         raise PeakRunFailedError(run, reason)
-    return Peak(**json.loads(lines[-1]))
+    return Peak(**json.loads(output[-1]))
 
 
 def _run(model: PreTrainedModel, run: PeakRun) -> None:
-    """Read the prompt and takes two steps."""
+    """Read the prompt and take two steps."""
     runner = run.spec.runner(model, run.prefill_chunk)
     ids = prompt_ids(model, run.batch, run.context)
     runner.prepare(run.context)
@@ -308,10 +310,10 @@ def _run(model: PreTrainedModel, run: PeakRun) -> None:
 
 
 def _peak_in_this_process(run: PeakRun) -> Peak:
-    """What the other process does: builds the model, runs, and reads its own peak."""
+    """Build the model, run, and return this process's peak (called in the other process)."""
     torch.set_num_threads(run.threads)
     model = run.source.build(run.dtype, run.device)
-    # A first small run brings in libraries and scratch memory that every process has once.
+    # A first small run loads libraries and scratch memory that a process needs once.
     _run(model, replace(run, context=min(16, run.context), batch=1))
     gc.collect()
     reset_peak()

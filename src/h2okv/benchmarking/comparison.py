@@ -1,4 +1,4 @@
-"""Prefill, decode step and memory of several caches, and the largest batch that a memory holds."""
+"""Prefill, decode step and memory of several caches, and the largest batch for a memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
 from h2okv.records import Row, unknown_name
 
-_OWN = ("dynamic", "static", "h2o")
-"""A failure of these ends the run; one in another package's cache ends that cache alone."""
+_ESSENTIAL = ("dynamic", "static", "h2o")
+"""A failure of these ends the run; a failure of another package's cache skips that cache."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Settings:
     dtypes: tuple[torch.dtype, ...]
     positions: Positions = "original"
     rounds: int = 5
-    steps: int = 8  # of one turn, whose mean is one sample
+    steps: int = 8  # of one turn; their mean is one sample
     prefill_chunk: int | None = None
     peak: bool = True
     compiled: bool = False
@@ -66,28 +66,28 @@ class Settings:
         }  # fmt: skip
         for option, values in lists.items():
             if not values and option != "kv-bits":
-                raise ValueError(f"--{option} names nothing; give at least one value")
+                raise ValueError(f"--{option} must have at least one value, got none; add one")
             if len(set(values)) != len(values):
-                raise ValueError(f"--{option} names a value twice; give each once")
+                raise ValueError(f"--{option} must have each value once, got {values!r}")
         check_least(rounds=self.rounds, steps=self.steps, prefill_chunk=self.prefill_chunk)
         check_least(8, contexts=min(self.contexts))
         check_least(batches=min(self.batches))
         if any(config.is_full for config in self.configs):
-            raise ValueError("--budget full is no budget; --caches dynamic is the full cache")
+            raise ValueError("--budget must not be full; --caches dynamic is the full cache")
         for name in self.caches:
             if name not in RUNNERS:
                 raise unknown_name("--caches", name, RUNNERS)
         if self.kv_bits and "h2o" not in self.caches:
-            raise ValueError("--kv-bits is about h2o; name it among the --caches, or leave it out")
-        if self.positions not in ("original", "rolling"):
             raise ValueError(
-                f"--positions {self.positions!r} cannot be measured; choose original or rolling"
+                "--kv-bits needs h2o among the --caches; add it, or leave --kv-bits out"
             )
+        if self.positions not in ("original", "rolling"):
+            raise ValueError(f"--positions must be original or rolling, got {self.positions!r}")
 
     def specs(self) -> list[CacheSpec]:
-        """All caches that take turns on one prompt, those that hold everything first."""
-        whole = [CacheSpec(name) for name in self.caches if not RUNNERS[name].has_budget]
-        return whole + [
+        """Return all caches to measure on one prompt, those without a budget first."""
+        unbounded = [CacheSpec(name) for name in self.caches if not RUNNERS[name].has_budget]
+        return unbounded + [
             CacheSpec(name, replace(config, positions=self.positions, kv_bits=bits))
             for config in self.configs
             for name in self.caches
@@ -97,11 +97,11 @@ class Settings:
 
     @property
     def uncounted_steps(self) -> int:
-        """Steps at the beginning of a turn that are not timed; compiling takes several."""
+        """Untimed steps at the beginning of a turn; compilation takes several."""
         return 4 if self.compiled else 1
 
     def check_window(self, window: int | None) -> None:
-        """Refuse contexts that the model cannot read with all steps after them."""
+        """Refuse contexts that exceed the context window with all their steps."""
         context = max(self.contexts)
         steps = self.rounds * (self.uncounted_steps + self.steps)
         if window is not None and context + steps > window:
@@ -113,21 +113,22 @@ class Settings:
 
 
 _BATCH, _PROMPT, _STEPS = 2, 96, 8
-# In fp32, and in half precision. Entries of nearly equal score may change places by rounding alone.
+# In fp32, and in half precision, where rounding may swap entries of nearly equal score.
 _LARGEST_ERROR = (1e-3, 5e-2)
 _LARGEST_DIFFERENCE = (0.002, 0.02)
 
 
 class CheckFailedError(Exception):
-    """H2O does not compute what it must, so that its speed means nothing."""
+    """H2O computes wrong results: its speed means nothing."""
 
 
 def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
-    """Hold H2O to full attention, with K >= length, and to its masking simulation.
+    """Check H2O against full attention, with K >= length, and against masking.
 
     Returns the largest differences of logits, relative to the largest logit, and the fraction of
-    the entries kept that masking does not keep. Half precision has no ``drop_error``, for two right
-    results part by rounding, and counts the first layer alone, whose input is the same for both.
+    entries that masking does not keep. In half precision there is no ``drop_error``, because
+    rounding separates two correct results, and only the first layer counts, whose input is the same
+    for both.
     """
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
@@ -139,35 +140,35 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     full = exact = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
     if options.get("kv_bits") is not None:
         full, _ = logits(_PROMPT, simulate=True)
-    whole, _ = logits(_PROMPT)
+    uncut, _ = logits(_PROMPT)
     dropped, dropping = logits(0.1)
     masked, masking = logits(0.1, simulate=True)
     largest = full.abs().max()
-    error = float((whole - full).abs().max() / largest)
+    error = float((uncut - full).abs().max() / largest)
     drop_error = float((dropped - masked).abs().max() / largest)
-    # The entries that one cache keeps and the other one does not, by layer and head.
-    kept = differing = 0
+    # Entries that only one of the two caches keeps, by layer and head.
+    total = differing = 0
     evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
     for layer_idx in evicting[: 1 if is_half else None]:
         pair = (cache.kept_positions(layer_idx).flatten(0, 1) for cache in (dropping, masking))
-        for own, other in zip(*pair, strict=True):
-            held, wanted = (set(positions[positions >= 0].tolist()) for positions in (own, other))
-            kept += len(wanted)
-            differing += max(len(held - wanted), len(wanted - held))
-    difference = differing / kept
-    # A number that rounding moves to the next code moves by as much as packing moves numbers.
+        for heads in zip(*pair, strict=True):
+            left, right = (set(positions[positions >= 0].tolist()) for positions in heads)
+            total += len(right)
+            differing += max(len(left - right), len(right - left))
+    difference = differing / total
+    # Rounding may move a value to the next code, which changes it as much as packing does.
     packing = float((full - exact).abs().max() / largest)
     limit = max(_LARGEST_ERROR[is_half], packing)
-    for what, found, largest_right in (
+    for problem, value, largest_right in (
         ("with K >= length it differs from full attention", error, limit),
         ("it keeps other entries than its simulation", difference, _LARGEST_DIFFERENCE[is_half]),
         ("it differs from its simulation", 0.0 if is_half else drop_error, limit),
     ):
-        # Not "found > largest_right", which NaN would pass.
-        if not found <= largest_right:
+        # Not "value > largest_right", which NaN would pass.
+        if not value <= largest_right:
             raise CheckFailedError(
-                f"the check of H2O in {dtype_name(model.dtype)} failed: {what} by {found:.2g} (at"
-                f" most {largest_right:.2g} is rounding), so no speed is reported"
+                f"the check of H2O in {dtype_name(model.dtype)} failed: {problem} by {value:.2g}"
+                f" (at most {largest_right:.2g} is rounding), so no speed is reported"
             )
     return {
         "full_error": error,
@@ -179,11 +180,11 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
 def _logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache | h2okv.H2OCache, attention: str
 ) -> torch.Tensor:
-    """Logits after the prompt and after each step, fp32 ``[B, 1 + steps, V]``."""
+    """Return logits after the prompt and after each step, fp32 ``[B, 1 + steps, V]``."""
     model.set_attn_implementation(attention)
     with torch.inference_mode():
-        parts = (ids[:, :_PROMPT], *ids[:, _PROMPT:].split(1, dim=1))
-        outputs = [model(part, logits_to_keep=1, **{CACHE: cache}).logits for part in parts]
+        blocks = (ids[:, :_PROMPT], *ids[:, _PROMPT:].split(1, dim=1))
+        outputs = [model(block, logits_to_keep=1, **{CACHE: cache}).logits for block in blocks]
     return torch.cat(outputs, dim=1).float()
 
 
@@ -194,14 +195,14 @@ COLUMNS = (
     *triple("prefill_ratio"), *triple("speedup"), "limit", "share", "step_bytes", "achieved",
     "bandwidth",
 )  # fmt: skip
-"""What is told of one cache in one combination; docs/benchmarking.md says what each column is."""
+"""Columns of one cache in one combination; docs/benchmarking.md explains them."""
 
 
 @dataclass
 class Bench(ABC):
-    """A model in one dtype and what is wanted of it; refused before anything is allocated."""
+    """A measurement of a model in one dtype; bad settings are refused before it is built."""
 
-    source: ModelSource  # by which other processes build the model, too
+    source: ModelSource  # other processes build the model from it too
     settings: Settings
     dtype: torch.dtype
     device: torch.device
@@ -221,14 +222,14 @@ class Bench(ABC):
         self.check_fits(self.settings)
 
     def needed_bytes(self, settings: Settings, batch: int, context: int) -> int:
-        """A lower bound for one combination: weights, all its caches, one block of the prompt."""
+        """Return a lower bound for one combination: weights, all caches, a block of the prompt."""
         footprint = self.footprint
-        # Quantised baselines are smaller than this by an amount that depends on their packing.
-        whole = [spec for spec in settings.specs() if spec.name != "quantized"]
-        sizes = [footprint.cache_bytes(spec, batch, context) for spec in whole]
+        # Leave out quantised baselines, whose size depends on their packing.
+        unpacked = [spec for spec in settings.specs() if spec.name != "quantized"]
+        sizes = [footprint.cache_bytes(spec, batch, context) for spec in unpacked]
         weights = footprint.weight_bytes
         reading = footprint.prefill_bytes(batch, min(context, settings.prefill_chunk or context))
-        # On a CPU peaks are measured in a process of its own, which has weights, too.
+        # On a CPU peaks are measured in a separate process with its own weights.
         is_apart = settings.peak and self.device.type == "cpu"
         apart = 2 * weights + max(sizes, default=0) if is_apart else 0
         return max(weights + sum(sizes), apart) + reading
@@ -246,7 +247,7 @@ class Bench(ABC):
                 )
 
     def rows(self, report: Callable[[int, str], None], bandwidth: float) -> Iterator[Row]:
-        """Build the model, checks H2O on it, and only then measures; reports `num_units`."""
+        """Build the model, check H2O on it, then measure; `num_units` reports."""
         self.report, self.bandwidth = partial(report, 1), bandwidth
         report(0, "building the model")
         self.model = self.source.build(self.dtype, self.device)
@@ -256,19 +257,19 @@ class Bench(ABC):
             name = dtype_name(self.dtype) + ("" if bits is None else f", {bits} bits")
             self.checks[name] = check_h2o(self.model, positions=positions, kv_bits=bits)
         yield from self.measured()
-        del self.model  # its room is the next dtype's
+        del self.model  # free memory for the next dtype
 
     @property
     @abstractmethod
     def num_units(self) -> int:
-        """How often it reports."""
+        """The number of progress reports."""
 
     @abstractmethod
     def measured(self) -> Iterator[Row]:
-        """Measure on the model that `rows` has checked."""
+        """Measure the model that `rows` has checked."""
 
     def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
-        """The columns that say what ran, and how."""
+        """Return the columns that describe the run."""
         settings = self.settings
         return {
             "model": self.source.name, "dtype": dtype_name(self.dtype),
@@ -286,20 +287,20 @@ class Bench(ABC):
         return measure_peak(run, self.model)
 
     def time_prompt(self, runner: CacheRunner, ids: torch.Tensor) -> float:
-        """Seconds that reading a prompt takes."""
+        """Return the seconds of reading a prompt."""
         runner.prepare(ids.shape[1])
         return Clock(ids.device).seconds(partial(runner.prefill, ids))
 
     def time_steps(self, runner: CacheRunner, token: torch.Tensor) -> float:
-        """Seconds of one decode step: the mean of one turn."""
+        """Return the seconds of one decode step, the mean of one turn."""
 
         def turn() -> None:
             for _ in range(self.settings.steps):
                 runner.step(token)
 
-        # Every new size is compiled for itself, as the first one in a process is.
-        own_size = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-        with own_size, runner.decoding():
+        # Compile every size statically, like the first one in a process.
+        static_shapes = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        with static_shapes, runner.decoding():
             for _ in range(self.settings.uncounted_steps):
                 runner.step(token)
             return Clock(token.device).seconds(turn) / self.settings.steps
@@ -307,7 +308,7 @@ class Bench(ABC):
 
 @dataclass
 class _Samples:
-    """Seconds of each prompt and of one step, bytes after the last step, and what went wrong."""
+    """Seconds of each prompt and of one step, bytes after the last step, and a failure."""
 
     failure: str
     prefill: list[float] = field(default_factory=list)
@@ -316,7 +317,7 @@ class _Samples:
 
 
 class Comparison(Bench):
-    """Measures all combinations."""
+    """A measurement of all combinations."""
 
     columns = COLUMNS
 
@@ -332,32 +333,40 @@ class Comparison(Bench):
         settings, specs = self.settings, self.settings.specs()
         for context, batch in product(settings.contexts, settings.batches):
             if settings.compiled:
-                torch.compiler.reset()  # what was compiled for other shapes
+                torch.compiler.reset()  # drop code for other shapes
             samples = {spec: _Samples(RUNNERS[spec.name].obstacle() or "") for spec in specs}
             self._time(samples, context, batch)
             gc.collect()
-            for spec, own in samples.items():
+            for spec, samples_of_cache in samples.items():
                 row = dict.fromkeys(COLUMNS) | self.described(spec, context)
-                row |= {"batch": batch, "status": own.failure or "ok", "bandwidth": self.bandwidth}
+                row |= {
+                    "batch": batch,
+                    "status": samples_of_cache.failure or "ok",
+                    "bandwidth": self.bandwidth,
+                }
                 row["weight_bytes"] = self.footprint.step_weight_bytes
-                yield row if own.failure else row | self._figures(spec, context, batch, samples)
+                yield (
+                    row
+                    if samples_of_cache.failure
+                    else row | self._figures(spec, context, batch, samples)
+                )
 
     def _time(self, samples: dict[CacheSpec, _Samples], context: int, batch: int) -> None:
         """Time prompts, then steps on the caches of the last prompts."""
         settings, ids = self.settings, prompt_ids(self.model, batch, context)
-        able = (spec for spec, own in samples.items() if not own.failure)
-        how = settings.prefill_chunk, settings.compiled
-        runners = [spec.runner(self.model, *how) for spec in able]
+        able = (spec for spec, cache_samples in samples.items() if not cache_samples.failure)
+        options = settings.prefill_chunk, settings.compiled
+        runners = [spec.runner(self.model, *options) for spec in able]
         for name, rounds in (("", 1), ("prompt", settings.rounds), ("decode", settings.rounds)):
             for _, runner in interleaved(runners, rounds):
-                own = samples[runner.spec]
+                cache_samples = samples[runner.spec]
                 try:
-                    if not own.failure:
-                        self._turn(name, runner, ids, own)
+                    if not cache_samples.failure:
+                        self._turn(name, runner, ids, cache_samples)
                 except Exception as error:
-                    if runner.spec.name in _OWN:
+                    if runner.spec.name in _ESSENTIAL:
                         raise
-                    own.failure = f"failed: {one_line(error)}"
+                    cache_samples.failure = f"failed: {one_line(error)}"
                     runner.release()
                 if name:
                     self.report(f"{context} x {batch}: {name}, {runner.spec.label}")
@@ -372,9 +381,9 @@ class Comparison(Bench):
             samples.decode.append(self.time_steps(runner, ids[:, :1]))
             samples.cache_bytes = runner.nbytes
         else:
-            # The first forward of a kind finds algorithms and scratch memory; it does not count.
+            # Warm up: the first forward selects algorithms and allocates scratch memory.
             self.time_prompt(runner, ids[:, :64])
-            if not self.settings.compiled:  # a compiled step would be one for this short prompt
+            if not self.settings.compiled:  # it would be compiled for this short prompt
                 with runner.decoding():
                     runner.step(ids[:, :1])
             runner.release()
@@ -382,35 +391,35 @@ class Comparison(Bench):
     def _figures(
         self, spec: CacheSpec, context: int, batch: int, samples: dict[CacheSpec, _Samples]
     ) -> dict[str, Any]:
-        own, entries, peak = samples[spec], spec.entries(context), None
-        if self.settings.peak and own.prefill:
-            with suppress(PeakRunFailedError):  # an empty cell; the times stand
+        cache_samples, entries, peak = samples[spec], spec.entries(context), None
+        if self.settings.peak and cache_samples.prefill:
+            with suppress(PeakRunFailedError):  # an empty cell; the times are valid
                 peak = self.peak(spec, context, batch)
             self.report(f"{context} x {batch}: memory, {spec.label}")
-        # Bytes of its cache that a step must read; how "quantized" packs is its own affair.
-        read = own.cache_bytes
+        # Bytes of the cache that a step must read; of "quantized" those that it stores.
+        bytes_read = cache_samples.cache_bytes
         if spec.name != "quantized":
-            read = self.footprint.cache_bytes(spec, batch, context, free=0)
+            bytes_read = self.footprint.cache_bytes(spec, batch, context, free=0)
         weights = self.footprint.step_weight_bytes
-        limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), read)
-        decode = quartiles("decode", own.decode)
+        limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), bytes_read)
+        decode = quartiles("decode", cache_samples.decode)
         values = {
             "entries": entries,
-            "cache_bytes": own.cache_bytes,
-            **quartiles("prefill", own.prefill),
+            "cache_bytes": cache_samples.cache_bytes,
+            **quartiles("prefill", cache_samples.prefill),
             **decode,
             "tokens_per_second": batch / decode["decode"],
             "peak_bytes": peak and peak.peak,
             "limit": limit,
-            "step_bytes": weights + read,
-            "achieved": (weights + read) / decode["decode"],
+            "step_bytes": weights + bytes_read,
+            "achieved": (weights + bytes_read) / decode["decode"],
         }
         full = samples.get(CacheSpec("dynamic"))
         if full is not None:
-            values |= quartiles("speedup", ratios(full.decode, own.decode))
+            values |= quartiles("speedup", ratios(full.decode, cache_samples.decode))
             values["share"] = values["speedup"] / limit
-            if own.prefill:
-                values |= quartiles("prefill_ratio", ratios(own.prefill, full.prefill))
+            if cache_samples.prefill:
+                values |= quartiles("prefill_ratio", ratios(cache_samples.prefill, full.prefill))
         return values
 
 
@@ -422,27 +431,27 @@ class BatchMemory:
     """Memory by batch: ``weight + runtime + constant + batch * (cache + activation)``, in bytes."""
 
     weight: int
-    runtime: int  # measured: what is held beside the weights
-    constant: int  # measured: what a forward needs for any batch
+    runtime: int  # measured: besides the weights, before a forward
+    constant: int  # measured: of a forward, for any batch
     cache: int  # of a sequence
-    activation: int  # measured: what a forward needs for each sequence
+    activation: int  # measured: of a forward, for each sequence
 
     @classmethod
     def of_peaks(cls, weights: int, cache: int, peaks: dict[int, Peak]) -> BatchMemory:
-        """Find the measured parts from the peaks of the smallest and the largest batch."""
+        """Derive the measured terms from the peaks of the smallest and the largest batch."""
         few, many = min(peaks), max(peaks)
         slope = (peaks[many].peak - peaks[few].peak) / (many - few)
         activation = max(0, round(slope) - cache)
         runtime = max(0, peaks[few].loaded - weights)
-        rest = peaks[few].peak - peaks[few].loaded - few * (cache + activation)
-        return cls(weights, runtime, max(0, rest), cache, activation)
+        constant = peaks[few].peak - peaks[few].loaded - few * (cache + activation)
+        return cls(weights, runtime, max(0, constant), cache, activation)
 
     def bytes(self, batch: int) -> int:
         fixed = self.weight + self.runtime + self.constant
         return fixed + batch * (self.cache + self.activation)
 
     def largest_batch(self, memory: int) -> int:
-        """The largest batch that fits; 0 if not even one sequence does."""
+        """Return the largest batch that fits; 0 if no sequence does."""
         return max(0, (memory - self.bytes(0)) // max(1, self.cache + self.activation))
 
 
@@ -452,12 +461,12 @@ MAX_BATCH_COLUMNS = (
     "cache_bytes", "activation_bytes", "max_batch", "is_verified", "peak_bytes", "run_batch",
     *triple("prefill"), *triple("decode"), "tokens_per_second", *triple("throughput_ratio"),
 )  # fmt: skip
-"""What is told of one cache, budget, context and dtype; see docs/benchmarking.md."""
+"""Columns of one cache, budget, context and dtype; see docs/benchmarking.md."""
 
 
 @dataclass
 class _Candidate:
-    """One cache, how large a batch it may have, and its samples."""
+    """One cache, its largest batch, and its samples."""
 
     spec: CacheSpec
     memory: BatchMemory
@@ -471,10 +480,10 @@ class _Candidate:
 
 @dataclass
 class MaxBatch(Bench):
-    """Finds the largest batches; of the settings, batches and caches are not read."""
+    """A search for the largest batches; ignores the settings' batches and caches."""
 
     memory: int  # bytes for everything
-    max_run_batch: int  # larger batches are not really run
+    max_run_batch: int  # larger batches are calculated but not run
 
     columns = MAX_BATCH_COLUMNS
 
@@ -483,19 +492,19 @@ class MaxBatch(Bench):
         super().__post_init__()
 
     def check_fits(self, settings: Settings) -> None:
-        # The straight line begins at batches of one and two, one cache at a time.
-        own = replace(settings, batches=(2,), caches=("dynamic",), kv_bits=(), peak=True)
-        super().check_fits(own)
+        # Extrapolation starts from batches of one and two, one cache at a time.
+        smallest = replace(settings, batches=(2,), caches=("dynamic",), kv_bits=(), peak=True)
+        super().check_fits(smallest)
         weights = self.footprint.weight_bytes
         if weights >= self.memory:
             raise ValueError(
-                f"--memory {self.memory} bytes do not hold the model's {weights} bytes of weights;"
+                f"--memory must be above the model's {weights} bytes of weights, got {self.memory};"
                 " give more, fewer --layers or another --dtype"
             )
 
     @property
     def num_units(self) -> int:
-        """About; batches may have to be corrected."""
+        """The approximate number of reports; corrections of batches add some."""
         settings = self.settings
         return len(settings.contexts) * len(settings.specs()) * (3 + settings.rounds)
 
@@ -504,29 +513,31 @@ class MaxBatch(Bench):
         for context in settings.contexts:
             candidates = [self._candidate(spec, context) for spec in settings.specs()]
             runnable = [candidate for candidate in candidates if candidate.run_batch]
-            for _, own in interleaved(runnable, settings.rounds):
-                ids = prompt_ids(self.model, own.run_batch, context)
-                runner = own.spec.runner(self.model, settings.prefill_chunk, settings.compiled)
-                own.prefill.append(self.time_prompt(runner, ids))
-                own.decode.append(self.time_steps(runner, ids[:, :1]))
-                runner.release()  # the caches of two of them do not fit at once
-                self.report(f"{context}: batch {own.run_batch}, {own.spec.label}")
+            for _, candidate in interleaved(runnable, settings.rounds):
+                ids = prompt_ids(self.model, candidate.run_batch, context)
+                runner = candidate.spec.runner(
+                    self.model, settings.prefill_chunk, settings.compiled
+                )
+                candidate.prefill.append(self.time_prompt(runner, ids))
+                candidate.decode.append(self.time_steps(runner, ids[:, :1]))
+                runner.release()  # the caches of two candidates do not fit at once
+                self.report(f"{context}: batch {candidate.run_batch}, {candidate.spec.label}")
             for candidate in candidates:
                 yield self._row(candidate, candidates[0], context)
 
     def _candidate(self, spec: CacheSpec, context: int) -> _Candidate:
-        """Find the largest batch by arithmetic, and corrects it by running it."""
+        """Calculate the largest batch, and correct it by running it."""
         cache = self.footprint.cache_bytes(spec, 1, context)
         weights = self.footprint.weight_bytes
         peaks = {batch: self._peak(spec, context, batch) for batch in (1, 2)}
         while True:
-            # One and two sequences make a short line; a longer one predicts better. What it says
-            # is moved to where the measurements leave it.
+            # Extrapolating from one and two sequences is inexact, from larger batches less so.
+            # Clamp the prediction to what the measurements allow.
             memory = BatchMemory.of_peaks(weights, cache, peaks)
             fitting = [batch for batch, peak in peaks.items() if peak.peak <= self.memory]
             above = [batch - 1 for batch in peaks if batch not in fitting]
             largest = min([max([memory.largest_batch(self.memory), *fitting]), *above])
-            if len(peaks) > 1 + _MOST_CORRECTIONS:  # the line and the measurements do not meet
+            if len(peaks) > 1 + _MOST_CORRECTIONS:  # prediction and measurements do not converge
                 largest = max(fitting, default=0)
             runnable = 0 < largest <= self.max_run_batch and self._has_room(memory, largest)
             if largest in peaks or not runnable:
@@ -542,36 +553,40 @@ class MaxBatch(Bench):
         return _Candidate(spec, memory, largest, run, peaks, verified)
 
     def _has_room(self, memory: BatchMemory, batch: int) -> bool:
-        """Whether this machine, the model loaded here too, can run a batch."""
+        """Return whether this machine, with the model loaded here too, can run a batch."""
         available = available_bytes(self.device)
-        own = memory.weight if self.device.type == "cpu" else 0
-        return available is None or memory.bytes(batch) - memory.weight + own <= available
+        loaded = memory.weight if self.device.type == "cpu" else 0
+        return available is None or memory.bytes(batch) - memory.weight + loaded <= available
 
     def _peak(self, spec: CacheSpec, context: int, batch: int) -> Peak:
         peak = self.peak(spec, context, batch)
         self.report(f"{context}: memory of batch {batch}, {spec.label}")
         if peak is None:
             raise ValueError(
-                "this system does not tell a process's memory, which --max-batch needs; use Linux,"
-                " or a GPU"
+                "--max-batch needs a process's memory, which this system does not report; use"
+                " Linux, or a GPU"
             )
         return peak
 
-    def _row(self, own: _Candidate, full: _Candidate, context: int) -> Row:
-        peak = own.peaks.get(own.run_batch)
-        row: dict[str, Any] = dict.fromkeys(MAX_BATCH_COLUMNS) | self.described(own.spec, context)
-        row |= {f"{name}_bytes": value for name, value in asdict(own.memory).items()}
-        row |= {name: getattr(own, name) for name in ("max_batch", "is_verified", "run_batch")}
+    def _row(self, candidate: _Candidate, full: _Candidate, context: int) -> Row:
+        peak = candidate.peaks.get(candidate.run_batch)
+        row: dict[str, Any] = dict.fromkeys(MAX_BATCH_COLUMNS) | self.described(
+            candidate.spec, context
+        )
+        row |= {f"{name}_bytes": value for name, value in asdict(candidate.memory).items()}
+        row |= {
+            name: getattr(candidate, name) for name in ("max_batch", "is_verified", "run_batch")
+        }
         row |= {"memory_bytes": self.memory, "peak_bytes": peak and peak.peak}
-        row |= quartiles("prefill", own.prefill) | quartiles("decode", own.decode)
-        if own.decode:
-            row["tokens_per_second"] = own.run_batch / row["decode"]
-        if own.decode and full.decode:
-            speeds, full_speeds = ([c.run_batch / s for s in c.decode] for c in (own, full))
+        row |= quartiles("prefill", candidate.prefill) | quartiles("decode", candidate.decode)
+        if candidate.decode:
+            row["tokens_per_second"] = candidate.run_batch / row["decode"]
+        if candidate.decode and full.decode:
+            speeds, full_speeds = ([c.run_batch / s for s in c.decode] for c in (candidate, full))
             row |= quartiles("throughput_ratio", ratios(speeds, full_speeds))
         return row
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name without ``torch.``."""
+    """Return a dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")

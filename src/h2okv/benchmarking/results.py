@@ -1,4 +1,4 @@
-"""Samples as medians with quartiles, rows of results, and the tables and the picture of them."""
+"""Samples as medians with quartiles, rows of results, their tables and their plot."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ POINTS = ("_p50", "_p95", "_p99")  # the columns of a distribution, behind its n
 
 
 def interleaved(items: Sequence[_T], rounds: int) -> Iterator[tuple[int, _T]]:
-    """Give all items in every round, backwards in every other one: none is favoured."""
+    """Yield all items in every round, in reverse order in every other one: none is favoured."""
     for number in range(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield number, item
 
 
 def quartiles(name: str, samples: Sequence[float]) -> dict[str, Any]:
-    """The median of samples and its quartiles, as three columns; of none, no columns."""
+    """Return the median of samples and its quartiles as three columns; none for no samples."""
     if not samples:
         return {}
     lower, median, upper = numpy.quantile(samples, (0.25, 0.5, 0.75)).tolist()
@@ -34,19 +34,19 @@ def quartiles(name: str, samples: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Ratios within rounds; both are in order of the rounds."""
+    """Return ratios within rounds; both arguments are in order of the rounds."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def percentiles(name: str, values: Iterable[float | None]) -> dict[str, Any]:
-    """Three points of a distribution, as columns; of the values that are there."""
-    there = [value for value in values if value is not None]
-    points = numpy.quantile(there, (0.5, 0.95, 0.99)).tolist() if there else (None,) * 3
+    """Return three points of a distribution as columns, over the values that are not None."""
+    present = [value for value in values if value is not None]
+    points = numpy.quantile(present, (0.5, 0.95, 0.99)).tolist() if present else (None,) * 3
     return dict(zip(triple(name, *POINTS), points, strict=True))
 
 
 def triple(name: str, *ends: str) -> tuple[str, ...]:
-    """The columns that one quantity takes; a median with its quartiles by default."""
+    """Return the column names of one quantity; by default a median with its quartiles."""
     return tuple(name + end for end in ends or ("", "_lower", "_upper"))
 
 
@@ -83,7 +83,7 @@ def _label(row: Row) -> str:
 
 
 def load_label(row: Row) -> str:
-    """What tables call a load."""
+    """Return a load's name in tables."""
     return f"{row['clients']} clients" if row["rate"] is None else f"{row['rate']:g}/s"
 
 
@@ -124,25 +124,25 @@ _SERVING: dict[str, Cell] = {
 
 
 def comparison_table(rows: Sequence[Row]) -> str:
-    """The caches side by side, a table for each dtype, context and batch."""
+    """Render the caches side by side, a table for each dtype, context and batch."""
     measured = [row for row in rows if row["status"] == "ok"]
     return _tables(_COMPARISON, measured, "{dtype}, context {context:,}, batch {batch}")
 
 
 def missing_figures(rows: Sequence[Row]) -> list[str]:
-    """Say which caches gave no figure, and why, each once."""
+    """Return the caches without figures and the reasons, each once."""
     missing = [row for row in rows if row["status"] != "ok"]
     return list(dict.fromkeys(f"{row['cache']}: {row['status']}" for row in missing))
 
 
 def max_batch_table(rows: Sequence[Row]) -> str:
-    """The largest batches side by side, a table for each dtype and context."""
+    """Render the largest batches side by side, a table for each dtype and context."""
     note = "" if all(row["is_verified"] for row in rows) else "? by arithmetic, not run\n"
     return _tables(_MAX_BATCH, rows, "{dtype}, context {context:,}") + note
 
 
 def serving_table(rows: Sequence[Row]) -> str:
-    """The loads side by side."""
+    """Render the loads side by side."""
     return _table(_SERVING, rows, ("server", "load"))
 
 
@@ -152,14 +152,14 @@ def _tables(cells: Mapping[str, Cell], rows: Sequence[Row], title: str) -> str:
 
 
 def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] = ("cache",)) -> str:
-    """Render a table at most 100 columns wide; columns without any figure are left out."""
+    """Render a table at most 100 columns wide, without columns that have no figure."""
     texts = {heading: [cell(row) for row in rows] for heading, cell in cells.items()}
-    shown = {heading: own for heading, own in texts.items() if set(own) != {_NONE}}
+    shown = {heading: column for heading, column in texts.items() if set(column) != {_NONE}}
     return format_table(list(shown), zip(*shown.values(), strict=True), left)
 
 
 def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
-    """Draw steps by context and, dashed, what reading takes; a panel for each dtype and batch."""
+    """Plot steps by context and, dashed, the time of reading, per dtype and batch."""
     timed = [row for row in rows if row["decode"] is not None]
     panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))
     columns = min(3, len(panels))
@@ -168,12 +168,12 @@ def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
     grid = figure.subplots(lines, columns, squeeze=False)
     labels = list(dict.fromkeys(map(_label, timed)))
     for axes, panel in zip(grid.flat, panels, strict=False):
-        own = [row for row in timed if (row["dtype"], row["batch"]) == panel]
+        shown = [row for row in timed if (row["dtype"], row["batch"]) == panel]
         for number, label in enumerate(labels):
-            _draw(axes, [row for row in own if _label(row) == label], label, number)
+            _draw(axes, [row for row in shown if _label(row) == label], label, number)
         axes.set(
             title=f"{panel[0]}, batch {panel[1]}", xlabel="context, tokens",
-            ylabel="decode step, ms (dashed: limit)", xticks=sorted({r["context"] for r in own}),
+            ylabel="decode step, ms (dashed: limit)", xticks=sorted({r["context"] for r in shown}),
         )  # fmt: skip
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

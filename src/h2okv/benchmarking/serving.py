@@ -1,4 +1,4 @@
-"""Servers under load: which ones, how they are started, and the loads put on them in turn."""
+"""Servers under load: which ones, how to start them, and the loads in turn."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ from h2okv.records import unknown_name
 
 OTHER_SERVERS = ("transformers", "sequential")
 _UNSTRETCHED = 1024
-"""Tokens that a prompt has at most which is sent as it is; an assumption, for the paged cache."""
-# Common English in a common tokenizer, where a server does not count for us.
+"""Assumed maximum tokens of a prompt that is sent unchanged, for the size of the paged cache."""
+# English text in a common tokenizer, for servers that report no token counts.
 _USUAL_RATIO = 4.0
-# Characters of the first request: enough to tell how many are a token, and no long prompt.
+# Characters of the first request: enough to estimate the ratio, and still a short prompt.
 _PROBE = 600
-# -P: nothing of the current folder is imported in place of an installed package.
+# -P: do not import from the current folder.
 _PYTHON = (sys.executable, "-P", "-m")
 _HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server to measure: one that runs at a URL, or one that a command line starts."""
+    """A server to measure: at a URL, or started by a command."""
 
     name: str
     url: str = ""
-    words: tuple[str, ...] = ()  # "{port}" in one becomes the port
-    model: str | None = None  # the name that requests must give; None if the server tells
-    options: str = ""  # remarks on how it was set up
+    command: tuple[str, ...] = ()  # "{port}" is replaced by the port
+    model: str | None = None  # the name for requests; None to ask the server
+    options: str = ""  # a note on its configuration
 
     @asynccontextmanager
     async def running(self, patience: float = 180.0) -> AsyncIterator[tuple[str, int | None]]:
-        """Start it if need be, waits until it answers, and stops it; its URL and process."""
-        if not self.words:
+        """Start it if needed, wait until it is healthy, and stop it; yield URL and process."""
+        if not self.command:
             yield self.url, None
             return
         port = free_port()
         url = f"http://{_HOST}:{port}"
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                [word.replace("{port}", str(port)) for word in self.words],
+                [word.replace("{port}", str(port)) for word in self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={"HF_HUB_OFFLINE": "1", **os.environ},
-                # Ctrl-C is for this program, which then stops the server itself.
+                # Ctrl-C must not reach the server: this program stops it.
                 start_new_session=True,
             )
             try:
@@ -94,10 +94,10 @@ class Server:
     def _failure(self, code: int | None, log: IO[bytes]) -> ValueError:
         log.seek(0)
         lines = log.read().decode("utf-8", "replace").split("\n")
-        told = " / ".join([line.strip() for line in lines if line.strip()][-2:])[-400:]
+        tail = " / ".join([line.strip() for line in lines if line.strip()][-2:])[-400:]
         reason = "does not answer" if code is None else f"ended with code {code}"
         return ValueError(
-            f"the server {self.name!r} {reason} ({told or 'it said nothing'}); start it by hand to"
+            f"the server {self.name!r} {reason} ({tail or 'no output'}); start it by hand to"
             " see why, and give its --url"
         )
 
@@ -118,29 +118,29 @@ def _is_healthy(url: str) -> bool:
 
 
 def paged_blocks(clients: int, tokens: int, page: int) -> int:
-    """Blocks of a paged cache for so many clients, and a tenth that the scheduler keeps free."""
+    """Return the blocks of a paged cache for all clients, with a reserve of a tenth."""
     return -(-clients * -(-tokens // page) * 11 // 10) + 1
 
 
-def own_server(model: str, options: Sequence[str] = ()) -> Server:
-    """`h2okv serve`."""
-    words = (*_PYTHON, "h2okv", "serve", "--model", model, "--port", "{port}", *options)
-    return Server("h2okv", words=words, options=" ".join(options))
+def h2okv_server(model: str, options: Sequence[str] = ()) -> Server:
+    """Return `h2okv serve`."""
+    command = (*_PYTHON, "h2okv", "serve", "--model", model, "--port", "{port}", *options)
+    return Server("h2okv", command=command, options=" ".join(options))
 
 
 def transformers_server(folder: str, dtype: str, device: str, blocks: int | None) -> Server:
-    """`transformers serve`, with continuous batching or, without, one request after another."""
-    words = (
+    """Return `transformers serve`, with continuous batching if ``blocks`` is given."""
+    command = (
         *_PYTHON, "transformers.cli.transformers", "serve", folder, "--dtype", dtype,
         "--device", device, "--attn-implementation", "sdpa", "--host", _HOST, "--port", "{port}",
     )  # fmt: skip
     if blocks is None:
-        return Server("sequential", words=words, model=folder, options="transformers serve")
+        return Server("sequential", command=command, model=folder, options="transformers serve")
     chosen = (
         "--continuous-batching", "--cb-block-size", "256", "--cb-num-blocks", str(blocks),
         "--cb-max-batch-tokens", "1024",
     )  # fmt: skip
-    return Server("transformers", words=words + chosen, model=folder, options=" ".join(chosen))
+    return Server("transformers", command=command + chosen, model=folder, options=" ".join(chosen))
 
 
 def choose_servers(
@@ -153,11 +153,9 @@ def choose_servers(
     loads: Sequence[Load],
     workload: Workload,
 ) -> tuple[Server, ...]:
-    """Find out which servers to measure: a running one, or one to start and others beside it."""
+    """Return the servers to measure: a running one, or those to start."""
     if (url is None) == (model is None):
-        raise ValueError(
-            "give either --url of a running server or --model, for which one is started"
-        )
+        raise ValueError("give either --url of a running server or --model to start one")
     for name in others:
         if name not in OTHER_SERVERS:
             raise unknown_name("--against", name, OTHER_SERVERS)
@@ -165,36 +163,39 @@ def choose_servers(
         if others or serve_options:
             raise ValueError("--against and --serve-options go with --model, not with --url")
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--url {url!r} is no URL; give one such as http://127.0.0.1:8000")
+            raise ValueError(f"--url must be a URL such as http://127.0.0.1:8000, got {url!r}")
         url = url.rstrip("/").removesuffix("/v1")
         return (Server(url, url, model=served_name),)
     assert model is not None
-    options = [*shlex.split(serve_options), *(("--device", device) if device != "auto" else ())]
-    servers = [own_server(model, options)]
+    serve_arguments = [
+        *shlex.split(serve_options),
+        *(("--device", device) if device != "auto" else ()),
+    ]
+    servers = [h2okv_server(model, serve_arguments)]
     if others:
         longest = _UNSTRETCHED if workload.context is None else workload.context[1]
         clients = max(load.clients or load.requests for load in loads)
-        blocks = paged_blocks(clients, longest + workload.most_new_tokens, 256)
+        blocks = paged_blocks(clients, longest + workload.max_new_tokens, 256)
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = str(default_dtype(model, auto if device == "auto" else device) or "auto")
         for name in others:
-            own = blocks if name == "transformers" else None
-            known = describe(model).source, dtype.removeprefix("torch."), device
-            servers.append(transformers_server(*known, own))
+            num_blocks = blocks if name == "transformers" else None
+            options = describe(model).source, dtype.removeprefix("torch."), device
+            servers.append(transformers_server(*options, num_blocks))
     return tuple(servers)
 
 
 @dataclass
 class ServeRun:
-    """Measures every load on every server; what was measured before Ctrl-C is not lost."""
+    """A measurement of every load on every server; Ctrl-C keeps the finished ones."""
 
     servers: Sequence[Server]
-    model: str | None  # its tokenizer cuts prompts; None: the server's count
+    model: str | None  # its tokenizer truncates prompts; None: by the server's counts
     workload: Workload
     loads: Sequence[Load]
     warmup: int  # requests before the first load of a server
     client: Mapping[str, Any]
-    keep: Callable[[dict[str, Any]], None]  # takes each row as it comes
+    keep: Callable[[dict[str, Any]], None]  # receives each row when it is complete
     progress: Progress
 
     async def all(self) -> None:
@@ -205,9 +206,9 @@ class ServeRun:
                 server.running() as (url, process),
                 Client(url, server.model, **self.client) as client,
             ):
-                await self._one(server, client, process)
+                await self._measure(server, client, process)
 
-    async def _one(self, server: Server, client: Client, process: int | None) -> None:
+    async def _measure(self, server: Server, client: Client, process: int | None) -> None:
         workload = self.workload
         cut = by_ratio(await client.connect(workload.texts[0][:_PROBE]) or _USUAL_RATIO)
         if self.model is not None and workload.context is not None:
@@ -222,9 +223,9 @@ class ServeRun:
             requests = [workload.request(number, cut) for number in range(load.requests)]
             try:
                 await load.run(client, requests, outcomes, done, workload.seed)
-            finally:  # also of a load that is interrupted
-                asked = {"server": server.name, "model": self.model or server.model or ""}
-                row = {**asked, "settings": server.options, **summarize(outcomes, load)}
+            finally:  # also after an interrupted load
+                names = {"server": server.name, "model": self.model or server.model or ""}
+                row = {**names, "settings": server.options, **summarize(outcomes, load)}
                 row["peak_bytes"] = process and peak_resident_bytes(process)
                 if outcomes:
                     self.keep(row)

@@ -1,4 +1,4 @@
-"""Clients of an OpenAI-compatible server: what they ask, when, and what they saw."""
+"""Clients of an OpenAI-compatible server: requests, loads and their outcomes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from h2okv.records import Row, read_jsonl
 
 KEY_VARIABLE = "H2OKV_API_KEY"
 INTERRUPTED = "interrupted"
-"""The error of a request that was running when the measurement was stopped."""
+"""Error of a request that was running when the measurement was stopped."""
 _SHORTEST_PROMPT = 16
 _LONGEST_ANSWER = 4  # times the median
 _MESSAGE_LIMIT = 300
 _LATE = 0.05
 
-Cut = Callable[[str, int], str]  # cuts a text to a number of tokens
+Cut = Callable[[str, int], str]  # truncates a text to a number of tokens
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by number, the same for every server that is measured."""
+    """Requests by number, the same for every server."""
 
     texts: Sequence[str]
-    context: tuple[int, int] | None = None  # the range of tokens that texts are stretched to
+    context: tuple[int, int] | None = None  # range of tokens to extend texts to
     new_tokens: int = 128  # the median of a log-normal distribution
     spread: float = 0.8
     seed: int = 0
@@ -46,55 +46,57 @@ class Workload:
     def __post_init__(self) -> None:
         if self.context is not None and not _SHORTEST_PROMPT <= self.context[0] <= self.context[1]:
             raise ValueError(
-                f"--context {self.context[0]}:{self.context[1]} is not a range of"
-                f" {_SHORTEST_PROMPT} tokens or more; give one such as 2048:4096"
+                f"--context must be a range of {_SHORTEST_PROMPT} tokens or more, got"
+                f" {self.context[0]}:{self.context[1]}; give for example 2048:4096"
             )
         check_least(new_tokens=self.new_tokens)
         if not 0 <= self.spread <= 3:
-            raise ValueError(f"--spread {self.spread} is out of range; give 0 to 3, such as 0.8")
+            raise ValueError(
+                f"--spread must be from 0 to 3, got {self.spread}; give for example 0.8"
+            )
 
     @property
-    def most_new_tokens(self) -> int:
-        """More than so many are never asked for."""
+    def max_new_tokens(self) -> int:
+        """Upper bound on requested tokens."""
         return self.new_tokens * (_LONGEST_ANSWER if self.spread else 1)
 
     def request(self, number: int, cut: Cut) -> tuple[str, int]:
-        """Make one request: its prompt, and the most new tokens."""
-        source = random.Random(f"{self.seed}:{number}")
+        """Return one request: its prompt and its maximum number of new tokens."""
+        rng = random.Random(f"{self.seed}:{number}")
         text = self.texts[number % len(self.texts)]
-        length = None if self.context is None else source.randint(*self.context)
-        drawn = self.new_tokens * math.exp(self.spread * source.gauss(0, 1))
+        length = None if self.context is None else rng.randint(*self.context)
+        new_tokens = self.new_tokens * math.exp(self.spread * rng.gauss(0, 1))
         if length is not None:
             words = sample_prompt().split()
-            start = source.randrange(len(words))
+            start = rng.randrange(len(words))
             words = words[start:] + words[:start]
-            # A word has at least one token, so as many words as tokens are enough.
+            # A word has at least one token: `length` words are enough.
             filler = (words * (length // len(words) + 1))[:length]
-            text = cut(" ".join([f"({source.randrange(10**6)})", text, *filler]), length)
-        return text, min(max(1, round(drawn)), self.most_new_tokens)
+            text = cut(" ".join([f"({rng.randrange(10**6)})", text, *filler]), length)
+        return text, min(max(1, round(new_tokens)), self.max_new_tokens)
 
 
 def by_ratio(characters_per_token: float) -> Cut:
-    """Cut by the number of characters that a token has on average."""
+    """Return a function that truncates by an average number of characters per token."""
     return lambda text, tokens: text[: max(1, round(tokens * characters_per_token))]
 
 
 def by_tokenizer(model: str) -> Cut:
-    """Cut with a model's own tokenizer."""
+    """Return a function that truncates with a model's tokenizer."""
     tokenizer = describe(model).tokenizer
 
     def cut(text: str, tokens: int) -> str:
-        found = tokenizer(text, return_offsets_mapping=True, verbose=False)
-        ends = [end for _, end in found["offset_mapping"]]
+        encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+        ends = [end for _, end in encoding["offset_mapping"]]
         return text[: ends[min(tokens, len(ends)) - 1]]
 
     return cut
 
 
 def default_texts() -> list[str]:
-    """Return the paragraphs of the text in the package, long enough to be a prompt."""
-    paragraphs = (part.strip() for part in sample_prompt().splitlines())
-    return [part for part in paragraphs if len(part.split()) >= _SHORTEST_PROMPT]
+    """Return the paragraphs of the bundled text that are long enough for a prompt."""
+    paragraphs = (paragraph.strip() for paragraph in sample_prompt().splitlines())
+    return [paragraph for paragraph in paragraphs if len(paragraph.split()) >= _SHORTEST_PROMPT]
 
 
 def read_texts(path: Path) -> list[str]:
@@ -108,42 +110,42 @@ def read_texts(path: Path) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What became of a request; times are seconds on the clock of `time.perf_counter`."""
+    """The outcome of a request; times are seconds of `time.perf_counter`."""
 
-    due: float  # when it was to be sent: an open loop's client that is late must not look fast
+    due: float  # scheduled time: a late client of an open loop must not look fast
     started: float
-    arrivals: list[float] = field(default_factory=list)  # of each piece with new text
+    arrivals: list[float] = field(default_factory=list)  # of each chunk with new text
     ended: float = 0.0
-    prompt_tokens: int | None = None  # as the server told, if it did
+    prompt_tokens: int | None = None  # as reported by the server, if at all
     new_tokens: int | None = None
-    error: str | None = None  # two words, the same for the same kind
-    message: str = ""  # what was said
+    error: str | None = None  # the kind of error
+    message: str = ""  # its details
 
     @property
     def tokens(self) -> int:
-        """New tokens: as told, otherwise as many as pieces came."""
+        """New tokens: as reported, otherwise the number of chunks."""
         return len(self.arrivals) if self.new_tokens is None else self.new_tokens
 
     @property
     def first_token(self) -> float | None:
-        """Seconds from when it was due to its first text; ``None`` if none came."""
+        """Seconds from the scheduled time to the first text; ``None`` without text."""
         return self.arrivals[0] - self.due if self.arrivals else None
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for each token after the first one; ``None`` if there is none."""
+        """Seconds per token after the first one; ``None`` with fewer than two."""
         if len(self.arrivals) < 2 or self.tokens < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece and the next."""
+        """Seconds between consecutive chunks."""
         return [b - a for a, b in pairwise(self.arrivals)]
 
     async def read(self, lines: AsyncIterable[bytes]) -> None:
         """Read a stream of server-sent events to its end."""
-        is_whole = False
+        is_complete = False
         async for raw in lines:
             line = raw.decode("utf-8", "replace").strip()
             if not line.startswith("data:"):
@@ -163,17 +165,20 @@ class Outcome:
             if isinstance(usage, dict):
                 self.prompt_tokens = usage.get("prompt_tokens")
                 self.new_tokens = usage.get("completion_tokens")
-            # A chat's first event only names the role; it is no token.
-            if any(own.get("text") or (own.get("delta") or {}).get("content") for own in choices):
+            # A chat's first event has only the role, no token.
+            if any(
+                choice.get("text") or (choice.get("delta") or {}).get("content")
+                for choice in choices
+            ):
                 self.arrivals.append(time.perf_counter())
-            is_whole |= any(own.get("finish_reason") is not None for own in choices)
-        if not is_whole:
+            is_complete |= any(choice.get("finish_reason") is not None for choice in choices)
+        if not is_complete:
             reason = "the stream ended before a finish_reason or [DONE]"
             raise AnswerFailedError("cut off", reason)
 
 
 class AnswerFailedError(RuntimeError):
-    """The answer is none, or not whole: of which kind, the same for the same failure, and why."""
+    """A failed or truncated response; its arguments are the kind of failure and a message."""
 
 
 def load_aiohttp() -> Any:
@@ -183,12 +188,12 @@ def load_aiohttp() -> Any:
 
 @dataclass
 class Client:
-    """Streams answers from a server; use it with ``async with``."""
+    """A streaming client of a server; use it with ``async with``."""
 
     url: str
-    model: str | None = None  # the name that requests give; None for the server's first
+    model: str | None = None  # name in requests; None for the server's first model
     is_chat: bool = False
-    timeout: float = 600.0  # seconds after which a request is given up
+    timeout: float = 600.0  # seconds per request
     extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
     asks_usage: bool = True
 
@@ -198,7 +203,7 @@ class Client:
         key = os.environ.get(KEY_VARIABLE)
         self._session = self._http.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            # As many connections as clients; the time-out is each request's own.
+            # No limit on connections; each request has its own timeout.
             connector=self._http.TCPConnector(limit=0),
             timeout=self._http.ClientTimeout(total=None),
             read_bufsize=2**20,
@@ -210,7 +215,7 @@ class Client:
         await self._session.close()
 
     async def connect(self, text: str) -> float | None:
-        """Find out the model's name, and how many characters a token has if the server tells."""
+        """Find the model's name, and the characters per token if the server reports counts."""
         if self.model is None:
             self.model = await self._first_model()
         outcome = await self.send(text, 1)
@@ -220,7 +225,7 @@ class Client:
             outcome = await self.send(text, 1)
         if outcome.error is not None:
             raise ValueError(
-                f"{self._path} does not answer a request ({outcome.error}: {outcome.message});"
+                f"{self._path} failed a request ({outcome.error}: {outcome.message});"
                 " check the server and the model's name"
             )
         return len(text) / outcome.prompt_tokens if outcome.prompt_tokens else None
@@ -232,7 +237,7 @@ class Client:
         due: float | None = None,
         outcomes: list[Outcome] | None = None,
     ) -> Outcome:
-        """Send a request and reads its answer; an outcome is listed as soon as it is sent."""
+        """Send a request and read its response; its outcome is listed when it is sent."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0}
         body["prompt"] = prompt
         if self.is_chat:
@@ -250,8 +255,8 @@ class Client:
                 self._session.post(self._path, json=body) as response,
             ):
                 if response.status != 200:
-                    said = (await response.text(errors="replace"))[:_MESSAGE_LIMIT]
-                    raise AnswerFailedError(f"HTTP {response.status}", " ".join(said.split()))
+                    text = (await response.text(errors="replace"))[:_MESSAGE_LIMIT]
+                    raise AnswerFailedError(f"HTTP {response.status}", " ".join(text.split()))
                 await outcome.read(response.content)
         except AnswerFailedError as error:
             outcome.error, outcome.message = error.args
@@ -287,7 +292,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come: `clients` of a closed loop at any time, or `rate` a second on average."""
+    """A closed loop of `clients`, or an open one of `rate` requests a second on average."""
 
     clients: int | None
     rate: float | None
@@ -301,7 +306,7 @@ class Load:
         done: Callable[[], None] = lambda: None,
         seed: int = 0,
     ) -> None:
-        """Send prompts with their numbers of new tokens, and waits for the last answer."""
+        """Send prompts with their numbers of new tokens, and wait for the last response."""
         start = time.perf_counter()
         times = repeat(0.0) if self.rate is None else arrival_times(self.rate, seed)
         gate = asyncio.Semaphore(self.clients or max(1, len(requests)))
@@ -319,15 +324,15 @@ class Load:
 
 
 def arrival_times(rate: float, seed: int) -> Iterator[float]:
-    """Draw when requests of a Poisson process come, in seconds from the start, without end."""
-    source = random.Random(seed)
-    return accumulate(source.expovariate(rate) for _ in repeat(None))
+    """Draw arrival times of a Poisson process, in seconds from the start; endless."""
+    rng = random.Random(seed)
+    return accumulate(rng.expovariate(rate) for _ in repeat(None))
 
 
 def make_loads(
     clients: Sequence[int], rates: Sequence[float], requests: int | None
 ) -> Iterator[Load]:
-    """Make the loads that the options name, closed loops first."""
+    """Yield the loads that the options request, closed loops first."""
     check_least(requests=requests)
     for number in clients:
         check_least(clients=number)
@@ -335,21 +340,21 @@ def make_loads(
     for rate in rates:
         if not 0 < rate < math.inf:
             raise ValueError(
-                f"--rate {rate:g} is out of range; give requests for each second, such as 5"
+                f"--rate must be a positive number of requests per second, got {rate:g}"
             )
         yield Load(None, rate, requests or max(1, round(30 * rate)))
 
 
 def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
-    """Sum up what a load gave; rates and times are of the requests answered in full."""
-    good = [own for own in outcomes if own.error is None]
-    bad = [own for own in outcomes if own.error not in (None, INTERRUPTED)]
-    ends, starts = [own.ended for own in outcomes], [own.due for own in outcomes]
+    """Summarize a load's outcomes; rates and times are of complete responses."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    bad = [outcome for outcome in outcomes if outcome.error not in (None, INTERRUPTED)]
+    ends, starts = [outcome.ended for outcome in outcomes], [outcome.due for outcome in outcomes]
     seconds = max(ends) - min(starts) if outcomes else 0.0
-    new = sum(own.tokens for own in good)
-    prompts = [own.prompt_tokens for own in good if own.prompt_tokens is not None]
+    new = sum(outcome.tokens for outcome in good)
+    prompts = [outcome.prompt_tokens for outcome in good if outcome.prompt_tokens is not None]
     knows_prompts = bool(good) and len(prompts) == len(good)
-    kinds = {"pieces" if own.new_tokens is None else "usage" for own in good}
+    kinds = {"pieces" if outcome.new_tokens is None else "usage" for outcome in good}
 
     def rate(amount: float) -> float:
         return amount / seconds if seconds > 0 else 0.0
@@ -362,49 +367,49 @@ def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
         "finished": len(good),
         "failed": len(bad),
         "interrupted": len(outcomes) - len(good) - len(bad),
-        "errors": dict(Counter(str(own.error) for own in bad).most_common()),
+        "errors": dict(Counter(str(outcome.error) for outcome in bad).most_common()),
         "seconds": seconds,
         "requests_per_second": rate(len(good)),
         "new_tokens_per_second": rate(new),
         "total_tokens_per_second": rate(new + sum(prompts)) if knows_prompts else None,
         "prompt_tokens": statistics.mean(prompts) if knows_prompts else None,
         "new_tokens": new / len(good) if good else None,
-        # The server's count, the pieces of the stream, or the one here and the other there.
+        # The server's usage, chunks of the stream, or a mixture of both.
         "counted_by": "both" if len(kinds) == 2 else "".join(kinds),
-        **percentiles("first_token", (own.first_token for own in good)),
-        **percentiles("per_token", (own.per_token for own in good)),
-        **percentiles("gap", (gap for own in good for gap in own.gaps)),
-        **percentiles("lateness", (own.started - own.due for own in outcomes)),
-        # The first of each kind of error, and no column.
-        "messages": {own.error: own.message for own in reversed(outcomes) if own.error},
+        **percentiles("first_token", (outcome.first_token for outcome in good)),
+        **percentiles("per_token", (outcome.per_token for outcome in good)),
+        **percentiles("gap", (gap for outcome in good for gap in outcome.gaps)),
+        **percentiles("lateness", (outcome.started - outcome.due for outcome in outcomes)),
+        # The first message of each kind of error; not a column.
+        "messages": {
+            outcome.error: outcome.message for outcome in reversed(outcomes) if outcome.error
+        },
     }
 
 
 _SUMMED = tuple(name for name in summarize((), Load(1, None, 1)) if name != "messages")
 COLUMNS = ("server", "model", "settings", *_SUMMED, "peak_bytes")
-"""The columns of a CSV file of loads; docs/benchmarking.md says what each is."""
+"""Columns of a CSV file of loads; docs/benchmarking.md explains them."""
 
 
 def remarks(row: Row) -> list[str]:
-    """What a reader of the table must know: errors, how tokens were counted, lateness."""
-    where = f"{row['server']}, {load_label(row)}"
+    """Return remarks on a row: errors, how tokens were counted, lateness."""
+    label = f"{row['server']}, {load_label(row)}"
     lines = [
-        f"{where}: {count} x {kind}: {row['messages'][kind]}"
+        f"{label}: {count} x {kind}: {row['messages'][kind]}"
         for kind, count in row["errors"].items()
     ]
     if row["interrupted"]:
-        lines.append(
-            f"{where}: stopped; {row['interrupted']} requests were running, which count nowhere"
-        )
+        lines.append(f"{label}: stopped; {row['interrupted']} running requests are not counted")
     if row["counted_by"] in ("pieces", "both"):
-        told = "not" if row["counted_by"] == "pieces" else "not always"
+        how_often = "not" if row["counted_by"] == "pieces" else "not always"
         lines.append(
-            f"{row['server']}: the server does {told} tell token counts; pieces of the stream are"
-            " counted instead"
+            f"{row['server']}: the server does {how_often} report token counts; chunks of the"
+            " stream are counted instead"
         )
     if (row["lateness_p95"] or 0) > _LATE:
         lines.append(
-            f"{where}: requests were sent up to {row['lateness_p95']:.2f} s late (p95); this"
+            f"{label}: requests were sent up to {row['lateness_p95']:.2f} s late (p95); this"
             " machine is too slow for the rate"
         )
     return lines

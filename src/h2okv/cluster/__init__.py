@@ -1,1 +1,1 @@
-"""Everything that runs on a Ray cluster."""
+"""Jobs and servers on a Ray cluster."""

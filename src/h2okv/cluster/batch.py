@@ -13,7 +13,7 @@ from h2okv.offload.job import Job, Prompt, Summary, TextCodec, generate_records
 from h2okv.offload.offload_engine import BATCH_SIZE, BatchRequest, describe_for, open_runner, run
 
 _BATCHES = 8
-"""Batches of prompts that an actor gets at once: at the end of each its slots run empty."""
+"""Batches of prompts in an actor's block: at the end of each block its slots run empty."""
 
 
 def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> Summary:
@@ -23,11 +23,11 @@ def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> 
     def execute(request: BatchRequest, described: Described, job: Job) -> Summary:
         bar = Progress("batch", len(job.prompts.lines), "prompts")
 
-        def told(seconds: float, new_tokens: int) -> None:
+        def on_progress(seconds: float, new_tokens: int) -> None:
             bar.update(len(job.finished), note=f"{new_tokens / max(seconds, 1e-9):,.1f} tokens/s")
 
         with cluster() as ray, bar:
-            return job.collect(_results(ray, job, request, device, actors), told)
+            return job.collect(_results(ray, job, request, device, actors), on_progress)
 
     return run(request, execute)
 
@@ -35,24 +35,24 @@ def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> 
 def _results(
     ray: Any, job: Job, request: BatchRequest, device: str, actors: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Results by blocks; an actor that dies is restarted, and gets its block again."""
-    left = job.unfinished()
+    """Yield results by blocks; an actor that dies is restarted and gets its block again."""
+    unfinished = job.unfinished()
     count, resources = place_copies(ray, device, actors)
-    # At least two blocks for each actor, so that all have work to the end.
-    most = _BATCHES * (request.batch_size or BATCH_SIZE)
-    size = max(1, min(most, -(-len(left) // (2 * count))))
-    blocks = [left[first : first + size] for first in range(0, len(left), size)]
+    # At least two blocks per actor: all have work until the end.
+    largest = _BATCHES * (request.batch_size or BATCH_SIZE)
+    size = max(1, min(largest, -(-len(unfinished) // (2 * count))))
+    blocks = [unfinished[first : first + size] for first in range(0, len(unfinished), size)]
     remote = ray.remote(Worker).options(max_restarts=-1, max_task_retries=-1, **resources)
     workers = [remote.remote(request, device) for _ in range(count)]
     try:
-        # The file is read on this machine alone, and a block when there is an actor for it.
+        # Only this machine reads the file, and a block when an actor is free.
         yield from ray.util.ActorPool(workers).map_unordered(
             lambda worker, block: worker.generate.remote([*map(job.prompts.read, block)]), blocks
         )
     except ray.exceptions.RayError as error:
         raise ValueError(
-            f"an actor of the job failed ({reason(error)}); what was finished before is kept, and"
-            " the same command goes on from there"
+            f"an actor of the job failed ({reason(error)}); finished results are saved, and the"
+            " same command resumes from them"
         ) from error
     finally:
         for worker in workers:
@@ -63,7 +63,7 @@ class Worker:
     """An actor of the job: one model, and the engine of `h2okv batch`."""
 
     def __init__(self, request: BatchRequest, device: str) -> None:
-        # The whole model in the actor's memory, which is what `device` says.
+        # The model is in the memory of `device`, without offloading.
         request = replace(request, device=parse_device(device), weight_placement={"device": 1.0})
         described = describe_for(request)
         self._codec = TextCodec(described, request.max_new_tokens, request.is_raw)

@@ -19,36 +19,36 @@ _RAISED = re.compile(r"^[\w.]*(?:Error|Exception): (.+)$", re.MULTILINE)
 
 def import_ray() -> Any:
     """Import Ray."""
-    # Nothing is reported to anyone unless the user has said so.
+    # No usage reports unless the user enabled them.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What its C++ parts have to say stands in its log files; stderr is the command's.
+    # Keep C++ logs in Ray's log files: stderr is for this command.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     return optional("ray", "--ray", "ray")
 
 
 @contextmanager
 def cluster() -> Iterator[ModuleType]:
-    """Join the cluster of RAY_ADDRESS or of this machine; without one, starts and ends one."""
+    """Join the cluster of RAY_ADDRESS or of this machine; else start one, and end it on exit."""
     ray = import_ray()
-    # Ray tells at length of every actor that ends; its log files have that too.
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    # Ray prints about every actor that ends; its log files have that too.
+    with open(os.devnull, "w") as devnull, redirect_stdout(devnull):
         if ray.is_initialized():
             yield ray
             return
-        # Keeps a line away that Ray's C++ parts write when they are told to write less.
+        # Hide a line that Ray's C++ code prints when its log level is lowered.
         sys.stderr.flush()
-        kept = os.dup(2)
+        saved_stderr = os.dup(2)
         try:
-            os.dup2(nowhere.fileno(), 2)
+            os.dup2(devnull.fileno(), 2)
             ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             address = os.environ.get("RAY_ADDRESS")
             where = f"the cluster at RAY_ADDRESS={address}" if address else "a Ray cluster"
-            told = f"{where} cannot be joined or started ({first_line(error)})"
-            raise ValueError(f"{told}; check `ray status`") from error
+            message = f"{where} cannot be joined or started ({first_line(error)})"
+            raise ValueError(f"{message}; check `ray status`") from error
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved_stderr, 2)
+            os.close(saved_stderr)
         try:
             yield ray
         finally:
@@ -56,7 +56,7 @@ def cluster() -> Iterator[ModuleType]:
 
 
 def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[str, float]]:
-    """How many copies a cluster runs (``None``: one a GPU or machine), and what each takes."""
+    """Return the number of copies (``None``: one a GPU or machine) and each one's resources."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = sum(int(machine.get("GPU", 0)) for machine in machines)
     if device == "cuda" or (device == "auto" and gpus):
@@ -68,6 +68,6 @@ def place_copies(ray: Any, device: str, copies: int | None) -> tuple[int, dict[s
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong on another machine, without Ray's report around it."""
-    found = _RAISED.findall(str(error))
-    return found[-1][:500].rstrip(".") if found else first_line(error)
+    """Return the message of an error on another machine, without Ray's report around it."""
+    messages = _RAISED.findall(str(error))
+    return messages[-1][:500].rstrip(".") if messages else first_line(error)

@@ -35,13 +35,13 @@ from h2okv.server.config import ServeRequest, ServerSettings
 from h2okv.server.launch import announce, open_port
 
 APP, REPLICA, FRONT = "h2okv", "model", "front"
-_STALE = 6.0  # seconds after which a replica that tells nothing is counted as gone
+_STALE = 6.0  # seconds without a report after which a replica counts as gone
 _SHARED = ("model", "max_budget", "max_context", "max_prompt_tokens", "max_new_tokens")
-"""What is the same of all replicas, and is not added up."""
-_INERTIA = 0.9  # how much of the mean time of a request stays with each further one
+"""Statistics that are equal for all replicas and not summed."""
+_INERTIA = 0.9  # decay of the moving average of a request's seconds
 _SLACK = 1024
-"""Requests that the front looks at beyond those that wait, to refuse them in our own words."""
-_SEQUENCES = 64  # what a replica is thought to run at once until it has told
+"""Requests that the front accepts beyond the queue, to refuse them with our own message."""
+_SEQUENCES = 64  # assumed sequences of a replica until it reports its number
 _LOGGING = {"enable_access_log": False, "log_level": "ERROR"}
 
 
@@ -54,11 +54,11 @@ class ReplicaNumbers(NamedTuple):
 
 
 def merge_stats(numbers: Sequence[ReplicaNumbers], router: Router) -> dict[str, Any]:
-    """Add up the numbers of ``/stats``."""
+    """Sum the numbers of ``/stats``."""
     merged: dict[str, Any] = {"replicas": len(numbers)}
     merged |= {"retried": router.retried, "broken": router.broken}
-    for one in numbers:
-        for name, value in one.stats.items():
+    for report in numbers:
+        for name, value in report.stats.items():
             if name in _SHARED or not isinstance(value, int | float):
                 merged.setdefault(name, value)
             else:
@@ -67,33 +67,33 @@ def merge_stats(numbers: Sequence[ReplicaNumbers], router: Router) -> dict[str, 
 
 
 def merge_metrics(numbers: Sequence[ReplicaNumbers], router: Router) -> bytes:
-    """The page of ``/metrics``, on which each sample has the name of its replica."""
+    """Return the page of ``/metrics``, on which each sample is labelled with its replica."""
     families: dict[str, Metric] = {}
-    for one in numbers:
-        for family in text_string_to_metric_families(one.metrics):
+    for report in numbers:
+        for family in text_string_to_metric_families(report.metrics):
             empty = Metric(family.name, family.documentation, family.type)
             merged = families.setdefault(family.name, empty)
             for sample in family.samples:
-                labels = {**sample.labels, "replica": one.replica}
+                labels = {**sample.labels, "replica": report.replica}
                 merged.add_sample(sample.name, labels, sample.value)
     retried = "Requests given to another copy."
     broken = "Streams that ended with an error, because their copy was lost."
-    found = [
+    metrics = [
         *families.values(),
         GaugeMetricFamily("h2okv_replicas", "Copies that answered.", value=len(numbers)),
         CounterMetricFamily("h2okv_retried", retried, value=router.retried),
         CounterMetricFamily("h2okv_broken_streams", broken, value=router.broken),
     ]
-    registry: Any = SimpleNamespace(collect=lambda: found)  # all that is asked of one
+    registry: Any = SimpleNamespace(collect=lambda: metrics)  # the only method that is used
     return generate_latest(registry)
 
 
 class Replica:
-    """Answers what the front hands on."""
+    """A model that answers the requests that the front passes on."""
 
     def __init__(self, request: ServeRequest) -> None:
         self._engine = AsyncLLM(request.model, config=request.engine, **request.loading)
-        # The front has checked who asks.
+        # The front has checked the client.
         self._app = make_app(self._engine, request.server)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
@@ -104,7 +104,7 @@ class Replica:
         return self._engine.describe(), self._engine.stats().max_num_seqs
 
     async def check_health(self) -> None:
-        """Tell the front how it is doing, and Serve to replace it if its engine has stopped."""
+        """Report to the front; raise, so that Serve replaces it, if the engine has stopped."""
         if not self._engine.is_healthy:
             raise RuntimeError("the engine has stopped")
         name = serve.get_replica_context().replica_id.unique_id
@@ -120,36 +120,36 @@ class Replica:
 
 
 class Front:
-    """Hands a request to the replica that Serve's router chooses: of two, the less busy one."""
+    """The entry of the server; Serve's router chooses a replica, of two the less busy one."""
 
     def __init__(
         self, replicas: DeploymentHandle, settings: ServerSettings, max_num_seqs: int
     ) -> None:
         self._replicas = replicas
-        # The newest of each replica, which itself would answer late, and when it told them.
+        # The latest report of each replica and its time; asking a busy replica would take long.
         self._numbers: dict[str, tuple[float, ReplicaNumbers]] = {}
         self._max_num_seqs = max_num_seqs  # of all replicas together
         self._mean_seconds = 1.0
-        self._router = Router(self._ask, settings.timeout, settings.max_body)
+        self._router = Router(self._call, settings.timeout, settings.max_body)
         self._app = guarded(self._route, settings)
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request that Serve's proxy brings, which wants a response."""
+        """Answer a request of Serve's proxy, which expects a response object."""
         return _AppResponse(self._app)
 
     async def put(self, numbers: ReplicaNumbers) -> None:
         self._numbers[numbers.replica] = time.monotonic(), numbers
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what is about all replicas; what is about one text goes to one of them."""
+        """Answer requests about all replicas; pass others to one of them."""
         path = scope["path"]
         answer: ASGIApp = self._router
         if scope["method"] == "GET" and path in ("/health", "/stats", "/metrics"):
             answer = await self._status(path)
         await answer(scope, receive, send)
 
-    async def _ask(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
-        """Hands a request to a replica, and tells the router's errors by our names."""
+    async def _call(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
+        """Send a request to a replica, and map Ray's errors to the server's."""
         begin = time.monotonic()
         handle = self._replicas.options(method_name="answer", stream=True)
         stream: Any = handle.remote(scope, body)
@@ -167,21 +167,23 @@ class Front:
         except (RayActorError, exceptions.ReplicaUnavailableError):
             raise ReplicaLostError from None
         except (asyncio.CancelledError, GeneratorExit):
-            # The client has gone: its slot shall be free at once.
+            # The client disconnected: free its slot at once.
             stream.cancel()
             raise
 
     async def _status(self, path: str) -> Response:
         since = time.monotonic() - _STALE
-        self._numbers = {name: own for name, own in self._numbers.items() if own[0] > since}
-        numbers = [own for _, own in self._numbers.values()]
+        self._numbers = {
+            name: report for name, report in self._numbers.items() if report[0] > since
+        }
+        numbers = [report for _, report in self._numbers.values()]
         if path == "/health":
             state = {"status": "ok" if numbers else "stopped", "replicas": len(numbers)}
             return JSONResponse(state, 200 if numbers else 503)
         if path == "/stats":
             merged = merge_stats(numbers, self._router)
             return JSONResponse(merged, headers={"Cache-Control": "no-store"})
-        # Parsing several pages takes longer than streams should wait for.
+        # Parsing several pages would delay streams: do it in a thread.
         page = await asyncio.to_thread(merge_metrics, numbers, self._router)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
@@ -198,7 +200,7 @@ class _AppResponse(Response):
 def application(
     request: ServeRequest, copies: int, resources: dict[str, float], max_num_seqs: int
 ) -> Application:
-    """Put the application together; each copy of the model runs so many requests at once."""
+    """Build the application; each copy of the model runs ``max_num_seqs`` requests at once."""
     settings, waiting = request.server, request.engine.max_waiting
     common: dict[str, Any] = {
         "health_check_period_s": 1.0,
@@ -209,7 +211,7 @@ def application(
         name=REPLICA,
         num_replicas=copies,
         max_ongoing_requests=max_num_seqs,
-        # The queue is the front's: whichever replica has a free slot takes its first request.
+        # The front has the queue: the next replica with a free slot takes its first request.
         max_queued_requests=max(1, waiting),
         ray_actor_options=resources,
         **common,
@@ -227,25 +229,25 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
     """Serve on a Ray cluster until a signal; by default one replica a GPU or machine."""
     settings, engine = request.server, request.engine_config()
     request = replace(request, engine=engine)
-    # Serve's proxy, a process of its own, opens it again.
+    # Serve's proxy, another process, opens the port again.
     with open_port(settings.host, settings.port) as opened:
         port = opened.getsockname()[1]
     ended, stdout = threading.Event(), sys.stdout
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         ended.set()
         signal.signal(number, signal.SIG_DFL)
 
     with ExitStack() as stack:
-        joined = stack.enter_context(cluster())
-        # After Ray, which takes SIGTERM for itself. A second signal ends the process.
+        ray = stack.enter_context(cluster())
+        # After Ray, which installs a SIGTERM handler. A second signal ends the process.
         for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, told))
-        copies, resources = place_copies(joined, device, replicas)
+            stack.callback(signal.signal, number, signal.signal(number, on_signal))
+        copies, resources = place_copies(ray, device, replicas)
         make = partial(application, request, copies, resources)
         _start(settings.host, port, settings.is_local)
         stack.callback(serve.shutdown)
-        stack.callback(serve.delete, APP)  # before that, when what runs has finished
+        stack.callback(serve.delete, APP)  # runs first, after running requests have finished
         description, sequences = _deploy(make, engine.max_num_seqs or _SEQUENCES)
         served = f"{copies} replicas with {sequences} sequences each. {description}"
         with redirect_stdout(stdout):
@@ -255,13 +257,13 @@ def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) 
 
 
 def _start(host: str, port: int, is_local: bool) -> None:
-    """Start Serve, unless it runs already."""
-    # Its progress stays away from the command's own remarks; its log files have it.
+    """Start Serve; refuse if it already runs."""
+    # Hide its progress; its log files have it.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     if serve.status().proxies:
         raise ValueError(
-            "Ray Serve runs on this cluster already, with a host and a port of its own; end it"
-            " with `serve shutdown`, or use another cluster"
+            "Ray Serve already runs on this cluster, with its own host and port; end it with"
+            " `serve shutdown`, or use another cluster"
         )
     serve.start(
         proxy_location="HeadOnly" if is_local else "EveryNode",
@@ -271,18 +273,20 @@ def _start(host: str, port: int, is_local: bool) -> None:
 
 
 def _deploy(make: Callable[[int], Application], expected: int) -> tuple[str, int]:
-    """Load the models, and begins to take requests; tells how many each runs at once."""
+    """Load the models and start to accept requests; return how many each runs at once."""
     try:
         serve.run(make(expected), name=APP, logging_config=_LOGGING)
         handle = serve.get_deployment_handle(REPLICA, APP)
-        told: Any = handle.broadcast("describe").results(timeout_s=60)
-        description, sequences = min(told, key=lambda one: one[1])
+        descriptions: Any = handle.broadcast("describe").results(timeout_s=60)
+        description, sequences = min(descriptions, key=lambda description: description[1])
         if sequences != expected:
             serve.run(make(sequences), name=APP, logging_config=_LOGGING)
     except RuntimeError as error:
-        found = serve.status().applications.get(APP)
-        messages = [own.message for own in found.deployments.values()] if found else []
-        # What a replica said when it could not start, if it has.
+        status = serve.status().applications.get(APP)
+        messages = (
+            [deployment.message for deployment in status.deployments.values()] if status else []
+        )
+        # Prefer the error of a replica that could not start.
         why = next((RuntimeError(text) for text in messages if "Error" in text), error)
         raise ValueError(f"the model cannot be served ({reason(why)})") from error
     return description, sequences

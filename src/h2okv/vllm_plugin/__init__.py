@@ -1,8 +1,8 @@
 """Exact H2O inside vLLM: a state of constant size for each request (docs/vllm.md).
 
-vLLM calls `register` at its start, in each of its processes. Nothing of vLLM is replaced: where
-``additional_config`` names h2okv, the model's configuration is changed before the engine starts;
-everywhere else it is vLLM's own.
+vLLM calls `register` when it starts, in each of its processes. Nothing of vLLM is replaced: if
+``additional_config`` has the key h2okv, the model's configuration is changed before the engine
+starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from h2okv.vllm_plugin.settings import FAMILIES, KEY, check_engine, parse, with_
 
 __all__ = ["register"]
 
-_logger = logging.getLogger("vllm.h2okv")  # which vLLM shows, as a child of its own
+_logger = logging.getLogger("vllm.h2okv")  # a child of vLLM's logger, so it is shown
 TESTED = "0.32.0"
 NAMES = (
     "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
@@ -28,11 +28,11 @@ NAMES = (
     "vllm.v1.attention.backends.linear_attn:LinearAttentionBackend",
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
 )
-"""What of vLLM the plug-in stands on."""
+"""Names of vLLM that the plug-in needs."""
 
 
-def moved_names() -> list[str]:
-    """The names of `NAMES` that this vLLM does not have."""
+def missing_names() -> list[str]:
+    """Return the names of `NAMES` that this vLLM lacks."""
     missing = []
     for name in NAMES:
         try:
@@ -43,7 +43,7 @@ def moved_names() -> list[str]:
 
 
 def register() -> None:
-    """Let h2okv see the configuration of every engine; the entry point of vLLM's plug-ins."""
+    """Hook into the configuration of every engine; the entry point of vLLM's plug-ins."""
     try:
         from vllm.model_executor.models import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -51,30 +51,30 @@ def register() -> None:
         _logger.warning("h2okv is not active in this vLLM: %s", error)
         return
     for name in ModelRegistry.get_supported_archs():
-        own = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
-        if not hasattr(own, "h2okv"):  # register may be called more than once
-            MODELS_CONFIG_MAP[name] = _with_h2o(own)
+        config_class = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
+        if not hasattr(config_class, "h2okv"):  # register may be called more than once
+            MODELS_CONFIG_MAP[name] = _with_h2o(config_class)
     for name in FAMILIES:
         ModelRegistry.register_model(f"H2O{name}", f"h2okv.vllm_plugin.layer:H2O{name}")
 
 
-def _with_h2o(own: Any) -> Any:
-    """An architecture's hook for its configuration, and then H2O's where that is asked for."""
+def _with_h2o(base: Any) -> Any:
+    """Return an architecture's configuration class, extended by H2O's changes."""
 
     def verify_and_update_config(cls: type, vllm_config: Any) -> None:
-        own.verify_and_update_config(vllm_config)
+        base.verify_and_update_config(vllm_config)
         cache = parse(vllm_config.additional_config)
         if cache is not None:
             prepare(vllm_config, cache)
 
     hook: Any = classmethod(verify_and_update_config)
-    return type(own.__name__, (own,), {"verify_and_update_config": hook, "h2okv": True})
+    return type(base.__name__, (base,), {"verify_and_update_config": hook, "h2okv": True})
 
 
 def prepare(vllm_config: Any, cache: CacheConfig) -> None:
-    """Turn the configuration of an engine into that of one with H2O; mutates it."""
+    """Turn an engine's configuration into one with H2O; mutates it."""
     version = importlib.import_module("vllm").__version__
-    missing = moved_names()
+    missing = missing_names()
     if missing:
         raise ValueError(
             f"h2okv: vLLM {version} has no {' and no '.join(missing)}; h2okv was tested with vLLM "
@@ -86,8 +86,8 @@ def prepare(vllm_config: Any, cache: CacheConfig) -> None:
     cache = with_chunk(cache, vllm_config)
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    # By its name, so that each process finds the class; the engine goes on knowing the model as
-    # what it is, and so do mappings of a checkpoint's names.
+    # A name, because each process must find the class. The original name stays in the list: the
+    # engine and the mapping of checkpoint names need it.
     model.hf_config.architectures = [f"H2O{model.architecture}", *model.hf_config.architectures]
     model.model_impl = "vllm"
     model.enforce_eager = True

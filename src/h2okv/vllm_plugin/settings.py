@@ -1,4 +1,4 @@
-"""What is asked for, and what of vLLM goes with it."""
+"""The plug-in's settings, and the checks of vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2okv.policy import get_policy
 from h2okv.policy.scoring import get_scoring
 
 KEY = "h2okv"
-"""The name under which the settings stand in vLLM's ``additional_config``."""
+"""The key of the settings in vLLM's ``additional_config``."""
 EXAMPLE = '--additional-config \'{"h2okv": {"heavy": 256, "recent": 256}}\''
 
 FAMILIES = (
@@ -26,13 +26,13 @@ FAMILIES = (
     "TransformersForCausalLM",
     "TransformersMoEForCausalLM",
 )
-"""vLLM's names of what can be served; the last two are any model of its Transformers backend."""
+"""vLLM's names of supported models; the last two are any model of its Transformers backend."""
 
 UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(additional_config: Any) -> CacheConfig | None:
-    """Read the settings; ``None`` where there are none, and vLLM is to be left alone."""
+    """Read the settings; ``None`` without settings, which leaves vLLM unchanged."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
     values = additional_config[KEY]
@@ -78,12 +78,12 @@ def _check_cache(config: CacheConfig) -> None:
         raise ValueError("h2okv: layer_budgets: vLLM's blocks are of one size; leave it out.")
     if config.kv_bits is not None:
         raise ValueError(
-            f"h2okv: kv_bits={config.kv_bits} is not to be had inside vLLM; leave it out."
+            f"h2okv: kv_bits={config.kv_bits} is not supported inside vLLM; leave it out."
         )
 
 
 def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
-    """Refuse what H2O cannot keep exact, or what nobody has tried."""
+    """Refuse configurations that are not exact or not tested."""
     model, length = vllm_config.model_config, vllm_config.model_config.max_model_len
     total = cache.budget.resolve(0).total
     if model.architecture not in FAMILIES:
@@ -95,32 +95,32 @@ def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
     if total > length:
         raise ValueError(
             f"h2okv: sink + heavy + recent = {total} entries are above max_model_len={length}, so "
-            "nothing would ever be evicted; lower the budget, or leave the h2okv setting out."
+            "nothing would be evicted; lower the budget, or leave the h2okv setting out."
         )
-    for trouble in _troubles(vllm_config):
-        raise ValueError(f"h2okv: {trouble}.")
+    for problem in _problems(vllm_config):
+        raise ValueError(f"h2okv: {problem}.")
     if cache.scoring == "expected" and model.using_transformers_backend():
         raise ValueError(
             "h2okv: scoring='expected' (policy='best' has it too) needs to know how keys are "
             "rotated, and vLLM's Transformers backend does not say; use another scoring."
         )
-    chunk, most = cache.prefill_chunk, vllm_config.scheduler_config.max_num_batched_tokens
-    if chunk is not None and chunk > most:
+    chunk, step_tokens = cache.prefill_chunk, vllm_config.scheduler_config.max_num_batched_tokens
+    if chunk is not None and chunk > step_tokens:
         raise ValueError(
-            f"h2okv: prefill_chunk={chunk} is above max_num_batched_tokens={most}, so that no step "
-            "could ever read a chunk; lower the one, or raise --max-num-batched-tokens."
+            f"h2okv: prefill_chunk={chunk} is above max_num_batched_tokens={step_tokens}, so no "
+            "step could read a chunk; lower prefill_chunk, or raise --max-num-batched-tokens."
         )
 
 
-def _troubles(vllm_config: Any) -> Iterator[str]:
-    """What of an engine's configuration does not go with H2O."""
-    model, own, parallel = (
+def _problems(vllm_config: Any) -> Iterator[str]:
+    """Yield the problems of an engine's configuration with H2O."""
+    model, cache, parallel = (
         getattr(vllm_config, f"{name}_config") for name in ("model", "cache", "parallel")
     )
     scheduler, text = vllm_config.scheduler_config, model.hf_text_config
     if vllm_config.speculative_config is not None:
         yield (
-            "speculative decoding takes tokens back, and what was evicted for them is gone; leave "
+            "speculative decoding removes tokens, but not the evictions that they caused; leave "
             "--speculative-config out"
         )
     if vllm_config.kv_transfer_config is not None:
@@ -134,9 +134,9 @@ def _troubles(vllm_config: Any) -> Iterator[str]:
             yield (
                 f"{name}={value} has not been tried; use --tensor-parallel-size, or several servers"
             )
-    if own.cache_dtype not in UNQUANTISED:
-        yield f"kv_cache_dtype={own.cache_dtype} is not supported; use --kv-cache-dtype auto"
-    if getattr(own, "kv_offloading_size", None):
+    if cache.cache_dtype not in UNQUANTISED:
+        yield f"kv_cache_dtype={cache.cache_dtype} is not supported; use --kv-cache-dtype auto"
+    if getattr(cache, "kv_offloading_size", None):
         yield "KV offloading moves pages of a full cache; leave --kv-offloading-size out"
     if model.runner_type != "generate":
         yield f"runner={model.runner_type!r} generates no text; leave the h2okv setting out"
@@ -146,51 +146,51 @@ def _troubles(vllm_config: Any) -> Iterator[str]:
     if kinds:
         yield (
             f"{model.architecture} has layers that are not full attention "
-            f"({', '.join(sorted(kinds))}), which vLLM would have to keep in pages beside the "
+            f"({', '.join(sorted(kinds))}), which vLLM would have to keep in pages besides the "
             "states; leave the h2okv setting out"
         )
-    if own.sliding_window:
+    if cache.sliding_window:
         yield (
-            f"{model.architecture} has a sliding window of {own.sliding_window} tokens in every "
-            "layer, so that there is nothing to evict; leave the h2okv setting out"
+            f"{model.architecture} has a sliding window of {cache.sliding_window} tokens in every "
+            "layer, so there is nothing to evict; leave the h2okv setting out"
         )
     if scheduler.scheduler_cls is not None:
         yield (
-            f"scheduler_cls={scheduler.scheduler_cls!r} would take the place of the scheduler that "
-            "cuts prompts; leave --scheduler-cls out"
+            f"scheduler_cls={scheduler.scheduler_cls!r} would replace the scheduler that splits "
+            "prompts; leave --scheduler-cls out"
         )
     if scheduler.async_scheduling:
         yield "asynchronous scheduling has not been tried; use --no-async-scheduling"
     threshold = scheduler.long_prefill_token_threshold
     if threshold:
         yield (
-            f"long_prefill_token_threshold={threshold} cuts prompts by what else is running; use "
-            "prefill_chunk in the h2okv setting instead"
+            f"long_prefill_token_threshold={threshold} splits prompts depending on other requests; "
+            "use prefill_chunk in the h2okv setting instead"
         )
     if getattr(vllm_config, "use_v2_model_runner", False):
         yield "the V2 model runner has not been tried; set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def with_chunk(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
-    """The settings with a chunk that every step has room for, where whole prompts may not fit."""
+    """Return the config, with a prefill chunk that fits a step if a prompt may not fit."""
     scheduler = vllm_config.scheduler_config
-    most = scheduler.max_num_batched_tokens
-    if cache.prefill_chunk is not None or vllm_config.model_config.max_model_len <= most:
+    step_tokens = scheduler.max_num_batched_tokens
+    if cache.prefill_chunk is not None or vllm_config.model_config.max_model_len <= step_tokens:
         return cache
-    # With a token of every other request in the same step.
-    return dataclasses.replace(cache, prefill_chunk=max(most - scheduler.max_num_seqs, 1))
+    # Leave room for a token of every other request.
+    return dataclasses.replace(cache, prefill_chunk=max(step_tokens - scheduler.max_num_seqs, 1))
 
 
 def tokens_to_run(start: int, available: int, prompt_length: int, chunk: int | None) -> int:
-    """How many tokens of a request a step runs: a whole chunk of its prompt, or none."""
-    if start >= prompt_length:  # also of a request that was interrupted and reads its own again
+    """Return how many tokens of a request a step runs: a whole chunk of its prompt, or none."""
+    if start >= prompt_length:  # also of a preempted request that reads its output again
         return min(available, 1)
     end = prompt_length if chunk is None else min(start - start % chunk + chunk, prompt_length)
     return end - start if available >= end - start else 0
 
 
 def summary(cache: CacheConfig, request_bytes: int, num_requests: int, max_num_seqs: int) -> str:
-    """One line for the log."""
+    """Return the line for the log."""
     chunk = "whole" if cache.prefill_chunk is None else f"in chunks of {cache.prefill_chunk}"
     return (
         f"h2okv: {cache.label}: {cache.budget.resolve(0).total} entries for each layer and KV head "

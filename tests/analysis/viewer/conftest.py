@@ -33,7 +33,7 @@ class Browser:
         )
         os.close(to_browser)
         os.close(from_browser)
-        self._count, self._rest, self._session = 0, b"", None
+        self._count, self._buffer, self._session = 0, b"", None
         self.events = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -55,11 +55,11 @@ class Browser:
             self.events.append(answer)
 
     def _receive(self):
-        while b"\0" not in self._rest:
-            part = os.read(self._in, 1 << 20)
-            assert part, "Chromium has ended"
-            self._rest += part
-        line, self._rest = self._rest.split(b"\0", 1)
+        while b"\0" not in self._buffer:
+            chunk = os.read(self._in, 1 << 20)
+            assert chunk, "Chromium has ended"
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\0", 1)
         return json.loads(line)
 
     def run(self, script):
@@ -97,26 +97,26 @@ class Browser:
         data = self.call("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))
 
-    def dark(self, wanted):
-        value = "dark" if wanted else "light"
+    def dark(self, is_dark):
+        value = "dark" if is_dark else "light"
         feature = {"name": "prefers-color-scheme", "value": value}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def complaints(self):
-        """What the page has reported as errors, and what it has asked for elsewhere."""
+        """Return the errors that the page reported, and its requests elsewhere."""
         self.run("1")
-        found = []
+        problems = []
         for event in self.events:
             method, params = event.get("method"), event.get("params", {})
             if method == "Runtime.exceptionThrown":
-                found.append(params["exceptionDetails"])
+                problems.append(params["exceptionDetails"])
             elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(params["entry"])
+                problems.append(params["entry"])
             elif method == "Network.requestWillBeSent":
                 url = params["request"]["url"]
                 if not url.startswith(("http://127.0.0.1", "file:", "data:", "blob:")):
-                    found.append(url)
-        return found
+                    problems.append(url)
+        return problems
 
     def close(self):
         self._process.terminate()
@@ -134,6 +134,6 @@ def browser(tmp_path_factory):
     binary = next(filter(None, map(shutil.which, NAMES)), None)
     if binary is None or sys.platform == "win32":
         pytest.skip("no Chromium on this machine")
-    found = Browser(binary, tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
+    instance = Browser(binary, tmp_path_factory.mktemp("profile"))
+    yield instance
+    instance.close()

@@ -85,7 +85,7 @@ def page(browser, address):
 
 @pytest.fixture(scope="module")
 def expected(model, reading):
-    """What the library's cache holds of the same text."""
+    """Return a function for the entries of the library's cache on the same text."""
 
     def find(policy, step, layer, head, share=0.2):
         budget = CacheConfig.from_budget(share).budget.resolve(reading.length)
@@ -164,11 +164,11 @@ def test_two_policies_side_by_side(page, reading, expected):
     assert page.run("kept(1)") == expected("recent", last, 1, 0, share=0.1)
 
 
-def test_it_tells_bytes_and_a_tokens_fate(page, reading):
+def test_bytes_and_the_selected_token_are_described(page, reading):
     page.press("End")
     trace = reading.trace("h2o", "20%")
-    held = page.run("view.panes[0].trace.bytesAt(view.step)")
-    assert held == trace["bytes"][-1][1]
+    cache_bytes = page.run("view.panes[0].trace.bytesAt(view.step)")
+    assert cache_bytes == trace["bytes"][-1][1]
     assert page.run("view.panes[0].trace.fullBytesAt(view.step)") == trace["full_bytes"]
     assert "a full one" in page.run("document.querySelector('.bytes-text').textContent")
     page.run("view.panes[0].tokens.focus()")
@@ -181,7 +181,7 @@ def test_it_tells_bytes_and_a_tokens_fate(page, reading):
     assert page.run("view.step") == reading.length - 1
 
 
-def test_arrows_lead_from_a_token_to_those_that_look_most_at_it(page, model, reading):
+def test_arrows_lead_to_a_token_s_strongest_queries(page, model, reading):
     page.press("End")
     page.run("view.setHead(1, 0).then(() => view.panes[0].inspect(4))")
     rows = {}
@@ -189,15 +189,15 @@ def test_arrows_lead_from_a_token_to_those_that_look_most_at_it(page, model, rea
     def look(layer):
         if layer.layer_idx == 1:
             for first, probabilities in layer.rows():
-                for place, own in enumerate(probabilities[0].sum(0)):
-                    rows[first + place] = float(own[4]) if len(own) > 4 else 0.0
+                for index, received in enumerate(probabilities[0].sum(0)):
+                    rows[first + index] = float(received[4]) if len(received) > 4 else 0.0
 
     of_layers(model, reading.input_ids, look)
     later = sorted((query for query in rows if query > 4), key=rows.get, reverse=True)
-    wanted = [query for query in later[:3] if rows[query] > 0.01]
-    assert wanted and page.run("view.readersOf(4)") == wanted
-    assert page.run("document.querySelectorAll('.arrows svg > path').length") == len(wanted)
-    assert f"({wanted[0] + 1})" in page.run("text('detail')")
+    strongest = [query for query in later[:3] if rows[query] > 0.01]
+    assert strongest and page.run("view.readersOf(4)") == strongest
+    assert page.run("document.querySelectorAll('.arrows svg > path').length") == len(strongest)
+    assert f"({strongest[0] + 1})" in page.run("text('detail')")
     page.press("Home")
     assert page.run("document.querySelectorAll('.arrows').length") == 0
 
@@ -215,7 +215,7 @@ def test_scores_are_exact_where_they_were_recorded(page, reading):
     assert max(abs(a - b) / max(b, 0.05) for a, b in zip(shown, true, strict=True)) < 0.05
 
 
-def test_a_bad_text_is_told_and_a_new_one_is_read(page):
+def test_an_error_message_for_a_bad_text_and_recovery(page):
     page.run("document.getElementById('text').value = 'x'; view.read()")
     page.wait("message().includes('got 1;')")
     page.run("document.getElementById('text').value = 'another text to look at, that is all'")
@@ -224,7 +224,7 @@ def test_a_bad_text_is_told_and_a_new_one_is_read(page):
     page.wait("view.panes[0].trace.length === 42")
 
 
-def test_a_file_is_loaded_and_a_budget_out_of_range_is_told(page, tmp_path):
+def test_loading_a_file_and_an_error_for_a_bad_budget(page, tmp_path):
     path = tmp_path / "story.txt"
     path.write_text("a story from a file, long enough to be read")
     root = page.call("DOM.getDocument")["root"]["nodeId"]
@@ -240,7 +240,7 @@ def test_a_file_is_loaded_and_a_budget_out_of_range_is_told(page, tmp_path):
     page.wait("message().includes('budget 1.4 is out of range')")
 
 
-def test_a_picture_of_it(page, tmp_path):
+def test_saving_a_picture(page, tmp_path):
     page.press("b")
     page.wait("view.panes[1].trace?.layerScores.has(view.layer) && !message()")
     # Where a picture is to be kept, say so in the environment.
@@ -267,13 +267,13 @@ def test_everything_that_can_be_focused_has_a_name_and_a_mark(page):
 
 
 def luminance(colour):
-    parts = [int(part) / 255 for part in colour.split("(")[1].rstrip(")").split(",")[:3]]
-    parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+    channels = [int(value) / 255 for value in colour.split("(")[1].rstrip(")").split(",")[:3]]
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * channels[0] + 0.7152 * channels[1] + 0.0722 * channels[2]
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_words_can_be_read_on_every_colour(page, dark):
+def test_text_contrast_on_every_colour(page, dark):
     page.dark(dark)
     page.run("document.body.insertAdjacentHTML('beforeend', '<span id=probe></span>')")
     lights = []

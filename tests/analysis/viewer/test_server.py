@@ -61,7 +61,7 @@ def read(port, text, new_tokens=0):
     return status, json.loads(answer)
 
 
-def test_the_page_is_served_whole_and_closed_to_the_outside(port):
+def test_the_page_is_complete_and_has_security_headers(port):
     status, headers, page = ask(port, "GET", "/")
     assert status == 200
     assert "default-src 'none'" in dict(headers)["Content-Security-Policy"]
@@ -140,28 +140,28 @@ def test_another_hosts_name_is_refused(port):
 
 
 def test_a_taken_port_is_refused(reader):
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        number = taken.getsockname()[1]
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        other.listen()
+        number = other.getsockname()[1]
         with pytest.raises(ValueError, match=f"--port {number} cannot be opened .* --port 0"):
             PageServer(number, Desk(reader, CHOICE))
     with pytest.raises(ValueError, match="--port 99999"):
         PageServer(99999, Desk(reader, CHOICE))
 
 
-def test_an_export_holds_what_was_asked_for_and_a_full_cache_once(reader):
+def test_an_export_has_every_policy_and_budget_and_one_full_cache(reader):
     choice = {"policies": ["h2o", "full"], "budgets": ["50%", "6"], "text": TEXT, "new_tokens": 0}
-    told = []
-    content = export_content(reader, choice, lambda label, done: told.append((label, done)))
+    reports = []
+    content = export_content(reader, choice, lambda label, done: reports.append((label, done)))
     runs = [(trace["policy"], trace["budget"]) for trace in content["traces"]]
     assert runs == [("h2o", "50%"), ("h2o", "6"), ("full", "50%")]
-    assert list(dict.fromkeys(label for label, _ in told)) == ["h2o 50%", "h2o 6", "full"]
-    done = [fraction for _, fraction in told]
+    assert list(dict.fromkeys(label for label, _ in reports)) == ["h2o 50%", "h2o 6", "full"]
+    done = [fraction for _, fraction in reports]
     assert done == sorted(done) and done[0] == 0 and done[-1] < 1
 
 
-def test_a_full_cache_is_followed_once_whatever_the_budget(port):
+def test_a_full_cache_is_traced_once_for_all_budgets(port):
     _, reading = read(port, TEXT)
     answers = [
         ask(port, "GET", f"/api/trace?text={reading['id']}&policy=full&budget={budget}")[2]
@@ -170,7 +170,7 @@ def test_a_full_cache_is_followed_once_whatever_the_budget(port):
     assert answers[0] == answers[1]
 
 
-def test_the_page_says_what_one_sees_and_shows_the_map_first():
+def test_the_page_explains_itself_and_shows_the_map_first():
     page = build_page({"choice": CHOICE})
     assert "every token as a column" in page
     assert page.index('class="map"') < page.index('class="tokens"')

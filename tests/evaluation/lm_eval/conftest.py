@@ -17,7 +17,7 @@ COPA_ITEM = (
 
 
 def write_data(folder):
-    """Four documents for each task, in the formats of the published files."""
+    """Write four documents for each task, in the formats of the published files."""
     (folder / "piqa").mkdir()
     (folder / "llm_adapters").mkdir()
     items = [
@@ -37,8 +37,8 @@ def write_data(folder):
     ]
     (folder / "rte_val.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rte))
     piqa = [
-        {"goal": f"Cool {thing}.", "sol1": "Put it on ice.", "sol2": "Put it in the fire."}
-        for thing in ("water", "soup", "wine", "tea")
+        {"goal": f"Cool {drink}.", "sol1": "Put it on ice.", "sol2": "Put it in the fire."}
+        for drink in ("water", "soup", "wine", "tea")
     ]
     (folder / "piqa/valid.jsonl").write_text("".join(json.dumps(line) + "\n" for line in piqa))
     (folder / "piqa/valid-labels.lst").write_text("0\n0\n0\n0\n")
@@ -71,7 +71,7 @@ def write_data(folder):
 
 @pytest.fixture
 def tiny_data(tmp_path, monkeypatch):
-    """A folder of small data files, which the tasks find."""
+    """Return a folder of small data files, which the tasks read."""
     folder = tmp_path / "data"
     folder.mkdir()
     write_data(folder)
@@ -81,7 +81,7 @@ def tiny_data(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shared_data(shared, monkeypatch):
-    """The published data files, which the tasks find."""
+    """Return the folder of the published data files, which the tasks read."""
     monkeypatch.setenv(DATA_VARIABLE, str(shared / "data" / "eval"))
     return shared / "data" / "eval"
 
@@ -100,11 +100,11 @@ def harness_model(bundled):
 
     from h2okv.evaluation.lm_eval.model import H2OLM
 
-    def make(*, own=False, **options):
+    def make(*, is_plain=False, **options):
         model, tokenizer = bundled
-        if own:
+        if is_plain:
             model.set_attn_implementation("sdpa")
-        kind = HFLM if own else H2OLM
+        kind = HFLM if is_plain else H2OLM
         return kind(pretrained=model, tokenizer=tokenizer, batch_size=16, **options)
 
     yield make
@@ -113,7 +113,7 @@ def harness_model(bundled):
 
 @pytest.fixture
 def evaluate(monkeypatch):
-    """Run tasks through the harness; gives its results and each sample's log-probabilities."""
+    """Run tasks through the harness; return its results and each sample's log-probabilities."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     from lm_eval.tasks import TaskManager
 

@@ -11,17 +11,17 @@ from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE, TASKS, HarnessTask,
 
 def run(task, subject, config):
     task.prepare(subject, [config])
-    ((_, found),) = task.run(subject, [config], task.samples, 0)
-    return task.scores(found), task.size(found)
+    ((_, results),) = task.run(subject, [config], task.samples, 0)
+    return task.scores(results), task.size(results)
 
 
-def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path, monkeypatch):
+def test_full_cache_scores_equal_the_harness_s(shared, subject, tmp_path, monkeypatch):
     data = shared / "data" / "eval"
     before = subject.config._attn_implementation
     task = HarnessTask("openbookqa", data, tmp_path, shots=1, limit=8)
     monkeypatch.setenv(DATA_VARIABLE, str(data))
     with quietly():
-        theirs = simple_evaluate(
+        expected = simple_evaluate(
             HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
             tasks=["h2okv_openbookqa"],
             num_fewshot=1,
@@ -32,33 +32,33 @@ def test_a_full_cache_has_the_harness_s_own_scores(shared, subject, tmp_path, mo
         scores, size = run(task, subject, config)
         assert size == 8
         for name in ("acc", "acc_norm"):
-            assert scores[name].value == theirs[f"{name},none"]
-            assert scores[name].stderr == theirs[f"{name}_stderr,none"]
+            assert scores[name].value == expected[f"{name},none"]
+            assert scores[name].stderr == expected[f"{name}_stderr,none"]
     assert subject.config._attn_implementation == before
 
 
-def test_caches_that_read_prompts_at_once_share_them(shared, subject, tmp_path):
+def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
     data = shared / "data" / "eval"
     configs = [CacheConfig("full"), CacheConfig.from_budget(0.1), CacheConfig("recent", 8, 8)]
     task = HarnessTask("openbookqa", data, tmp_path / "a", prefill_chunk=None, limit=6)
     alone = HarnessTask("openbookqa", data, tmp_path / "b", prefill_chunk=None, limit=6)
-    for own in (tmp_path / "a", tmp_path / "b"):
-        own.mkdir()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
     task.prepare(subject, configs)
     read = []
     hook = subject.model.register_forward_pre_hook(
-        lambda _, __, given: read.append(type(cache_in(given)).__name__), with_kwargs=True
+        lambda _, __, options: read.append(type(cache_in(options)).__name__), with_kwargs=True
     )
-    found = dict(task.run(subject, configs, task.samples, 0))
+    results = dict(task.run(subject, configs, task.samples, 0))
     hook.remove()
     # The contexts for all caches at once, and 24 continuations on each, 16 at a time.
     assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
     for number, config in enumerate(configs):
-        ((_, wanted),) = alone.run(subject, [config], alone.samples, 0)
-        assert found[number] == wanted
+        ((_, expected),) = alone.run(subject, [config], alone.samples, 0)
+        assert results[number] == expected
 
 
-def test_unknown_tasks_and_nonsense_are_refused(tmp_path):
+def test_unknown_tasks_and_invalid_options_are_refused(tmp_path):
     with pytest.raises(ValueError, match="did you mean winogrande"):
         HarnessTask("winogrand", tmp_path, tmp_path)
     with pytest.raises(ValueError, match="shots -1"):
@@ -73,13 +73,13 @@ def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
 
 @pytest.mark.parametrize(("tasks", "alone"), [("h2okv_copa,h2okv_rte", True), ("h2okv_x,x", False)])
 def test_the_harness_s_tasks_are_not_listed_for_ours_alone(tasks, alone, monkeypatch):
-    asked = []
+    flags = []
 
-    def known(own_only):
-        asked.append(own_only)
+    def fail(ours_only):
+        flags.append(ours_only)
         raise ValueError("looked up")
 
-    monkeypatch.setattr(launcher, "_task_manager", known)
+    monkeypatch.setattr(launcher, "_task_manager", fail)
     with pytest.raises(ValueError, match="looked up"):
         launcher.run_harness(["validate", "--tasks", tasks])
-    assert asked == [alone]
+    assert flags == [alone]

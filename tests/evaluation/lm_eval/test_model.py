@@ -32,26 +32,26 @@ PAIRS = [
 ]
 
 
-def close(one, other, tolerance=1e-3):
-    return [a[0] for a in one] == pytest.approx([b[0] for b in other], abs=tolerance) and [
-        a[1] for a in one
-    ] == [b[1] for b in other]
+def close(left, right, tolerance=1e-3):
+    return [a[0] for a in left] == pytest.approx([b[0] for b in right], abs=tolerance) and [
+        a[1] for a in left
+    ] == [b[1] for b in right]
 
 
-def test_a_large_budget_gives_the_harness_own_scores(harness_model, evaluate, shared_data):
-    own, expected = evaluate(harness_model(own=True), shots=1, limit=1)
+def test_a_large_budget_gives_the_harness_s_scores(harness_model, evaluate, shared_data):
+    plain, expected = evaluate(harness_model(is_plain=True), shots=1, limit=1)
     for options in (LARGE, LARGE | {"prefill_chunk": 1}, {"heavy": 512, "prefill_chunk": 64}):
         results, scores = evaluate(harness_model(**options), shots=1, limit=1)
         assert scores.keys() == expected.keys() and len(scores) == 6
         for key, values in expected.items():
             assert scores[key] == pytest.approx(values, abs=1e-3), key
-        for task, figures in own["results"].items():
+        for task, figures in plain["results"].items():
             assert results["results"][task]["acc,none"] == figures["acc,none"]
 
 
 def test_requests_without_context_and_of_one_context(harness_model):
     requests = instances("loglikelihood", *PAIRS)
-    expected = harness_model(own=True).loglikelihood(requests)
+    expected = harness_model(is_plain=True).loglikelihood(requests)
     assert close(harness_model(**LARGE).loglikelihood(requests), expected)
     assert close(harness_model(**LARGE, prefill_chunk=1).loglikelihood(requests), expected)
     evicted = harness_model(**SMALL).loglikelihood(requests)
@@ -61,7 +61,7 @@ def test_requests_without_context_and_of_one_context(harness_model):
 
 def test_rolling_scores_need_a_text_that_is_evicted(harness_model):
     requests = instances("loglikelihood_rolling", (STORY * 3,))
-    expected = harness_model(own=True).loglikelihood_rolling(requests)
+    expected = harness_model(is_plain=True).loglikelihood_rolling(requests)
     full = harness_model(**LARGE, prefill_chunk=1)
     assert full.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
     evicted = harness_model(**SMALL, prefill_chunk=1).loglikelihood_rolling(requests)
@@ -75,7 +75,7 @@ def test_generation_is_that_of_the_cache(harness_model, bundled):
     texts = [STORY * 2, "The sea was calm and"]
     options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     requests = instances("generate_until", *[(text, dict(options)) for text in texts])
-    expected = harness_model(own=True).generate_until(requests)
+    expected = harness_model(is_plain=True).generate_until(requests)
     assert harness_model(heavy=64, recent=64).generate_until(requests) == expected
     answers = harness_model(**SMALL).generate_until(requests)
     for text, answer in zip(texts, answers, strict=True):
@@ -109,9 +109,9 @@ def test_a_text_longer_than_the_window_is_refused_before_anything_is_computed(ha
     requests = instances("loglikelihood", ("ox and", " yes"), ("a " * 90, "yes it is"))
     with pytest.raises(ValueError, match="request 1 .*window leaves room for 64.*truncation"):
         harness_model(**SMALL, max_length=64).loglikelihood(requests)
-    own = harness_model(own=True, max_length=64).loglikelihood(requests)
+    expected = harness_model(is_plain=True, max_length=64).loglikelihood(requests)
     cut = harness_model(**LARGE, max_length=64, truncation=True).loglikelihood(requests)
-    assert close(cut, own)
+    assert close(cut, expected)
     prompt = instances("generate_until", ("a " * 90, {"until": [], "max_gen_toks": 5}))
     with pytest.raises(ValueError, match="request 0 .*window leaves room for 59"):
         harness_model(**SMALL, max_length=64).generate_until(prompt)
@@ -139,7 +139,7 @@ def test_an_empty_continuation_is_named(harness_model):
         ({"positions": "rolling", "batch_size": "auto"}, "batch_size=auto"),
     ],
 )
-def test_model_arguments_that_make_no_sense_are_refused(options, words):
+def test_invalid_model_arguments_are_refused(options, words):
     from h2okv.evaluation.lm_eval.model import H2OLM
 
     with pytest.raises(ValueError, match=words):
@@ -170,7 +170,7 @@ def test_stored_answers_of_other_settings_are_refused(harness_model, tmp_path):
         harness_model(**SMALL).set_cache_hook(hook)
 
 
-def test_a_run_records_what_it_was_made_with(harness_model, evaluate, tiny_data):
+def test_a_run_records_settings_and_versions(harness_model, evaluate, tiny_data):
     results, _ = evaluate(harness_model(**SMALL, policy="random", seed=5), tasks=["h2okv_copa"])
     record = results["config"]["h2okv"]
     assert (
@@ -187,12 +187,12 @@ def test_a_run_records_what_it_was_made_with(harness_model, evaluate, tiny_data)
 def test_the_model_type_is_found_by_its_entry_point():
     from importlib.metadata import entry_points
 
-    found = [point for point in entry_points(group="lm_eval.models") if point.name == "h2okv"]
-    if not found:
+    points = [point for point in entry_points(group="lm_eval.models") if point.name == "h2okv"]
+    if not points:
         pytest.skip("the package is not installed, so it has no entry points")
     from h2okv.evaluation.lm_eval.model import H2OLM
 
-    assert found[0].load() is H2OLM
+    assert points[0].load() is H2OLM
 
 
 def test_a_name_loads_the_bundled_model():

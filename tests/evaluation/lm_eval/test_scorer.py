@@ -33,13 +33,13 @@ def in_order(scored):
 
 
 def cut(text, count=None):
-    """A text as its beginning and its scored tokens, by default all but the first."""
-    place = 1 if count is None else len(text) - count
-    return text[:place], text[place:]
+    """Split a text into its beginning and its scored tokens, by default all but the first."""
+    split = 1 if count is None else len(text) - count
+    return text[:split], text[split:]
 
 
 def assert_as_alone(score, pairs, size=64):
-    """Whatever is in the batch, each pair has the scores that it has alone."""
+    """Check that each pair has the same scores in a batch as alone."""
     results = in_order(score(pairs, size))
     assert len(results) == len(pairs)
     for pair, together in zip(pairs, results, strict=True):
@@ -47,9 +47,9 @@ def assert_as_alone(score, pairs, size=64):
         assert len(together.log_probs) == len(pair[1])
 
 
-def assert_equal(one, other):
-    assert one.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
-    assert one.greedy == other.greedy
+def assert_equal(left, right):
+    assert left.log_probs == pytest.approx(right.log_probs, abs=TOLERANCE)
+    assert left.greedy == right.greedy
 
 
 def log_prob(logits, token):
@@ -84,58 +84,58 @@ def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     assert_as_alone(scoring.whole_texts, pairs)
 
 
-def test_a_policy_for_prompts_alone_scores_no_whole_text(make_llama):
+def test_a_prompt_only_policy_is_refused_for_whole_texts(make_llama):
     with pytest.raises(ValueError, match="snapkv"):
         scorer(make_llama(), policy="snapkv", prefill_chunk=1)
 
 
 @pytest.mark.parametrize("policy", h2okv.policy_names())
-def test_any_policy_serves_continuations_as_alone(make_llama, policy):
+def test_continuation_scores_in_a_batch_equal_those_alone_for_every_policy(make_llama, policy):
     scoring = scorer(make_llama(), policy=policy)
-    one, other = draw(21, 1), draw(30, 2)
-    pairs = [(one, draw(3, 3)), (one, draw(5, 4)), (other, draw(4, 5))]
+    first, second = draw(21, 1), draw(30, 2)
+    pairs = [(first, draw(3, 3)), (first, draw(5, 4)), (second, draw(4, 5))]
     assert_as_alone(scoring.after_prompts, pairs)
 
 
 @pytest.mark.parametrize("size", [64, 2])
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("chunk", [None, 1, 6])
-def test_continuations_share_a_context_as_alone(make_llama, size, positions, chunk):
+def test_continuations_sharing_a_context_are_scored_as_alone(make_llama, size, positions, chunk):
     options = {"positions": positions, "prefill_chunk": chunk}
     scoring = scorer(make_llama(), **options)
     contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(2, 4)]
     continuations = [
         [draw(1, 5), draw(7, 6), draw(3, 7)], [draw(4, 8)], [draw(2, 9), draw(5, 10)], [draw(6, 11)]
     ]  # fmt: skip
-    pairs = [(c, t) for c, own in zip(contexts, continuations, strict=True) for t in own]
+    pairs = [(c, t) for c, tokens in zip(contexts, continuations, strict=True) for t in tokens]
     assert_as_alone(scoring.after_prompts, pairs, size)
 
 
-def test_scorers_of_a_group_read_a_context_once_and_answer_as_alone(make_llama):
+def test_a_group_of_scorers_reads_a_context_once_and_scores_as_alone(make_llama):
     model = make_llama()
     configs = [
         CacheConfig("full"), CacheConfig("h2o", 4, 3), CacheConfig("h2o", 3, 2, scoring="decay"),
         CacheConfig("snapkv", 5, 4), CacheConfig("recent", 0.1, 0.1),
     ]  # fmt: skip
-    one, other, short = draw(21, 1), draw(30, 2), draw(1, 3)
-    pairs = [(one, draw(3, 3)), (one, draw(5, 4)), (other, draw(4, 5)), (short, draw(2, 6))]
+    first, second, short = draw(21, 1), draw(30, 2), draw(1, 3)
+    pairs = [(first, draw(3, 3)), (first, draw(5, 4)), (second, draw(4, 5)), (short, draw(2, 6))]
     pairs.append(pairs[2])
     group = [Scorer(model, config) for config in configs]
-    for own in group:
-        own.group = group
+    for member in group:
+        member.group = group
     read = []
     hook = model.register_forward_pre_hook(
-        lambda _, __, given: read.append(type(cache_in(given)).__name__), with_kwargs=True
+        lambda _, __, options: read.append(type(cache_in(options)).__name__), with_kwargs=True
     )
-    found = [in_order(own.after_prompts(pairs)) for own in group]
+    by_member = [in_order(member.after_prompts(pairs)) for member in group]
     hook.remove()
     # Contexts with padding in one forward; then continuations, long and short contexts apart.
     assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
-    for config, results in zip(configs, found, strict=True):
+    for config, results in zip(configs, by_member, strict=True):
         alone = in_order(Scorer(model, config).after_prompts(pairs))
         assert len(results) == len(alone) == len(pairs)
-        for one, two in zip(results, alone, strict=True):
-            assert_equal(one, two)
+        for scores, expected in zip(results, alone, strict=True):
+            assert_equal(scores, expected)
 
 
 def test_a_continuation_follows_on_the_evicted_context(make_llama):
@@ -147,7 +147,7 @@ def test_a_continuation_follows_on_the_evicted_context(make_llama):
         assert cache.num_cached_tokens == 7
         logits = model(block, past_key_values=cache).logits[0].log_softmax(-1)
     scores = in_order(scorer(model).after_prompts([(context, continuation)]))[0]
-    expected = [float(logits[place, token]) for place, token in enumerate(continuation)]
+    expected = [float(logits[index, token]) for index, token in enumerate(continuation)]
     assert scores.log_probs == pytest.approx(expected, abs=TOLERANCE)
     assert scores.total == pytest.approx(sum(expected), abs=1e-4)
     full = in_order(scorer(model, policy="full").after_prompts([(context, continuation)]))[0]
@@ -157,19 +157,19 @@ def test_a_continuation_follows_on_the_evicted_context(make_llama):
 
 def test_a_budget_above_the_length_gives_the_full_scores(make_llama):
     model = make_llama()
-    one, other = draw(20, 1), draw(9, 2)
-    pairs = [(one, draw(4, 3)), (one, draw(2, 4)), (other, draw(1, 5))]
+    first, second = draw(20, 1), draw(9, 2)
+    pairs = [(first, draw(4, 3)), (first, draw(2, 4)), (second, draw(1, 5))]
     expected = []
     with torch.no_grad():
         model.set_attn_implementation("sdpa")
         for context, tokens in pairs:
             logits = model(torch.tensor([context + tokens])).logits[0, -len(tokens) - 1 : -1]
-            given = torch.tensor(tokens).unsqueeze(1)
-            expected.append(float(logits.log_softmax(-1).gather(1, given).sum()))
+            targets = torch.tensor(tokens).unsqueeze(1)
+            expected.append(float(logits.log_softmax(-1).gather(1, targets).sum()))
     prompt = scorer(model, heavy=100, recent=100).after_prompts(pairs)
     assert [score.total for score in in_order(prompt)] == pytest.approx(expected, abs=1e-4)
-    whole = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole_texts(pairs)
-    assert [score.total for score in in_order(whole)] == pytest.approx(expected, abs=1e-4)
+    texts = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole_texts(pairs)
+    assert [score.total for score in in_order(texts)] == pytest.approx(expected, abs=1e-4)
 
 
 def test_layers_of_other_kinds_are_not_padded(make_llama):
@@ -184,8 +184,8 @@ def test_layers_of_other_kinds_are_not_padded(make_llama):
     model.set_attn_implementation("h2o")
     scoring = scorer(model)
     assert not scoring.takes_padding
-    one, other = draw(20, 1), draw(9, 2)
-    pairs = [(one, draw(4, 3)), (one, draw(2, 4)), (other, draw(3, 5))]
+    first, second = draw(20, 1), draw(9, 2)
+    pairs = [(first, draw(4, 3)), (first, draw(2, 4)), (second, draw(3, 5))]
     assert_as_alone(scoring.after_prompts, pairs)
     assert_as_alone(
         scorer(model, prefill_chunk=1).whole_texts, [cut(draw(20, 6)), cut(draw(12, 7))]
@@ -198,7 +198,7 @@ def test_a_model_without_h2o_attention_gets_it_for_the_call(make_llama):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_batches_hold_every_text_once_and_like_lengths():
+def test_batches_have_every_text_once_and_similar_lengths():
     lengths = [3, 9, 1, 7, 5]
     assert list(batches(lengths, 2)) == [[1, 3], [4, 0], [2]]
 
@@ -214,13 +214,13 @@ def test_batches_hold_every_text_once_and_like_lengths():
         ({"heavy": -1}, "heavy=-1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(options, words):
+def test_invalid_settings_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         check_arguments(options)
         split_settings(options)
 
 
-def test_one_token_blocks_are_the_papers_protocol_unless_said_otherwise():
+def test_prefill_chunk_1_defaults_to_protocol_whole():
     assert split_settings(dict(prefill_chunk=1))[1] == "whole"
     assert split_settings(dict(prefill_chunk=64))[1] == "prompt"
     assert split_settings(dict(prefill_chunk=1, protocol="prompt"))[1] == "prompt"
@@ -251,7 +251,7 @@ def test_it_generates_on_a_new_cache_each_time(make_llama, text):
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 8])
-def test_the_scores_of_a_text_are_evicted_before_they_are_made(make_llama, text, chunk):
+def test_helm_scores_are_under_eviction(make_llama, text, chunk):
     model = make_llama()
     logits = evicting(model, prefill_chunk=chunk)(text).logits
     cache = h2okv.H2OCache(model.config, **BUDGET)

@@ -21,15 +21,15 @@ def read(task, split="test"):
     list(zip(TASKS, (500, 277, 1838, 500, 1267, 2985), strict=True)),
 )
 def test_the_published_files_are_read_to_their_end(shared_data, task, count):
-    found = read(task)
-    assert len(found) == count
-    for document in found:
+    splits = read(task)
+    assert len(splits) == count
+    for document in splits:
         choices = document.get("choices", ["True", "False"])
         assert 0 <= document["label"] < len(choices)
         assert all(choice.strip() for choice in choices)
 
 
-def test_what_the_documents_say(tiny_data):
+def test_documents_of_each_task(tiny_data):
     assert read("copa")[0] == {
         "text": "The ground was wet because", "choices": ["it had rained.", "the sun shone."],
         "label": 0,
@@ -86,7 +86,7 @@ def test_a_missing_file_is_named_with_its_folder(tmp_path, monkeypatch):
         ("mathqa", "llm_adapters/mathqa_test.json", "[{", "{", "get the file again"),
     ],
 )
-def test_a_malformed_place_is_named(tiny_data, task, name, before, after, words):
+def test_a_malformed_entry_is_named(tiny_data, task, name, before, after, words):
     path = tiny_data / name
     text = path.read_text()
     assert before in text

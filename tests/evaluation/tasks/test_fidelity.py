@@ -21,53 +21,53 @@ def compared(subject, sources, configs=CONFIGS, **reading):
     task = Fidelity(sources=sources, **reading)
     task.prepare(subject, configs)
     results = [{} for _ in configs]
-    for number, found in task.run(subject, configs, task.samples, 0):
-        results[number] |= found
+    for number, batch in task.run(subject, configs, task.samples, 0):
+        results[number] |= batch
     return task, results
 
 
 @torch.no_grad()
 def predictions(subject, config, prompt, blocks):
-    """What a cache that reads the prompt by itself says after each later token; its bytes."""
+    """Return a separate cache's log-probabilities after each later token, and its bytes."""
     cache = make_cache(config, subject.config, 0)
     cache.expect(len(prompt))
-    said, read = [], 0
+    log_probs, read = [], 0
     with enable(subject.model):
         for ids in (prompt, *blocks):
             read += len(ids)
             out = subject.model(
                 torch.tensor([ids]), attention_mask=torch.ones(1, read), past_key_values=cache
             )
-            said.append(out.logits[0].double().log_softmax(-1))
-    return torch.cat(said[1:]), cache.nbytes
+            log_probs.append(out.logits[0].double().log_softmax(-1))
+    return torch.cat(log_probs[1:]), cache.nbytes
 
 
 def check(subject, config, result, prompt, following, protocol, compared=0):
     blocks = [[n] for n in following[:-1]] if protocol == "decode" else [following[:-1]]
     full, _ = predictions(subject, CacheConfig("full"), prompt, blocks)
-    own, nbytes = predictions(subject, config, prompt, blocks)
-    full, own = full[-compared:], own[-compared:]
+    log_probs, nbytes = predictions(subject, config, prompt, blocks)
+    full, log_probs = full[-compared:], log_probs[-compared:]
     target = torch.tensor(following[1:]).unsqueeze(1)[-compared:]
-    kl = (full.exp() * (full - own)).sum(-1).mean()
+    kl = (full.exp() * (full - log_probs)).sum(-1).mean()
     assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=1e-5)
-    agreement = (full.argmax(-1) == own.argmax(-1)).double().mean()
+    agreement = (full.argmax(-1) == log_probs.argmax(-1)).double().mean()
     assert result["agreement"] == pytest.approx(agreement.item())
-    for name, said in (("nll", own), ("full_nll", full)):
-        assert result[name] == pytest.approx(-said.gather(1, target).mean().item(), abs=1e-4)
+    for name, rows in (("nll", log_probs), ("full_nll", full)):
+        assert result[name] == pytest.approx(-rows.gather(1, target).mean().item(), abs=1e-4)
     assert (result["tokens"], result["bytes"]) == (compared or len(following) - 1, nbytes)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
-def test_a_text_s_tokens_are_predicted_as_from_a_reading_of_one_s_own(subject, novel, protocol):
+def test_predictions_on_a_text_equal_those_of_separate_caches(subject, novel, protocol):
     task, results = compared(
         subject, [Source("novel", novel)], prompt_tokens=80, new_tokens=9, texts=2,
         protocol=protocol,
     )  # fmt: skip
     assert task.samples == [0, 1]
-    for sample, own in task._samples.items():
-        assert (len(own.prompt), len(own.following)) == (80, 10)
-        for config, found in zip(CONFIGS, results, strict=True):
-            check(subject, config, found[sample], own.prompt, own.following, protocol)
+    for sample, content in task._samples.items():
+        assert (len(content.prompt), len(content.following)) == (80, 10)
+        for config, result in zip(CONFIGS, results, strict=True):
+            check(subject, config, result[sample], content.prompt, content.following, protocol)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
@@ -87,13 +87,13 @@ def test_a_prompt_is_followed_by_the_full_cache_s_answer(subject, novel, protoco
         _, results = compared(subject, [Source.read(path)], new_tokens=8, protocol=protocol)
     finally:
         config.eos_token_id = before
-    for own, found in zip(CONFIGS, results, strict=True):
-        check(subject, own, found[0], ids[0].tolist(), answer, protocol)
+    for cache_config, result in zip(CONFIGS, results, strict=True):
+        check(subject, cache_config, result[0], ids[0].tolist(), answer, protocol)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
 @pytest.mark.parametrize("context", [True, False])
-def test_a_given_answer_is_predicted_behind_its_question(
+def test_a_given_answer_is_predicted_after_its_question(
     subject, novel, protocol, context, tmp_path
 ):
     before, question, answer = novel[:400], novel[400:450], novel[450:480]
@@ -103,25 +103,30 @@ def test_a_given_answer_is_predicted_behind_its_question(
     task, results = compared(
         subject, [Source.read(tmp_path / "asked.jsonl")], new_tokens=2, protocol=protocol
     )
-    asked, answered = subject.encode(before + question), subject.encode(answer, special=False)
+    question_ids, answer_ids = (
+        subject.encode(before + question),
+        subject.encode(answer, special=False),
+    )
     # The last token of what is asked predicts the answer's first one.
-    own = task._samples[0]
-    assert own.prompt + own.following == asked + answered
-    read = len(subject.encode(before)) if context else len(asked) - 1
-    assert read - context <= len(own.prompt) <= read  # a token may span the edge
-    for config, found in zip(CONFIGS, results, strict=True):
-        check(subject, config, found[0], own.prompt, own.following, protocol, len(answered))
+    sample = task._samples[0]
+    assert sample.prompt + sample.following == question_ids + answer_ids
+    read = len(subject.encode(before)) if context else len(question_ids) - 1
+    assert read - context <= len(sample.prompt) <= read  # a token may span the edge
+    for config, result in zip(CONFIGS, results, strict=True):
+        check(
+            subject, config, result[0], sample.prompt, sample.following, protocol, len(answer_ids)
+        )
 
 
-def test_a_context_is_cut_off_inside_its_message(subject, chat_tokenizer, tmp_path):
+def test_a_context_ends_inside_the_chat_message(subject, chat_tokenizer, tmp_path):
     chatty = ModelUnderTest(lambda: subject.model, subject.config, chat_tokenizer, "chatty", 2048)
     record = {"context": "He came in.", "prompt": " Who came?", "answer": "He"}
     (tmp_path / "asked.jsonl").write_text(json.dumps(record) + "\n")
     task = Fidelity(sources=[Source.read(tmp_path / "asked.jsonl")])
     task.prepare(chatty, CONFIGS)
-    own = task._samples[0]
-    assert chatty.tokenizer.decode(own.prompt) == "<|user|>He came in."
-    assert chatty.tokenizer.decode(own.following) == " Who came?<|bos|>\n<|assistant|>He"
+    sample = task._samples[0]
+    assert chatty.tokenizer.decode(sample.prompt) == "<|user|>He came in."
+    assert chatty.tokenizer.decode(sample.following) == " Who came?<|bos|>\n<|assistant|>He"
 
 
 def test_a_context_needs_an_answer(tmp_path):
@@ -130,7 +135,7 @@ def test_a_context_needs_an_answer(tmp_path):
         Source.read(tmp_path / "p.jsonl")
 
 
-def test_messages_and_prompts_go_by_the_chat_template(subject, chat_tokenizer, tmp_path):
+def test_messages_and_prompts_use_the_chat_template(subject, chat_tokenizer, tmp_path):
     chatty = ModelUnderTest(lambda: subject.model, subject.config, chat_tokenizer, "chatty", 2048)
     question = MESSAGES["messages"][0]["content"]
     answered = {"messages": [*MESSAGES["messages"], {"role": "assistant", "content": "A horse."}]}
@@ -154,33 +159,38 @@ def test_messages_and_prompts_go_by_the_chat_template(subject, chat_tokenizer, t
         Fidelity(sources=turns, raw=True).prepare(chatty, [])
 
 
-def test_more_texts_begin_with_the_same_ones(subject, novel):
+def test_more_texts_start_with_the_same_windows(subject, novel):
     sources = [Source("novel", novel), Source("backwards", novel[::-1])]
     windows = []
     for texts in (2, 5):
         task = Fidelity(sources=sources, prompt_tokens=80, new_tokens=9, texts=texts)
         task.prepare(subject, CONFIGS)
-        windows.append({n: own.prompt for n, own in task._samples.items()})
+        windows.append({n: sample.prompt for n, sample in task._samples.items()})
     assert len(windows[1]) == 10 and windows[0].items() <= windows[1].items()
 
 
-def test_rows_say_means_and_intervals_by_file(subject):
+def test_rows_have_means_and_intervals_by_file(subject):
     sources = [Source("a", "x"), Source("b", "y")]
     task = Fidelity(sources=sources)
     common = {"tokens": 4, "full_nll": 1.0, "full_bytes": 1000}
-    own = [(0.2, 1.0, 1.3, 100), (0.1, 0.5, 1.1, 200), (0.6, 0.75, 1.2, 300), (0.1, 0.75, 1.0, 200)]
+    figures = [
+        (0.2, 1.0, 1.3, 100),
+        (0.1, 0.5, 1.1, 200),
+        (0.6, 0.75, 1.2, 300),
+        (0.1, 0.75, 1.0, 200),
+    ]
     results = {
         n: {"kl": kl, "agreement": agreed, "nll": nll, "bytes": size, **common}
-        for n, (kl, agreed, nll, size) in enumerate(own)
+        for n, (kl, agreed, nll, size) in enumerate(figures)
     }
     task._samples = {n: type("Own", (), {"source": "ab"[n % 2]}) for n in results}
-    whole, first, second = task.details(results)
-    assert [row["data"] for row in (whole, first, second)] == ["all", "a", "b"]
-    assert (whole["texts"], whole["tokens"], first["texts"]) == (4, 16, 2)
-    assert whole["agreement"] == 0.75 and whole["kl"] == pytest.approx(0.25)
-    assert whole["perplexity_ratio"] == pytest.approx(math.exp(0.15))
-    assert (whole["bytes"], whole["bytes_fraction"]) == (200, 0.2)
-    assert whole["kl_low"] < 0.25 < whole["kl_high"] <= 0.6
+    total, first, second = task.details(results)
+    assert [row["data"] for row in (total, first, second)] == ["all", "a", "b"]
+    assert (total["texts"], total["tokens"], first["texts"]) == (4, 16, 2)
+    assert total["agreement"] == 0.75 and total["kl"] == pytest.approx(0.25)
+    assert total["perplexity_ratio"] == pytest.approx(math.exp(0.15))
+    assert (total["bytes"], total["bytes_fraction"]) == (200, 0.2)
+    assert total["kl_low"] < 0.25 < total["kl_high"] <= 0.6
     assert second["kl"] == pytest.approx(0.1)
     assert task.scores(results)["agreement"].value == 0.75
 
@@ -212,7 +222,7 @@ def test_what_cannot_be_read_is_refused(subject, novel, reading, message):
         compared(subject, [Source("novel", novel)], **reading)
 
 
-def test_more_prompts_than_there_are_are_refused(subject, tmp_path):
+def test_texts_above_the_number_of_prompts_is_refused(subject, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "It was a dark night"}\n')
     with pytest.raises(ValueError, match="'p' has 1 prompts; give --texts 1 or fewer"):
         compared(subject, [Source.read(tmp_path / "p.jsonl")], texts=2)

@@ -11,7 +11,7 @@ def written(path, *lines):
     return path
 
 
-def test_the_recipe_s_form_is_a_whole_prompt(tmp_path):
+def test_the_recipe_s_format_is_a_complete_prompt(tmp_path):
     line = {"article": "###\nA: b\n", "summary_gt": "s", "stop": ["###"], "max_tokens": 9, "n": 1}
     (article,) = read_articles(written(tmp_path / "x.jsonl", line))
     assert article.text == "###\nA: b\n"
@@ -19,7 +19,7 @@ def test_the_recipe_s_form_is_a_whole_prompt(tmp_path):
     assert article.references == ("s",)
 
 
-def test_longbench_s_form_gets_a_prompt(tmp_path):
+def test_longbench_s_format_gets_a_prompt(tmp_path):
     line = {"context": "news {braces}", "answers": ["a", "b"], "input": ""}
     path = written(tmp_path / "x.jsonl", line)
     assert "news {braces}" in read_articles(path)[0].text
@@ -28,7 +28,7 @@ def test_longbench_s_form_gets_a_prompt(tmp_path):
     assert article.references == ("a", "b")
 
 
-def test_two_files_belong_together_by_line(tmp_path):
+def test_articles_and_references_are_paired_by_line(tmp_path):
     texts = tmp_path / "src.txt"
     texts.write_text("one\ntwo\n")
     refs = written(tmp_path / "r.jsonl", {"refs": ["1", "eins"]}, {"refs": ["2"]})
@@ -61,7 +61,7 @@ def test_a_bad_line_is_refused_by_file_line_and_field(tmp_path, line, message):
     assert f"line 2 of '{path}'" in str(caught.value)
 
 
-def test_a_template_needs_its_place(tmp_path):
+def test_a_template_without_its_field_is_refused(tmp_path):
     path = written(tmp_path / "x.jsonl", {"context": "c", "answers": ["a"]})
     with pytest.raises(ValueError, match="has no {article}"):
         read_articles(path, template="Say: ")
@@ -86,7 +86,7 @@ def results(*texts):
     return {n: {"prompt": n // 2, "text": text} for n, text in enumerate(texts)}
 
 
-def test_the_same_again_is_100_and_nothing_in_common_near_0(make_task):
+def test_self_bleu_of_equal_and_of_disjoint_texts(make_task):
     task = make_task()
     assert task.scores(results(SAME, SAME))["self_bleu"].value == pytest.approx(100)
     apart = task.scores(results(SAME, OTHER))["self_bleu"].value
@@ -98,13 +98,13 @@ def test_the_same_again_is_100_and_nothing_in_common_near_0(make_task):
 def test_each_prompt_is_answered_several_times(subject, make_task):
     task = make_task(copies=3)
     task.prepare(subject, [CacheConfig("full")])
-    found = {}
+    results = {}
     for _, batch in task.run(subject, [CacheConfig.from_budget(8)], task.samples, 0):
-        found |= batch
-    assert sorted(found) == [0, 1, 2, 3, 4, 5]
-    assert [found[n]["prompt"] for n in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert len({result["text"] for result in found.values()}) == 6
-    assert 0 <= task.scores(found)["self_bleu"].value < 50
+        results |= batch
+    assert sorted(results) == [0, 1, 2, 3, 4, 5]
+    assert [results[n]["prompt"] for n in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert len({result["text"] for result in results.values()}) == 6
+    assert 0 <= task.scores(results)["self_bleu"].value < 50
 
 
 def test_nothing_to_compare_is_refused(make_task):

@@ -11,8 +11,8 @@ def run(subject, novel, config, **windows):
     task = Perplexity("novel", novel, **windows)
     task.prepare(subject, [config])
     results = {}
-    for _, found in task.run(subject, [config], task.samples, 0):
-        results |= found
+    for _, batch in task.run(subject, [config], task.samples, 0):
+        results |= batch
     return task, results
 
 
@@ -26,16 +26,16 @@ def losses(subject, novel, length, count):
 @pytest.mark.parametrize(
     "config", [CacheConfig("full", prefill_chunk=32), CacheConfig.from_budget(96, prefill_chunk=32)]
 )
-def test_a_full_cache_has_the_model_s_own_perplexity(subject, novel, config):
+def test_full_cache_perplexity_equals_the_model_s(subject, novel, config):
     task, results = run(subject, novel, config, length=96, windows=2, every=40)
-    wanted = losses(subject, novel, 96, 2)
+    expected = losses(subject, novel, 96, 2)
     assert task.scores(results)["perplexity"].value == pytest.approx(
-        math.exp(wanted.mean()), rel=1e-4
+        math.exp(expected.mean()), rel=1e-4
     )
     rows = task.details(results)
     assert [row["position"] for row in rows] == [40, 80, 95]
-    for row, part in zip(rows, wanted.split([40, 40, 15], dim=1), strict=True):
-        assert row["nll"] == pytest.approx(part.mean().item(), abs=1e-4)
+    for row, chunk in zip(rows, expected.split([40, 40, 15], dim=1), strict=True):
+        assert row["nll"] == pytest.approx(chunk.mean().item(), abs=1e-4)
 
 
 def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):

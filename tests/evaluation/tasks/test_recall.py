@@ -19,14 +19,14 @@ def prepared(subject, novel, **options):
 
 
 @slow
-def test_the_needle_stands_where_it_should(subject, novel):
+def test_needle_length_and_depth(subject, novel):
     task = prepared(subject, novel)
-    for context, question, (answer,), beside in task._asked:
-        length, depth = beside["length"], beside["depth"]
+    for context, question, (answer,), columns in task._questions:
+        length, depth = columns["length"], columns["depth"]
         assert len(context) + len(question) == length
         text = subject.decode(context)
-        before, found, _ = text.partition(" The city of ")
-        assert found and f" is {answer}." in text
+        before, needle, _ = text.partition(" The city of ")
+        assert needle and f" is {answer}." in text
         # It stands at a sentence's end, which may be some tokens away.
         assert len(before) / len(text) == pytest.approx(depth, abs=0.3)
         if depth == 0:
@@ -36,11 +36,11 @@ def test_the_needle_stands_where_it_should(subject, novel):
 
 
 @slow
-def test_tries_are_other_needles_in_other_text(subject, novel):
-    first, second = prepared(subject, novel)._asked[:2]
+def test_tries_use_different_needles_and_texts(subject, novel):
+    first, second = prepared(subject, novel)._questions[:2]
     assert first != second
-    assert prepared(subject, novel)._asked == prepared(subject, novel)._asked
-    assert prepared(subject, novel, seed=1)._asked != prepared(subject, novel)._asked
+    assert prepared(subject, novel)._questions == prepared(subject, novel)._questions
+    assert prepared(subject, novel, seed=1)._questions != prepared(subject, novel)._questions
 
 
 @slow
@@ -73,7 +73,7 @@ def test_a_full_cache_finds_what_the_model_can_recall(subject, novel, tmp_path):
         ({"statement": "The key is 7.", "answer": "8"}, "must contain the answer '8'"),
     ],
 )
-def test_nonsense_is_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         NeedleTask("needle", "a text", **options)
 
@@ -100,11 +100,11 @@ def questions(tmp_path, novel):
         (name, city): f"{novel[:1200]} The city of {name} is {city}. {novel[1200:1500]}"
         for name, city in (("Maria", "Vienna"), ("Jasper", "Lisbon"))
     }
-    asked = [
+    records = [
         {"input": f"{text}\nThe city of {name} is", "outputs": [city]}
         for (name, city), text in texts.items()
     ]
-    return written(tmp_path / "r.jsonl", *asked)
+    return written(tmp_path / "r.jsonl", *records)
 
 
 def test_the_last_line_is_the_question(questions, novel):
@@ -115,12 +115,12 @@ def test_the_last_line_is_the_question(questions, novel):
 
 
 @pytest.mark.parametrize("compression", ["query-aware", "query-agnostic"])
-def test_values_are_recalled_with_everything_kept(subject, questions, compression):
+def test_values_are_recalled_with_a_full_cache(subject, questions, compression):
     task = Recall("cities", questions, compression=compression, max_new_tokens=8)
     task.prepare(subject, [CacheConfig("full")])
     results = {}
-    for _, found in task.run(subject, [FULL], task.samples, 0):
-        results |= found
+    for _, batch in task.run(subject, [FULL], task.samples, 0):
+        results |= batch
     assert [result["string_match"] for result in results.values()] == [1.0, 1.0]
     assert task.scores(results)["string_match"].value == 1.0
     assert task.label == f"cities, compression {compression}"
