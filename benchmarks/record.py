@@ -134,8 +134,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def environment() -> dict[str, Any]:
     """Return the columns that describe machine and code."""
-    values = describe(torch.device("cpu"))
-    return {name: values[name] for name in FIELDS if name in values} | {"ops": implementation_in_use()}
+    row = describe(torch.device("cpu")) | {"ops": implementation_in_use()}
+    return {name: row[name] for name in FIELDS if name in row}
 
 
 def load_pair(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
