@@ -24,7 +24,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from transformers.utils import logging as transformers_logging
 
 import h2okv
-from h2okv.benchmarking.model import ModelSource
+from h2okv.benchmarking.model import Footprint, ModelSource
 from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
@@ -72,6 +72,13 @@ class CacheSpec:
     def entries(self, context: int) -> int:
         """Return the entries of one KV head after a prompt of ``context`` tokens: K, or all."""
         return context if self.config is None else self.config.entries(context)
+
+    def nbytes(self, footprint: Footprint, batch: int, context: int, free: int = 1) -> int:
+        """Return the bytes after a prompt, with a free slot; an upper bound if packed."""
+        entries = self.entries(context)
+        if self.name == "h2o":
+            return footprint.h2o_bytes(batch, entries + free, context, self.kv_bits)
+        return footprint.full_bytes(batch, entries + free if self.name == "static" else entries)
 
     def runner(
         self, model: PreTrainedModel, prefill_chunk: int | None = None, compiled: bool = False

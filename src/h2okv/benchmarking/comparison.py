@@ -226,7 +226,7 @@ class Bench(ABC):
         footprint = self.footprint
         # Leave out quantised baselines, whose size depends on their packing.
         unpacked = [spec for spec in settings.specs() if spec.name != "quantized"]
-        sizes = [footprint.cache_bytes(spec, batch, context) for spec in unpacked]
+        sizes = [spec.nbytes(footprint, batch, context) for spec in unpacked]
         weights = footprint.weight_bytes
         reading = footprint.prefill_bytes(batch, min(context, settings.prefill_chunk or context))
         # On a CPU peaks are measured in a separate process with its own weights.
@@ -399,7 +399,7 @@ class Comparison(Bench):
         # Bytes of the cache that a step must read; of "quantized" those that it stores.
         bytes_read = cache_samples.cache_bytes
         if spec.name != "quantized":
-            bytes_read = self.footprint.cache_bytes(spec, batch, context, free=0)
+            bytes_read = spec.nbytes(self.footprint, batch, context, free=0)
         weights = self.footprint.step_weight_bytes
         limit = speedup_limit(weights, self.footprint.full_bytes(batch, context), bytes_read)
         decode = quartiles("decode", cache_samples.decode)
@@ -527,7 +527,7 @@ class MaxBatch(Bench):
 
     def _candidate(self, spec: CacheSpec, context: int) -> _Candidate:
         """Calculate the largest batch, and correct it by running it."""
-        cache = self.footprint.cache_bytes(spec, 1, context)
+        cache = spec.nbytes(self.footprint, 1, context)
         weights = self.footprint.weight_bytes
         peaks = {batch: self._peak(spec, context, batch) for batch in (1, 2)}
         while True:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -22,9 +22,6 @@ from h2okv.cache import H2OCache
 from h2okv.config import Positions
 from h2okv.engine.memory import MemoryModel
 from h2okv.integration.loading import describe, load_weights
-
-if TYPE_CHECKING:
-    from h2okv.benchmarking.caches import CacheSpec
 
 # Names of sizes in --shape, and in a model's config.
 _SIZES = {
@@ -151,13 +148,6 @@ class Footprint:
         memory = self.memory(kv_bits)
         slot_bytes = memory.slots.total(entries) - memory.slots.total(0)
         return batch * int(memory.num_slot_layers * slot_bytes + self._window_bytes(memory, length))
-
-    def cache_bytes(self, spec: CacheSpec, batch: int, context: int, free: int = 1) -> int:
-        """Return the bytes of a cache after a prompt, with a free slot; upper bound if packed."""
-        entries = spec.entries(context)
-        if spec.name == "h2o":
-            return self.h2o_bytes(batch, entries + free, context, spec.kv_bits)
-        return self.full_bytes(batch, entries + free if spec.name == "static" else entries)
 
     def prefill_bytes(self, batch: int, block: int) -> int:
         """Return a lower bound of a prompt block's memory besides weights and cache."""
