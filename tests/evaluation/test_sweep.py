@@ -5,6 +5,7 @@ import yaml
 
 import h2okv
 from h2okv.config import CacheConfig
+from h2okv.evaluation.lines import pivot
 from h2okv.evaluation.plots import plot_sweep
 from h2okv.evaluation.sweep import (
     Experiment,
@@ -12,7 +13,6 @@ from h2okv.evaluation.sweep import (
     Surroundings,
     experiment_names,
     load_experiment,
-    pivot,
     report,
 )
 

@@ -400,8 +400,9 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
     """Writes tables and picture of the runs that are done, and prints the table."""
+    from h2okv.evaluation.lines import pivot, results_table
     from h2okv.evaluation.plots import plot_sweep
-    from h2okv.evaluation.sweep import pivot, report, results_table
+    from h2okv.evaluation.sweep import report
 
     rows = evaluation.rows()
     table, told = out / "results.csv", list(rows.values())

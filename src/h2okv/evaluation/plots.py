@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from h2okv.evaluation.lines import FULL, Line, sorted_budgets
 from h2okv.evaluation.streaming import StreamRow
 from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
 
-if TYPE_CHECKING:
-    from h2okv.evaluation.sweep import Line
-
-FULL = "full"
 _STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _GREY = "#555555"
 # Larger ones all mean "collapsed", and their perplexity may overflow a float.
@@ -111,17 +108,6 @@ def _draw_task(axes: Any, lines: Sequence[Line], policies: Sequence[str]) -> Non
     axes.set_xticks(range(len(budgets)), budgets)
     axes.set(xlabel="budget", ylabel=lines[0].metric)
     axes.grid(alpha=0.3)
-
-
-def sorted_budgets(lines: Sequence[Line]) -> list[str]:
-    """Return the budgets of lines: tokens, then fractions, the smallest first, then full."""
-
-    def size(budget: str) -> tuple[int, float]:
-        if budget == FULL:
-            return 2, 0.0
-        return int(budget.endswith("%")), float(budget.removesuffix("%"))
-
-    return sorted({budget for line in lines for budget in line.values}, key=size)
 
 
 def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:

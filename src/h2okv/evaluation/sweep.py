@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -25,15 +23,14 @@ from pydantic import (
 from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import optional
+from h2okv.evaluation.lines import FULL, Line, results_table
 from h2okv.evaluation.lm_eval.launcher import HarnessTask, data_file
-from h2okv.evaluation.plots import FULL, sorted_budgets
-from h2okv.evaluation.runner import Run
 from h2okv.evaluation.task import Task
 from h2okv.evaluation.tasks.generation import Diversity, Summarization
 from h2okv.evaluation.tasks.perplexity import Perplexity
 from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
 from h2okv.policy import get_policy
-from h2okv.records import markdown_table, read_text_file, unknown_name
+from h2okv.records import read_text_file, unknown_name
 
 EXPERIMENTS = Path(__file__).parent / "experiments"  # those that come with the package
 # The kinds of tasks; an entry has one of these names, with its file or harness task as value.
@@ -244,36 +241,6 @@ def load_experiment(name: str) -> Experiment:
     return _checked(Experiment, content, f"'{path}'")
 
 
-@dataclass
-class Line:
-    """One policy on one task: each seed's value by budget, and a seed's standard error."""
-
-    task: str
-    metric: str
-    policy: str
-    by_budget: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    stderrs: dict[str, float] = field(default_factory=dict)
-    samples: int = 0
-
-    @property
-    def values(self) -> dict[str, float]:
-        return {budget: statistics.fmean(values) for budget, values in self.by_budget.items()}
-
-
-def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Arrange the available results as lines."""
-    lines: dict[tuple[str, str], Line] = {}
-    for run, row in ((run, rows[run.label]) for run in runs if run.label in rows):
-        key = run.task.label, run.config.policy_label
-        line = lines.setdefault(key, Line(key[0], row["metric"], key[1]))
-        line.by_budget[run.config.budget_label].append(row["value"])
-        line.samples = row["samples"]
-        if row["stderr"] is not None:
-            line.stderrs[run.config.budget_label] = row["stderr"]
-    tasks = [line.task for line in lines.values()]
-    return sorted(lines.values(), key=lambda line: (tasks.index(line.task), line.policy != FULL))
-
-
 def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]) -> str:
     """Write the page: provenance, results, published figures."""
     versions = (
@@ -298,14 +265,3 @@ def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]
         table = results_table(list(published.values()), ("task", "policy"))
         sections.append(f"As published, {model}:\n\n{table}")
     return "\n".join(sections)
-
-
-def results_table(
-    lines: Sequence[Line], names: Sequence[str] = ("task", "samples", "metric", "policy")
-) -> str:
-    """Render results as a table: a row per task and policy, a column per budget."""
-    budgets = sorted_budgets(lines)
-    rows = [
-        [*(getattr(line, name) for name in names), *map(line.values.get, budgets)] for line in lines
-    ]
-    return markdown_table([*names, *budgets], rows)
