@@ -17,8 +17,8 @@ from helm.common.request import Request, RequestResult
 from helm.tokenizers.tokenizer import Tokenizer
 from transformers import set_seed
 
-from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.scorer import EvictingModel, provenance, split_settings
+from h2okv.evaluation.lm_eval.settings import check_arguments
 from h2okv.integration.models import resolve_model
 from h2okv.provenance import digest
 from h2okv.records import write_json

@@ -24,9 +24,10 @@ from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import optional
 from h2okv.evaluation.lines import FULL, Line, results_table
-from h2okv.evaluation.lm_eval.launcher import HarnessTask, data_file
+from h2okv.evaluation.lm_eval.settings import data_file
 from h2okv.evaluation.task import Task
 from h2okv.evaluation.tasks.generation import Diversity, Summarization
+from h2okv.evaluation.tasks.harness import HarnessTask
 from h2okv.evaluation.tasks.perplexity import Perplexity
 from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
 from h2okv.policy import get_policy

@@ -10,8 +10,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import h2okv
 from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
-from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.scorer import EvictingModel, Scorer, batches, split_settings
+from h2okv.evaluation.lm_eval.settings import check_arguments
 from h2okv.integration.enable import read_blocks
 
 VOCAB = 97

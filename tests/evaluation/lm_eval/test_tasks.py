@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("datasets", reason="lm-evaluation-harness is not installed (h2okv[eval])")
 
 from h2okv.evaluation.lm_eval import tasks as documents
-from h2okv.evaluation.lm_eval.launcher import DATA_VARIABLE
+from h2okv.evaluation.lm_eval.settings import DATA_VARIABLE
 
 TASKS = ("copa", "rte", "piqa", "openbookqa", "winogrande", "mathqa")
 

@@ -15,7 +15,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from h2okv.cache.argument import CACHE
-from h2okv.evaluation.lm_eval.launcher import check_arguments
 from h2okv.evaluation.lm_eval.scorer import (
     Pair,
     Request,
@@ -24,6 +23,7 @@ from h2okv.evaluation.lm_eval.scorer import (
     provenance,
     split_settings,
 )
+from h2okv.evaluation.lm_eval.settings import check_arguments
 from h2okv.integration.enable import enable
 from h2okv.integration.models import default_dtype, resolve_model
 

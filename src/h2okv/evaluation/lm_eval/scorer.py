@@ -21,7 +21,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.validation import check_model
 from h2okv.config import CacheConfig
-from h2okv.evaluation.lm_eval.launcher import SETTINGS
+from h2okv.evaluation.lm_eval.settings import SETTINGS
 from h2okv.evaluation.model import left_padded, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.integration.attention import ATTENTION_NAME

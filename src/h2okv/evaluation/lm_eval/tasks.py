@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from datasets import Dataset
 
-from h2okv.evaluation.lm_eval.launcher import data_file
+from h2okv.evaluation.lm_eval.settings import data_file
 from h2okv.records import Record, parse_json, read_jsonl, read_text_file, refusing
 
 Splits = dict[str, Dataset]
