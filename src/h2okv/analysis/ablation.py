@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from h2okv.analysis.attention_stats import LayerAttention, read_observed
+from h2okv.integration.enable import input_device
 from h2okv.records import Row
 
 _CHUNK = 256
@@ -32,7 +33,7 @@ def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> np.ndarray:
 @torch.inference_mode()
 def dense_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> np.ndarray:
     """Compute the losses with full attention; see `token_losses`."""
-    logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+    logits = model(input_ids=input_ids.to(input_device(model)), use_cache=False).logits
     return token_losses(logits, input_ids)
 
 
@@ -116,5 +117,5 @@ def activation_frequency(model: PreTrainedModel, input_ids: torch.Tensor) -> np.
     with ExitStack() as hooks:
         for module in find_neurons(model):
             hooks.callback(module.register_forward_pre_hook(note).remove)
-        model(input_ids=input_ids.to(model.device), use_cache=False, logits_to_keep=1)
+        model(input_ids=input_ids.to(input_device(model)), use_cache=False, logits_to_keep=1)
     return np.stack(counts)

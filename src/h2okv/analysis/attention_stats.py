@@ -20,6 +20,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.validation import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
+from h2okv.integration.enable import input_device
 
 ATTENTION_NAME = "h2okv_observe"
 _MOST_ELEMENTS = 1 << 20
@@ -150,7 +151,7 @@ def read_observed(
     model.set_attn_implementation(ATTENTION_NAME)
     token = _handlers.set(dict.fromkeys(full_attention_layers(model.config), note))
     try:
-        output = model(input_ids=input_ids.to(model.device), use_cache=False, **options)
+        output = model(input_ids=input_ids.to(input_device(model)), use_cache=False, **options)
     finally:
         _handlers.reset(token)
         model.set_attn_implementation(before)

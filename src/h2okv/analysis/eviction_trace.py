@@ -14,7 +14,7 @@ from h2okv.analysis.score_stats import load_scipy
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.config import TokenBudget
-from h2okv.integration.enable import enable
+from h2okv.integration.enable import enable, input_device
 from h2okv.policy import Policy
 
 
@@ -65,7 +65,7 @@ def follow(
         block: tokens between two evictions after these; more than one is faster.
     """
     length = input_ids.shape[1]
-    ids = input_ids.to(model.device)
+    ids = input_ids.to(input_device(model))
     cache = H2OCache(model.config, budget.heavy, budget.recent, budget.sink, policy=policy)
     start = max(1, min(budget.total if first is None else first, length))
     ends = [*range(start, length, block), length]

@@ -29,6 +29,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.enable import input_device
 
 _CHILD = "h2okv.benchmarking.caches"
 
@@ -171,7 +172,7 @@ class _Static(CacheRunner):
 
     def compiled_steps(self) -> AbstractContextManager[Any]:
         # As `generate` does, with CUDA graphs on a GPU.
-        mode = "reduce-overhead" if self.model.device.type == "cuda" else "default"
+        mode = "reduce-overhead" if input_device(self.model).type == "cuda" else "default"
         forward = torch.compile(self.model.forward, fullgraph=True, mode=mode)
         return patch.object(self.model, "forward", forward)
 
@@ -276,12 +277,12 @@ def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
     """Draw token ids, int64 ``[B, T]``, always the same, on the model's device."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
+    return torch.randint(vocab, (batch, length), generator=generator).to(input_device(model))
 
 
 def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | None:
     """Measure a cache's memory, on a CPU in a separate process; ``None`` if it is unknown."""
-    if model is not None and model.device.type == "cuda":
+    if model is not None and input_device(model).type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(model.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.cache.rope import PositionRule, Rotation
-from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
+from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.validation import check_match, check_prompt, check_window
 from h2okv.config import Budget, TokenBudget
 from h2okv.ops.attention import expected_attention
@@ -206,7 +206,8 @@ class CacheLayer(CacheLayerMixin):
         self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
         self.state = self.empty_state(key_states, value_states)
         with torch.inference_mode(False):
-            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=key_states.device)
+            device = "cpu" if key_states.is_meta else key_states.device  # slots are counted by it
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
         self.is_initialized = True
 
     def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
@@ -219,7 +220,7 @@ class CacheLayer(CacheLayerMixin):
         """Passes new keys and values ``[B, H, T, D]`` on, the keys marked with this layer."""
         self.require_attention()
         # Autocast gives some models (OPT) keys in another dtype inside than outside.
-        self.is_cast = self.is_cast or torch.is_autocast_enabled(key_states.device.type)
+        self.is_cast = self.is_cast or is_cast(key_states.device)
         if self.is_initialized:
             if self.is_cast:
                 key_states = key_states.to(self.dtype)
@@ -341,11 +342,14 @@ class CacheLayer(CacheLayerMixin):
         after the other if ``None``. Mutates the layer. No gradient passes: what is evicted could
         not be trained through.
         """
-        if torch.is_autocast_enabled(query.device.type):  # which would round logits and scores
+        if is_cast(query.device):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
                 return self.attend(query, key, value, real, scale, softcap, position_ids)
         self.awaits_attention = False
         length, dtype = query.shape[2], value.dtype
+        if query.is_meta:
+            self._count_on_meta(length)
+            return query.new_empty(*query.shape[:3], value.shape[-1])
         query, key, value = (states.to(self.dtype) for states in (query, key, value))
         is_first = not self.state.budgets
         if is_first:
@@ -424,6 +428,10 @@ class CacheLayer(CacheLayerMixin):
                 " the position_ids, which a padded batch needs; run each sequence alone."
             )
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
+
+    def _count_on_meta(self, length: int) -> None:
+        """Counts T more tokens of a model on the meta device; mutates the layer."""
+        raise ValueError("simulate=True needs numbers, which a model on the meta device has not.")
 
     @abstractmethod
     def _attend(self, block: Block) -> Tensor:

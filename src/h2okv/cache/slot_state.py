@@ -31,6 +31,12 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
+def is_cast(device: torch.device) -> bool:
+    """Tell whether autocast is on for a device, some of which (meta) it does not know."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def slots_for(entries: int, capacity: int | None = None) -> int:
     """Slots that a layer makes for the entries of its fullest sequence; the last one is free.
 

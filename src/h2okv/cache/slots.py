@@ -354,6 +354,30 @@ class SlotLayer(CacheLayer):
             free = is_empty.to(torch.uint8).argmax(dim=-1)
             held.free_slot = free.unsqueeze(1)
 
+    def _count_on_meta(self, length: int) -> None:
+        held, prompt = self.state, self.expected_length or length
+        if not held.budgets:
+            self._set_budgets([prompt] * self.batch_size)
+            if self.head_budgets is not None:
+                for name in ("keys", "values", "scores", "positions"):
+                    setattr(held, name, getattr(held, name)[:, :1])
+                held.free_slot = held.free_slot.view(self.batch_size, 1, -1)
+                held.owner = held.positions.to(torch.uint8)
+            held.norms = held.scores.clone() if self.scoring.uses_values else None
+            held.ranks = held.positions.clone() if self.rule.rolls else None
+            allocate = self.policy.allocate_budget
+            budgets = [own.resolve(prompt) for own in self.head_budgets or (self.budget,)]
+            most = sum(allocate(budget).total + 1 for budget in budgets)
+            self.capacity = most if self.policy.is_bounded else None
+            # What goes for good where whatever follows the prompt is kept.
+            self.num_evicted = max(0, length + 1 - most) if self.policy.prompt_only else 0
+        self.cumulative_length += length
+        self.num_forwards += 1
+        needed = int(self.cumulative_length) - self.num_evicted
+        if held.num_slots <= needed and held.num_slots != self.capacity:
+            # As on a GPU, where all slots of a budget are there from the first block on.
+            held.resize(self.capacity or slots_for(needed))
+
     # --- how many slots there are, and which of them are open -------------------------------------
 
     @property

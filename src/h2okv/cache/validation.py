@@ -273,6 +273,11 @@ def check_pins(layer: CacheLayer, lengths: Sequence[int]) -> None:
 def check_match(layer: CacheLayer, key_states: Tensor) -> None:
     """Refuses keys ``[B, H, T, D]`` of another batch or model than the entries held."""
     batch, heads, _, size = key_states.shape
+    if layer.device.type == "meta" and not key_states.is_meta:
+        raise ValueError(
+            "H2OCache was sized on the meta device and holds no numbers; call cache.reset() or make"
+            " a new H2OCache."
+        )
     if batch != layer.batch_size:
         raise ValueError(
             f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "

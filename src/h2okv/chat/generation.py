@@ -29,7 +29,7 @@ from h2okv.console import Progress, discard, write_text
 from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.enable import enable, read_blocks
+from h2okv.integration.enable import enable, input_device, read_blocks
 from h2okv.integration.loading import Described
 
 LONG_PROMPT = 512  # tokens, from which a bar is shown while they are read
@@ -123,7 +123,7 @@ class Generating(StoppingCriteria):
             self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))
             if any(self._should_stop() for _ in blocks):
                 return
-            rest = self._ids[:, before:].to(model.device)
+            rest = self._ids[:, before:].to(input_device(model))
             read = int(cache.get_seq_length()) + rest.shape[1]
             generate(
                 input_ids=rest,

@@ -131,8 +131,9 @@ def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheCo
     import torch
 
     from h2okv.cache.argument import CACHE
+    from h2okv.integration.enable import input_device
 
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     try:
         with torch.no_grad():
             even = replace(cache, layer_budgets=None)

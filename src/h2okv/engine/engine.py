@@ -31,7 +31,7 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
-from h2okv.integration.enable import enable
+from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import with_own_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
 from h2okv.records import refusing, short_repr
@@ -248,8 +248,9 @@ class Engine:
         longest = self.max_context or self.max_prompt_tokens
         full = pool.full_bytes_of(longest)
         parts = "" if self.group is None else f" in {self.group.world_size} parts"
+        device = input_device(self.model)
         lines = [
-            f"{self.name} in {dtype} on {self.model.device}{parts}, {self._make_cache(None)!r}",
+            f"{self.name} in {dtype} on {device}{parts}, {self._make_cache(None)!r}",
             f"{seqs} sequences of {self.max_budget} entries (prompts up to "
             f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
@@ -374,7 +375,7 @@ class Engine:
         """How many sequences the memory has room for."""
         if self.config.max_num_seqs is not None:
             return self.config.max_num_seqs
-        device = self.model.device
+        device = input_device(self.model)
         taken, most = 0, _DEFAULT_SEQS
         promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
         if self.config.memory is not None:

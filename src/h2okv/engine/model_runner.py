@@ -21,6 +21,7 @@ from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
 from h2okv.engine.sampling_params import UNLIMITED
+from h2okv.integration.enable import input_device
 
 _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time
 
@@ -72,6 +73,7 @@ class ModelRunner:
     ) -> None:
         self.group = group
         self._model: Any = model
+        self._device = input_device(model)
         self._make_cache = make_cache
         self.prefixes: dict[tuple[int, ...], H2OCache] = {}
         self._prefilled: H2OCache | None = None
@@ -151,8 +153,8 @@ class ModelRunner:
         return output
 
     def _now(self) -> float:
-        if self._model.device.type == "cuda":  # which would still be at work
-            torch.cuda.synchronize(self._model.device)
+        if self._device.type == "cuda":  # which would still be at work
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[Sequence[Tensor], int]:
@@ -202,11 +204,10 @@ class ModelRunner:
         self, tokens: Tensor, positions: Tensor, cache: H2OCache, mask: Any = None, keep: int = 1
     ) -> Tensor:
         """Logits of the last ``keep`` tokens or, for 0, of all: ``[B, keep or T, V]``."""
-        device = self._model.device
         logits: Tensor = self._model(
-            input_ids=tokens.to(device),
-            position_ids=positions.to(device),
-            attention_mask=None if mask is None else mask.to(device),
+            input_ids=tokens.to(self._device),
+            position_ids=positions.to(self._device),
+            attention_mask=None if mask is None else mask.to(self._device),
             **{CACHE: cache},
             use_cache=True,
             logits_to_keep=keep,

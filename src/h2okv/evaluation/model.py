@@ -27,6 +27,7 @@ from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.evaluation.shared_prefill import SharedPrefill, read_together, shares_prompt
 from h2okv.integration.chat_template import encode
+from h2okv.integration.enable import input_device
 from h2okv.policy import get_policy
 from h2okv.provenance import fingerprint
 
@@ -221,7 +222,7 @@ def _write(
 ) -> list[list[int]]:
     """Return up to ``limit`` new tokens of each prompt; shorter answers are padded."""
     model, params = subject.model, prompts[0].params
-    ids, mask = left_padded([prompt.ids for prompt in prompts], model.device)
+    ids, mask = left_padded([prompt.ids for prompt in prompts], input_device(model))
     chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
     if chunk is not None:  # without padding the model reads the prompt in blocks too
         cache.expect(ids.shape[1])

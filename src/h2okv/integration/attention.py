@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from h2okv.cache.layer import LAYER_ATTRIBUTE, CacheLayer
 from h2okv.cache.rope import find_rotation
+from h2okv.cache.slot_state import is_cast
 from h2okv.cache.validation import check_follows
 from h2okv.ops.attention import blockwise_attention_with_scores, windowed_attention
 from h2okv.ops.reference import Visibility, attention_with_scores, causal
@@ -149,6 +150,9 @@ def plain_attention(
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits."""
+    if query.is_meta:  # there are no numbers, among them the window in a mask
+        batch, heads, length, _ = query.shape
+        return query.new_empty(batch, length, heads, value.shape[-1]), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is not None:
         mask = mask[..., : key.shape[2]]  # without a cache it has all columns that the user gave
@@ -159,7 +163,7 @@ def plain_attention(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
         )
-    if torch.is_autocast_enabled(query.device.type):  # as SDPA does
+    if is_cast(query.device):  # as SDPA does
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (states.to(dtype) for states in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
@@ -243,7 +247,9 @@ def h2o_attention(
     real = None
     if attention_mask is not None:
         real = attention_mask[:, 0, 0, :].expand(query.shape[0], -1)
-    if not torch.compiler.is_compiling():
+    if query.is_meta:  # of whose numbers nothing can be asked
+        layer.is_placed = False
+    elif not torch.compiler.is_compiling():
         layer.claim(module)
         if not layer.rule.rewrites:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
@@ -253,7 +259,7 @@ def h2o_attention(
                 "run it inside `with h2okv.enable(model):`."
             )
         layer.is_placed = False
-    if not layer.knows_rotation:
+    if not layer.knows_rotation and not query.is_meta:
         found = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
         layer.learn_rotation(found)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -129,7 +129,7 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
     base = unwrap(model)
     check_model(base)
     if compile:
-        check_compiler(base.device)
+        check_compiler(input_device(base))
     with _LOCK:
         enabled = _ENABLED.setdefault(base, _Enabled(base))
         enabled.users += 1
@@ -161,7 +161,7 @@ def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     given = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
     input_ids, mask = given.get("input_ids"), given.get("attention_mask")
     pad = getattr(module.config, "pad_token_id", None)
-    if input_ids is None or pad is None or 1 in input_ids.shape:
+    if input_ids is None or pad is None or 1 in input_ids.shape or input_ids.is_meta:
         return
     # ``generate`` drops a mask of ones, or makes one, and always gives positions.
     if mask is not None or given.get("position_ids") is not None:
@@ -333,7 +333,7 @@ def prefill(
             f" a column for each of the {needed - length} tokens seen, padding included, and the"
             f" {length} of input_ids, 0 for padding and 1 for text."
         )
-    if bool(mask.to(torch.bool).all()):
+    if mask.is_meta or bool(mask.to(torch.bool).all()):
         for _, logits in read_blocks(model, input_ids, cache, attention_mask=attention_mask):
             last = logits[:, -1]
         return last

@@ -26,6 +26,7 @@ from h2okv.analysis.attention_stats import (
 from h2okv.analysis.eviction_trace import Trace, follow
 from h2okv.analysis.study import make_sample, token_pieces
 from h2okv.config import CacheConfig
+from h2okv.integration.enable import input_device
 from h2okv.integration.loading import Described
 from h2okv.policy import get_policy
 
@@ -108,7 +109,7 @@ class Reader:
         limit = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
         check_new_tokens(new_tokens, limit)
         sample = make_sample(tokenizer, text, limit - new_tokens, LEAST_TOKENS)
-        ids = sample.input_ids.to(self.model.device)
+        ids = sample.input_ids.to(input_device(self.model))
         if new_tokens:
             # transformers' type of a model lacks `generate`.
             model: Any = self.model

@@ -25,7 +25,7 @@ from h2okv.evaluation.lm_eval.settings import SETTINGS
 from h2okv.evaluation.model import left_padded, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.integration.attention import ATTENTION_NAME
-from h2okv.integration.enable import enable
+from h2okv.integration.enable import enable, input_device
 from h2okv.policy import get_policy
 from h2okv.policy.scoring import get_scoring
 from h2okv.provenance import fingerprint
@@ -145,7 +145,7 @@ class Scorer:
     ) -> None:
         """Read contexts onto empty caches of the group; each scorer scores the continuations."""
         caches = [scorer.new_cache() for scorer in self.group]
-        ids, mask = left_padded(contexts, self.model.device)
+        ids, mask = left_padded(contexts, input_device(self.model))
         if ids.shape[1] and len(caches) == 1:
             self._forward(ids, mask, caches[0], keep=1)
         elif ids.shape[1]:
@@ -180,7 +180,7 @@ class Scorer:
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return logits ``[B, T, V]`` of texts ``[B, T]`` without padding, on an empty cache."""
-        ids = input_ids.to(self.model.device)
+        ids = input_ids.to(input_device(self.model))
         return self._forward(ids, torch.ones_like(ids), self.new_cache())
 
     def new_cache(self) -> H2OCache:
@@ -202,7 +202,7 @@ class Scorer:
         """Run texts without their last tokens and return the scores of the continuations."""
         texts = [[*context, *continuation] for context, continuation in pairs]
         counts = [len(continuation) for _, continuation in pairs]
-        input_ids, mask = left_padded([text[:-1] for text in texts], self.model.device)
+        input_ids, mask = left_padded([text[:-1] for text in texts], input_device(self.model))
         if seen is not None:
             mask = torch.cat([seen, mask], dim=1)
         with warnings.catch_warnings():

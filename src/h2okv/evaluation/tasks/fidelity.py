@@ -22,7 +22,7 @@ from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.evaluation.stream_data import Conversation, read_conversations
 from h2okv.evaluation.task import CacheResults, Configs, Result, Score, Task
-from h2okv.integration.enable import enable
+from h2okv.integration.enable import enable, input_device
 from h2okv.provenance import digest
 from h2okv.records import Record, read_jsonl, read_text_file
 
@@ -293,7 +293,7 @@ class _Comparison:
 
     def _forward(self, ids: torch.Tensor, cache: H2OCache, keep: int = 0) -> torch.Tensor:
         """Return log-probabilities fp32 ``[B, T, V]``, or of the last token alone; on the CPU."""
-        ids = ids.to(self.model.device)
+        ids = ids.to(input_device(self.model))
         logits = self.model(ids, logits_to_keep=keep, **{CACHE: cache}).logits
         return logits.float().log_softmax(dim=-1).cpu()
 
