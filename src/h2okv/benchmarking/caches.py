@@ -285,14 +285,14 @@ def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | N
     if model is not None and input_device(model).type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(model.device)
-        loaded = torch.cuda.memory_allocated(model.device)
+        torch.cuda.reset_peak_memory_stats(input_device(model))
+        loaded = torch.cuda.memory_allocated(input_device(model))
         try:
             _run(model, run)
         except torch.OutOfMemoryError as error:
             raise PeakRunFailedError(run, one_line(error)) from error
-        torch.cuda.synchronize(model.device)
-        return Peak(loaded, torch.cuda.max_memory_allocated(model.device))
+        torch.cuda.synchronize(input_device(model))
+        return Peak(loaded, torch.cuda.max_memory_allocated(input_device(model)))
     if peak_resident_bytes() is None:
         return None
     # -P: do not import from the current folder.

@@ -65,8 +65,8 @@ def h2o_mask(
         start = q_offset if isinstance(q_offset, int) else kv_offset
         return padding_mask(attention_mask, start, q_length)
     if window is None:
-        given = {"mask_function": mask_function, "attention_mask": attention_mask, **options}
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **offsets, **given)
+        options |= {"mask_function": mask_function, "attention_mask": attention_mask, **offsets}
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, **options)
     shape = (options["batch_size"], 1, 1, kv_length)
     mask = torch.full(shape, window, dtype=WINDOW_DTYPE, device=options.get("device"))
     if attention_mask is None:
@@ -119,7 +119,7 @@ def _check_columns(attention_mask: Tensor, seen: Any, length: int) -> None:
 def _sliding_window(
     mask_function: Any, q_length: int, kv_length: int, options: dict[str, Any]
 ) -> int | None:
-    """The window, if the pattern is a causal sliding window and nothing else."""
+    """Return the window if the pattern is a causal sliding window and nothing else."""
     window: Any = options.get("local_size")
     offsets: Any = options["q_offset"], options["kv_offset"]
     # transformers withdraws the skip when it lays another pattern over the window.
@@ -260,8 +260,8 @@ def h2o_attention(
             )
         layer.is_placed = False
     if not layer.knows_rotation and not query.is_meta:
-        found = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
-        layer.learn_rotation(found)
+        rotation = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
+        layer.learn_rotation(rotation)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
     return output.transpose(1, 2).contiguous(), None

@@ -32,7 +32,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
-    """A forward that compiles single tokens on an `H2OCache`; other blocks' shapes change."""
+    """Make a forward that compiles single tokens on an `H2OCache`; other blocks' shapes change."""
     plain = model.forward
     compiled = torch.compile(plain, fullgraph=True)
 
@@ -50,8 +50,8 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
             # What was seen before is in the cache; a mask that grows would be compiled again.
             seen: Any
             length, seen = cache.get_mask_sizes(1, 0)
-            places = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
-            kwargs["attention_mask"] = h2o_mask(attention_mask=mask.to(seen.device), **places)
+            options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
+            kwargs["attention_mask"] = h2o_mask(attention_mask=mask.to(seen.device), **options)
         return compiled(**kwargs)
 
     return forward
@@ -158,13 +158,13 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses a batch that looks padded and has no mask; a mask that is given is believed."""
-    given = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
-    input_ids, mask = given.get("input_ids"), given.get("attention_mask")
+    arguments = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
+    input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     pad = getattr(module.config, "pad_token_id", None)
     if input_ids is None or pad is None or 1 in input_ids.shape or input_ids.is_meta:
         return
     # ``generate`` drops a mask of ones, or makes one, and always gives positions.
-    if mask is not None or given.get("position_ids") is not None:
+    if mask is not None or arguments.get("position_ids") is not None:
         return
     for side, column in (("left", 0), ("right", -1)):
         rows = input_ids[:, column] == pad
@@ -180,19 +180,19 @@ def _place_tokens(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Gives the model the positions that the cache asks for, where it asks for others."""
-    given = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
-    cache, position_ids = cache_in(given), given.get("position_ids")
+    arguments = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
+    cache, position_ids = cache_in(arguments), arguments.get("position_ids")
     if not isinstance(cache, H2OCache) or not cache.needs_enabling:
         return None
     if position_ids is None:
-        tokens, mask = given.get("input_ids"), given.get("attention_mask")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
+        tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        tokens = arguments["inputs_embeds"] if tokens is None else tokens
         length, seen = tokens.shape[1], cache.num_seen_tokens
         if mask is not None and mask.dim() == 2:
             position_ids = positions_of(mask)[:, seen : seen + length]
         else:
             position_ids = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
-    return (), {**given, "position_ids": cache.place(position_ids)}
+    return (), {**arguments, "position_ids": cache.place(position_ids)}
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
@@ -210,9 +210,9 @@ def input_device(model: Any) -> torch.device:
     embedding: Any = base.get_input_embeddings()
     for module in (embedding, *base.modules()):
         hook: Any = getattr(module, "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            if getattr(part, "execution_device", None) is not None:
-                return torch.device(part.execution_device)
+        for entry in getattr(hook, "hooks", (hook,)):
+            if getattr(entry, "execution_device", None) is not None:
+                return torch.device(entry.execution_device)
         if module is embedding and embedding.weight.device.type != "meta":
             break
     device: torch.device = embedding.weight.device
