@@ -1,20 +1,13 @@
 """The server's page in a real Chromium."""
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
-import pytest
+from server import page_driver
+from server.page_driver import IDLE, answers, button, click, fill, say, text
 
-_FILE = Path(__file__).parents[1] / "analysis" / "viewer" / "conftest.py"
-_SPEC = importlib.util.spec_from_file_location("viewer_browser", _FILE)
-_VIEWER = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_VIEWER)
-browser = _VIEWER.browser  # the fixture
+browser, page = page_driver.browser, page_driver.page  # the fixtures
 
-# In the window, for a `let` of the page cannot be reached from elsewhere.
-IDLE = "document.getElementById('stop').hidden"
 HELD = """(() => {
   const found = {};
   for (const [name, highlight] of CSS.highlights) {
@@ -23,54 +16,6 @@ HELD = """(() => {
   }
   return found;
 })()"""
-
-
-def text(browser, selector):
-    return browser.run(f"document.querySelector({selector!r}).textContent")
-
-
-def click(browser, selector):
-    browser.run(f"document.querySelector({selector!r}).click()")
-
-
-def button(browser, words, which=-1):
-    browser.run(
-        f"[...document.querySelectorAll('button')].filter((one) => one.textContent === {words!r})"
-        f".at({which}).click()"
-    )
-
-
-def fill(browser, name, value):
-    field = f"document.getElementById({name!r})"
-    browser.run(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('change'))")
-
-
-def say(browser, words):
-    browser.run("document.getElementById('prompt').focus()")
-    browser.call("Input.insertText", text=words)
-    browser.press("Enter")
-
-
-def answers(browser):
-    return browser.run(
-        "[...document.querySelectorAll('.assistant .said')].map((one) => one.textContent)"
-    )
-
-
-@pytest.fixture
-def page(browser, serve, fake):
-    """The page of a server, with nothing remembered."""
-
-    def open_page(**options):
-        served = serve(fake, **options)
-        browser.open(served.address)
-        browser.run("localStorage.clear(); sessionStorage.clear()")
-        browser.open(served.address)
-        browser.wait("document.getElementById('model').textContent === 'fake' || !stats")
-        fill(browser, "max_tokens", "12")
-        return served
-
-    return open_page
 
 
 def test_a_conversation_with_its_history(browser, page, fake):
@@ -89,8 +34,9 @@ def test_a_conversation_with_its_history(browser, page, fake):
     assert read.startswith("Be brief.") and "day</b>\n\nAssistant: " in read
     assert first.split()[0] in read and read.index("and a night") > read.index("bright")
     # The page remembers it, and goes on from an earlier place.
-    browser.open(browser.run("location.href"))
-    browser.wait("stats")
+    page_driver.reload(browser)
+    assert answers(browser)[0] == first and len(answers(browser)) == 2
+    button(browser, "New chat")
     assert answers(browser) == []
     click(browser, "#open-chats")
     assert browser.run("document.querySelector('#chats').matches(':modal')")

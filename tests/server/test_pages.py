@@ -81,7 +81,7 @@ def test_a_recorded_page_is_served_where_one_is_given(serve, fake):
     text, headers = get(served, "/view")
     assert text == "<!doctype html><p>recorded"
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert 'id="view" href="/view"' in get(served, "/")[0]
+    assert 'id="view" href="view"' in get(served, "/")[0]
 
 
 def test_without_one_there_is_no_link(served):

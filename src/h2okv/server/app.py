@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from functools import partial
@@ -110,7 +111,7 @@ def _add_status(app: FastAPI, handlers: Handlers) -> None:
 def _add_pages(app: FastAPI, view_page: str | None) -> None:
     folder = files("h2okv.server") / "page"
     page = (folder / "index.html").read_text(encoding="utf-8")
-    for name in ("style.css", "markdown.js", "kept.js", "chat.js"):
+    for name in re.findall(r"^@(\w+\.\w+)@$", page, re.MULTILINE):
         page = page.replace(f"@{name}@", (folder / name).read_text(encoding="utf-8"))
     if view_page is None:
         page = page.replace('id="view"', 'id="view" hidden')

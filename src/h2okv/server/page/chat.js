@@ -1,8 +1,5 @@
-// The conversation: what is said, asked of the server, shown and remembered.
+// The conversation: what is written, asked of the server, shown and remembered.
 
-const at = (id) => document.getElementById(id);
-const number = (n) => n.toLocaleString("en", { maximumFractionDigits: 1 });
-const bytes = (n) => n < 2 ** 20 ? `${number(n / 1024)} KiB` : `${number(n / 2 ** 20)} MiB`;
 const STARTERS = [
   "Explain how a rainbow forms, step by step.",
   "Write a short story about a lighthouse keeper and a fox.",
@@ -11,198 +8,108 @@ const STARTERS = [
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "budget"];
 // Where neither the user nor the model says anything; small models write nonsense at 1.
 const STANDARD = { temperature: 0.6, top_p: 0.9, max_tokens: 512 };
-const MOST_CHATS = 50;
+const KEEP_EVERY = 500;  // milliseconds, while an answer comes
 
-function remembered(name, otherwise) {
-  try { return JSON.parse(localStorage.getItem(name)) ?? otherwise; } catch { return otherwise; }
-}
-
-function remember(name, value) {
-  // Where nothing can be kept, or no more, the page still works.
-  try { localStorage.setItem(name, JSON.stringify(value)); } catch { /* nothing to do */ }
-}
-
-const settings = { ...Object.fromEntries(SETTINGS.map((name) => [name, ""])), colours: true, ...remembered("h2okv-settings", {}) };
-let chats = remembered("h2okv-chats", []);
-let chat = newChat();
+const store = new Store(), tab = nameTab(store);
+const settings = { ...Object.fromEntries(SETTINGS.map((name) => [name, ""])), colours: true };
+const systemPrompt = { role: "system", content: "" };
+let chat = { id: "", turns: [] };
+let draft = { text: "", edits: "", before: "" };  // `edits` is the turn that is written anew
 let stats = null;
-let running = null;  // the answer that comes, and what stops it
+let running = null;  // the turn whose answer comes, and what stops it
 let chosen = null;  // the answer whose cache is drawn
-const caches = new WeakMap();  // of each answer
-const bodies = new Map();  // where each message's text is shown
 
-function newChat() { return { id: Date.now(), messages: [] }; }
-
-function button(text, pressed) {
-  const element = make("button", text);
-  element.type = "button";
-  element.addEventListener("click", pressed);
-  return element;
-}
+const turnKey = (id) => `${TURNS}${chat.id}/${id}`;
+const draftKey = () => `${DRAFTS}${chat.id}/${tab}`;
 
 // -- what is shown
 
-function shown() {
-  const system = settings.system.trim();
-  return system ? [{ role: "system", content: system }, ...chat.messages] : chat.messages;
+/** The turns in view: without those that were asked again, and up to the one that is edited. */
+function turnsInView() {
+  return withoutReplaced(chat.turns, running?.turn).filter((one) => !draft.edits || one.id < draft.edits);
+}
+
+function messagesOf(turns) {
+  systemPrompt.content = settings.system.trim();
+  return [systemPrompt, ...turns.flatMap(({ question, answer }) => [question, answer])].filter((one) => one.role !== "system" || one.content);
 }
 
 function showAll() {
-  bodies.clear();
-  at("talk").replaceChildren(...shown().map(article));
-  at("welcome").hidden = chat.messages.length > 0;
-  chosen = chat.messages.findLast((message) => caches.has(message)) || null;
-  showTools();
+  const turns = turnsInView(), messages = messagesOf(turns);
+  showMessages(messages);
+  at("welcome").hidden = turns.length > 0;
+  at("editing").hidden = !draft.edits;
+  if (!messages.includes(chosen)) { chosen = messages.findLast((message) => caches.has(message)) || null; }
+  showTools(turns);
   paint();
-  at("main").scrollTop = at("main").scrollHeight;
-}
-
-function article(message) {
-  const who = { user: "You", assistant: stats?.model || "Model", system: "System prompt" };
-  const body = make("div"), note = make("p"), tools = make("div");
-  [body.className, note.className, tools.className] = ["said", "note", "tools"];
-  const element = make("article", make("h3", who[message.role]), body, note, tools);
-  element.className = message.role;
-  bodies.set(message, body);
-  showText(message);
-  return element;
-}
-
-function showText(message) {
-  const body = bodies.get(message);
-  if (message.role === "assistant") { renderMarkdown(body, message.content); }
-  else {
-    const node = document.createTextNode(message.content);
-    node.at = 0;
-    body.replaceChildren(node);
-  }
-  body.nextSibling.textContent = message.note || "";
-  body.nextSibling.hidden = !message.note;
-}
-
-function showTools() {
-  for (const [message, body] of bodies) {
-    const own = [];
-    if (running || message.role === "system") { /* none */ }
-    else if (message.role === "user") { own.push(button("Edit", () => edit(message))); }
-    else {
-      own.push(button("Copy", () => copy(message)));
-      if (message === chat.messages.at(-1)) { own.push(button("Try again", () => tryAgain(message))); }
-      if (caches.has(message) && settings.colours) {
-        const choose = button("Colours of this answer", () => { chosen = message; showTools(); paint(); });
-        choose.setAttribute("aria-pressed", message === chosen);
-        own.push(choose);
-      }
-    }
-    body.parentElement.querySelector(".tools").replaceChildren(...own);
-  }
-}
-
-function memoryLine(kept) {
-  if (!kept?.numHeads) { return ""; }
-  const held = `KV memory ${bytes(kept.bytes)}`;
-  return kept.isWhole ? `${held}, nothing evicted yet` : `${held}, a full cache would be ${bytes(kept.fullBytes)}`;
-}
-
-/** Draws what the chosen answer's cache holds, and says it in numbers. */
-function paint() {
-  const kept = settings.colours && chosen ? caches.get(chosen) : null;
-  at("legend").hidden = !kept?.numHeads;
-  if (!kept?.numHeads) { paintKept(null, [], bodies); return; }
-  const messages = shown();
-  paintKept(kept, kept.starts(messages.slice(0, messages.indexOf(chosen)), chosen), bodies);
-  const totals = LEVELS.map(() => 0);
-  kept.counts.forEach((_, index) => { totals[kept.level(index)] += 1; });
-  at("levels").replaceChildren(...LEVELS.map(([name], level) => {
-    const box = make("span", `${name} `, make("b", number(totals[level])));
-    box.className = `l${level}`;
-    box.title = `tokens held ${LEVELS[level][1]}`;
-    return box;
-  }).reverse());
-  at("heads").textContent = number(kept.numHeads);
-}
-
-function follow(change) {
-  const main = at("main"), isLow = main.scrollHeight - main.scrollTop - main.clientHeight < 60;
-  change();
-  if (isLow) { main.scrollTop = main.scrollHeight; }
 }
 
 // -- what is asked
 
-function headers() {
-  const key = at("key").value.trim();
-  return key ? { Authorization: `Bearer ${key}` } : {};
-}
-
-async function failure(response) {
-  try { return (await response.json()).error.message; } catch { return `HTTP ${response.status}`; }
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
-    const { value, done } = await reader.read();
-    if (done) { return; }
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data !== "[DONE]") { yield JSON.parse(data); }
-    }
-  }
-}
+const apiKey = () => at("key").value.trim();
 
 function standard(name) {
-  if (name === "max_tokens") { return Math.min(STANDARD[name], stats.max_new_tokens); }
-  return stats.sampling[name] ?? STANDARD[name];
+  if (name === "max_tokens") { return Math.min(STANDARD[name], stats?.max_new_tokens ?? Infinity); }
+  return stats?.sampling?.[name] ?? STANDARD[name];
 }
 
 function request(messages) {
-  const told = messages.map(({ role, content }) => ({ role, content }));
-  const body = { model: stats.model, messages: told, stream: true, stream_options: { include_usage: true } };
+  const body = {
+    model: stats.model, messages: messages.map(({ role, content }) => ({ role, content })), stream: true,
+    stream_options: { include_usage: true },
+  };
   for (const name of Object.keys(STANDARD)) { body[name] = Number(settings[name] || standard(name)); }
   const budget = Number(settings.budget), heavy = Math.floor(budget / 2);
   // A long conversation is told more rarely, or it would be more to send than the answer.
-  const held = chosen ? caches.get(chosen).counts.length : 0;
-  body.h2o = { kept_every: Math.max(4, Math.ceil(held / 500)) };
+  const length = chosen ? caches.get(chosen).counts.length : 0;
+  body.h2o = { kept_every: Math.max(4, Math.ceil(length / 500)) };
   if (budget) { Object.assign(body.h2o, { heavy, recent: budget - heavy, sink: 0 }); }
   return body;
 }
 
-async function ask() {
-  at("said").textContent = "";
-  const answer = { role: "assistant", content: "" }, stopper = new AbortController();
-  const messages = shown(), kept = new Kept();
-  running = { stopper };
+/** Asks a new question, or one again in place of a turn. */
+async function ask(content, replaces = "") {
+  const id = newId(chat.turns.at(-1)?.id), turn = { ...turnOf(turnKey(id), { question: content, replaces, end: "open" }), isStored: false };
+  const { answer } = turn, before = turnsInView().filter((one) => one.answer.content && one.id !== replaces);
+  const messages = messagesOf(before).concat(turn.question), kept = new Kept(), stopper = new AbortController();
+  kept.messages = messages;
+  running = { turn, stopper };
+  chat.turns.push(turn);
+  saveTurn(turn);
+  tell("");
   at("talk").setAttribute("aria-busy", "true");
-  chat.messages.push(answer);
-  follow(() => at("talk").append(article(answer)));
+  showAll();
   bodies.get(answer).parentElement.setAttribute("aria-busy", "true");
-  showTools();
+  at("main").scrollTop = at("main").scrollHeight;
   showRunning();
-  let frame = 0, usage = null, begin = 0;
+  let frame = 0, usage = null, begin = 0, error = null;
   const draw = () => follow(() => {
     frame = 0;
-    const seconds = (performance.now() - begin) / 1000, made = (usage?.completion_tokens || 0) - 1;
-    const speed = made > 0 ? `${number(made / seconds)} tokens/s` : "";
+    const seconds = (performance.now() - begin) / 1000, count = (usage?.completion_tokens || 0) - 1;
+    const speed = count > 0 ? `${number(count / seconds)} tokens/s` : "";
     answer.note = [memoryLine(kept), speed].filter(Boolean).join(" · ");
-    showText(answer);
+    if (bodies.has(answer)) { showText(answer); }
     paint();
   });
+  const saving = setInterval(() => saveTurn(turn), KEEP_EVERY);
   try {
-    if (!stats) { await refresh(); }
-    const response = await fetch("v1/chat/completions", {
+    const failure = stats ? null : await refresh();
+    if (failure) { throw failure; }
+    const post = () => reach("v1/chat/completions", apiKey(), {
       method: "POST", body: JSON.stringify(request(messages)), signal: stopper.signal,
-      headers: { "Content-Type": "application/json", ...headers() },
+      headers: { "Content-Type": "application/json" },
     });
-    if (!response.ok) { throw new Error(await failure(response)); }
-    for await (const event of events(response)) {
-      if (event.error) { throw new Error(event.error.message); }
+    const response = await post().catch(async (one) => {
+      // The server may have another model by now.
+      if (one.status !== 404 || await refresh()) { throw one; }
+      return post();
+    });
+    for await (const chunk of chunks(response)) {
       begin ||= performance.now();
-      const choice = event.choices[0];
-      answer.content += choice?.delta.content || "";
-      usage = event.usage || usage;
+      const choice = chunk.choices?.[0];
+      answer.content += choice?.delta?.content || "";
+      answer.end = choice?.finish_reason || answer.end;
+      usage = chunk.usage || usage;
       if (choice?.h2o) {
         kept.take(choice.h2o);
         caches.set(answer, kept);
@@ -210,119 +117,234 @@ async function ask() {
       }
       frame ||= requestAnimationFrame(draw);
     }
-    at("status").textContent = "";
-  } catch (error) {
-    const isStop = error.name === "AbortError";
-    at("status").textContent = isStop ? "Stopped." : "";
-    if (!isStop) { at("said").textContent = error.message; }
-  }
+    if (answer.end === "open") { answer.end = "stop"; }
+    if (!answer.content) { throw new ServerError("The model's answer is empty.", 200); }
+  } catch (caught) { error = caught; }
+  clearInterval(saving);
   cancelAnimationFrame(frame);
+  running.isOver = true;
   draw();
-  follow(() => finish(answer));
+  follow(() => finish(turn, error));
 }
 
-function finish(answer) {
+function finish(turn, error) {
+  const { answer, replaces, key } = turn, isStop = error?.name === "AbortError", { isGone } = running;
   running = null;
   at("talk").setAttribute("aria-busy", "false");
-  bodies.get(answer).parentElement.setAttribute("aria-busy", "false");
-  if (answer.content) { showTools(); }
-  else {  // what was asked can be asked again, in other words
-    chat.messages.pop();
-    edit(chat.messages.at(-1));
+  bodies.get(answer)?.parentElement.setAttribute("aria-busy", "false");
+  at("status").textContent = isStop && !isGone ? "Stopped." : "";
+  if (error) { Object.assign(answer, { end: isStop ? "stopped" : "cut", why: error.message }); }
+  const isFree = !at("prompt").value && !draft.edits;
+  if (isGone || (!answer.content && (replaces || isFree))) {
+    // What was asked can be asked again, in other words; of two, the earlier answer is back.
+    chat.turns = chat.turns.filter((one) => one !== turn);
+    if (!replaces && isFree) { write(turn.question.content); }
+    store.remove(key);
+  } else {
+    saveTurn(turn);
+    if (replaces) {
+      chat.turns = chat.turns.filter((one) => one.id !== replaces);
+      store.remove(turnKey(replaces));
+    }
   }
+  if (error && !isStop) { tellError(error); }
+  if (isGone) { tell("This chat was deleted in another tab."); }
+  showAll();
   showRunning();
-  save();
 }
 
 function showRunning() {
   at("go").hidden = Boolean(running);
   at("stop").hidden = !running;
   if (running) { at("status").textContent = "The answer is being written; Esc stops it."; }
-  at("new").disabled = at("open-chats").disabled = Boolean(running);
+  at("new").disabled = at("open-chats").disabled = at("full-chats").disabled = Boolean(running);
 }
 
-function say(text) {
+/** Asks what is in the box, or another question beside it. */
+function say(text, isInBox = true) {
   if (running || !text.trim()) { return; }
-  const message = { role: "user", content: text.trim() };
-  if (!chat.messages.length) { showAll(); }
-  chat.messages.push(message);
-  at("welcome").hidden = true;
-  at("talk").append(article(message));
-  at("main").scrollTop = at("main").scrollHeight;
-  at("prompt").value = "";
-  fit();
+  if (draft.edits && isInBox) { fork(); }
+  else if (draft.edits) { open(newId()); }
+  at("status").textContent = "";
+  ask(text.trim());
+  if (isInBox) { write(""); }  // it is kept as a turn now
   if (!isTouch()) { at("prompt").focus(); }  // elsewhere it would bring the keyboard back
-  ask();
 }
 
-function edit(message) {
-  chat.messages.splice(chat.messages.indexOf(message));
+/** Begins a chat with the turns before the one that is edited; the chat as it was stays. */
+function fork() {
+  const turns = turnsInView();
+  cancelEdit();
+  chat = { id: newId(), turns: [] };
+  draft = { text: "", edits: "", before: "" };
+  for (const turn of turns) {
+    const id = newId(chat.turns.at(-1)?.id);
+    chat.turns.push({ ...turn, id, key: turnKey(id), isStored: false, replaces: "" });
+    saveTurn(chat.turns.at(-1));
+  }
+  showAddress("pushState");
+}
+
+function edit(turn) {
+  const before = draft.edits ? draft.before : at("prompt").value;
+  draft = { ...draft, edits: turn.id, before };
+  write(turn.question.content);
   showAll();
-  at("prompt").value ||= message.content;
-  fit();
   at("prompt").focus();
 }
 
-function tryAgain(message) {
-  chat.messages.splice(chat.messages.indexOf(message));
-  showAll();
-  ask();
-  at("stop").focus();
+function cancelEdit() {
+  const { before } = draft;
+  draft = { text: "", edits: "", before: "" };
+  write(before);
 }
 
-async function copy(message) {
-  try {
-    await navigator.clipboard.writeText(message.content);
-    at("status").textContent = "Copied.";
-  } catch { at("said").textContent = "The browser does not let this page copy; select the text."; }
+function tryAgain(turn) {
+  ask(turn.question.content, turn.id);
+  at("stop").focus();
 }
 
 // -- what is remembered
 
-function save() {
-  const others = chats.filter((one) => one.id !== chat.id);
-  chats = chat.messages.length ? [chat, ...others].slice(0, MOST_CHATS) : others;
-  remember("h2okv-chats", chats);
+function saveTurn(turn) {
+  if (turn.isStored && !store.has(turn.key)) { sync(); return; }  // it was deleted in another tab
+  // One that is asked again is kept already, with its earlier answer.
+  if (turn.replaces && !turn.answer.content) { return; }
+  store.write(turn.key, recordOf(turn));
+  turn.isStored = true;
 }
 
-function open(other) {
-  chat = other;
-  at("chats").close();
-  at("said").textContent = at("status").textContent = "";
-  showAll();
+/** Puts a text in the box, as if it were typed. */
+function write(text) {
+  at("prompt").value = text;
+  fit();
+  saveDraft();
+}
+
+function saveDraft(isLeft = false) {
+  draft.text = at("prompt").value;
+  if (draft.text || draft.edits) { store.write(draftKey(), { ...draft, isLeft, time: Date.now() }); }
+  else if (store.has(draftKey())) { store.remove(draftKey()); }
+}
+
+/** Takes this tab's draft of the chat, or else the newest of another; that tab still shows its own. */
+function takeDraft() {
+  const drafts = readDrafts(store, chat.id), mine = draftKey();
+  const found = drafts.find(({ key }) => key === mine) || drafts[0];
+  const { text = "", edits = "", before = "" } = found || {};
+  draft = { text, edits, before };
+  write(text);
+  if (found && found.key !== mine) { store.remove(found.key); }
+}
+
+/** Brings in what other tabs have changed of this chat. */
+function sync() {
+  const records = readTurns(store, chat.id), isGone = (turn) => turn.isStored && !store.has(turn.key);
+  const gone = chat.turns.filter(isGone);
+  for (const [key, record] of records) {
+    const turn = chat.turns.find((one) => one.key === key);
+    if (!turn) { chat.turns.push(turnOf(key, record)); }
+    else if (turn !== running?.turn) { readInto(turn, record); }
+  }
+  if (gone.includes(running?.turn)) {
+    running.isGone = true;
+    running.stopper.abort();
+  }
+  chat.turns = chat.turns.filter((turn) => !gone.includes(turn) || turn === running?.turn);
+  chat.turns.sort((one, other) => (one.id < other.id ? -1 : 1));
+  if (gone.length) {
+    if (!chat.turns.length) { tell("This chat was deleted in another tab."); }
+    saveDraft();  // which was not meant
+  }
+  follow(showAll);
+}
+
+function open(id, how = "pushState") {
+  if (chat.id) { saveDraft(); }
+  chat = { id, turns: [] };
+  takeDraft();
+  tell("");
+  at("status").textContent = "";
+  showAddress(how);
+  sync();
+  at("main").scrollTop = at("main").scrollHeight;
   at("prompt").focus();
 }
 
-function showChats() {
-  at("list").replaceChildren(...chats.map((one) => {
-    const title = button(one.messages[0].content.slice(0, 60), () => open(one));
-    title.setAttribute("aria-current", one === chat);
-    const remove = button("Delete", () => {
-      chats = chats.filter((other) => other !== one);
-      remember("h2okv-chats", chats);
-      if (one === chat) { open(newChat()); } else { showChats(); }
-    });
-    remove.setAttribute("aria-label", `Delete: ${title.textContent}`);
-    return make("li", title, remove);
-  }));
+/** Puts the chat into the page's address, so that a reload and Back show it. */
+function showAddress(how) {
+  const address = `#chat-${chat.id}`;
+  if (location.hash !== address) { history[how](null, "", address); }
+}
+
+const addressed = () => /^#chat-([0-9a-z]+)$/.exec(location.hash)?.[1];
+
+/** What was left in the box when a page was closed without having been asked. */
+function leftDraft() {
+  const [found] = readDrafts(store).filter(({ key, isLeft }) => {
+    const [id, page] = key.slice(DRAFTS.length).split("/");
+    return page === tab || (isLeft && !store.keys(`${TURNS}${id}/`).length);
+  });
+  return found?.key.slice(DRAFTS.length).split("/")[0];
+}
+
+function deleteChat(one) {
+  if (one.id === chat.id) {
+    at("prompt").value = "";
+    draft = { text: "", edits: "", before: "" };
+    chat.turns = [];
+  }
+  store.remove(...one.keys);
+  if (one.id === chat.id) { open(newId()); }
+  showChats(listChats(store));
+}
+
+function showUnkept() {
+  at("full").hidden = !store.unkept.size;
+  const isFull = /quota/i.test(store.reason);
+  at("full-why").textContent = isFull
+    ? "This browser's storage for this page is full: what is new is lost when this tab is closed. Download the chat, or delete old ones."
+    : "This browser keeps nothing for this page: chats are lost when this tab is closed. Download them to keep them.";
+  at("full-chats").hidden = !isFull;
+}
+
+function chatInView() { return { turns: withoutReplaced(chat.turns), draft: at("prompt").value }; }
+
+/** Keeps all that is not kept yet, for the page may be ended without another word. */
+function leave(isLeft) {
+  saveDraft(isLeft);
+  if (!running) { return; }
+  const { answer } = running.turn, { end } = answer;
+  if (isLeft) { answer.end = "left"; }
+  saveTurn(running?.turn);
+  answer.end = end;
 }
 
 // -- settings
 
+/** Asks the server for its numbers; where it can not be had, says why. */
 async function refresh() {
-  try {
-    const response = await fetch("stats", { headers: headers() });
-    at("key-row").hidden = response.ok && !at("key").value;
-    if (!response.ok) { throw new Error(await failure(response)); }
-    showStats(await response.json());
-    at("said").textContent = "";
-  } catch (error) {
-    at("said").textContent = error instanceof TypeError ? "The server does not answer." : error.message;
+  // A proxy may serve the page at an address without the slash that the other addresses need.
+  const below = location.pathname.endsWith("/") || stats ? [] : [`${location.pathname}/`];
+  let failure = null;
+  for (const path of [...below, ""]) {
+    try {
+      showStats(await readStats(path, apiKey()));
+      if (path) { history.replaceState(null, "", path + location.search + location.hash); }
+      at("key-form").hidden = true;
+      if (at("said").classList.contains("lasting")) { tell(""); }
+      return null;
+    } catch (error) {
+      failure ??= error;
+      if (error.status !== 404) { break; }  // no other address would help, nor may see the key
+    }
   }
+  tellError(failure);
+  return failure;
 }
 
-function showStats(found) {
-  stats = found;
+function showStats(numbers) {
+  stats = numbers;
   at("model").textContent = document.title = stats.model;
   at("budget").max = stats.max_budget;
   at("budget").placeholder = "default";
@@ -341,6 +363,21 @@ function showStats(found) {
   at("numbers").replaceChildren(...facts.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
 }
 
+function readSettings() {
+  for (const name of [...SETTINGS, "colours"]) {
+    const value = store.read(CHOICES + name), otherwise = name === "colours" ? true : "";
+    settings[name] = typeof value === typeof otherwise ? value : otherwise;
+    if (name === "colours") { at(name).checked = settings[name]; }
+    else if (document.activeElement !== at(name)) { at(name).value = settings[name]; }
+  }
+}
+
+function choose(name, value) {
+  settings[name] = value;
+  store.write(CHOICES + name, value);
+  if (["system", "colours"].includes(name)) { showAll(); }
+}
+
 const isTouch = () => matchMedia("(pointer: coarse)").matches;
 
 function fit() {
@@ -349,32 +386,36 @@ function fit() {
   box.style.height = `${box.scrollHeight + 2}px`;
 }
 
+// -- what happens
+
 for (const name of SETTINGS) {
-  at(name).value = settings[name];
-  at(name).addEventListener("change", () => {
-    settings[name] = at(name).validity.valid ? at(name).value : settings[name];
-    at(name).value = settings[name];
-    remember("h2okv-settings", settings);
-    if (name === "system") { showAll(); }
+  const field = at(name), take = () => { if (field.validity.valid) { choose(name, field.value); } };
+  field.addEventListener("input", take);
+  field.addEventListener("change", () => {
+    take();
+    field.value = settings[name];
   });
 }
-at("colours").checked = settings.colours;
-at("colours").addEventListener("change", () => {
-  settings.colours = at("colours").checked;
-  remember("h2okv-settings", settings);
-  showTools();
-  paint();
-});
+at("colours").addEventListener("change", () => choose("colours", at("colours").checked));
 // A key is forgotten with the tab.
-at("key").value = sessionStorage.getItem("h2okv-key") || "";
+at("key").value = store.session("h2okv-key") || "";
 at("key").addEventListener("change", () => {
-  sessionStorage.setItem("h2okv-key", at("key").value);
+  store.session("h2okv-key", at("key").value);
   refresh();
 });
+at("key-form").addEventListener("submit", (submitted) => {
+  submitted.preventDefault();
+  at("prompt").focus();  // the field's change is what counts
+});
 
-at("starters").append(...STARTERS.map((text) => button(text, () => say(text))));
-at("new").addEventListener("click", () => open(newChat()));
-at("open-chats").addEventListener("click", () => { showChats(); at("chats").showModal(); });
+at("starters").append(...STARTERS.map((text) => button(text, () => say(text, false))));
+at("new").addEventListener("click", () => { if (chat.turns.length || draft.edits) { open(newId()); } else { at("prompt").focus(); } });
+for (const id of ["open-chats", "full-chats"]) {
+  at(id).addEventListener("click", () => { showChats(listChats(store)); at("chats").showModal(); });
+}
+at("full-download").addEventListener("click", () => download([chatInView()], "chat"));
+at("download-all").addEventListener("click", () => download(listChats(store), "chats"));
+at("cancel-edit").addEventListener("click", () => { cancelEdit(); showAll(); at("prompt").focus(); });
 at("open-settings").addEventListener("click", () => { refresh(); at("settings").showModal(); });
 for (const drawer of document.querySelectorAll("dialog")) {
   // A click beside the drawer closes it, as the button does.
@@ -382,12 +423,13 @@ for (const drawer of document.querySelectorAll("dialog")) {
     if (clicked.target === drawer || "close" in clicked.target.dataset) { drawer.close(); }
   });
 }
+at("skip").addEventListener("click", (clicked) => { clicked.preventDefault(); at("prompt").focus(); });
 at("stop").addEventListener("click", () => running?.stopper.abort());
 at("form").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
   say(at("prompt").value);
 });
-at("prompt").addEventListener("input", fit);
+at("prompt").addEventListener("input", () => { fit(); saveDraft(); });
 at("prompt").addEventListener("keydown", (pressed) => {
   if (pressed.key === "Enter" && !pressed.shiftKey && !pressed.isComposing && !isTouch()) {
     pressed.preventDefault();
@@ -397,6 +439,36 @@ at("prompt").addEventListener("keydown", (pressed) => {
 document.addEventListener("keydown", (pressed) => {
   if (pressed.key === "Escape" && !document.querySelector("dialog[open]")) { running?.stopper.abort(); }
 });
-setInterval(() => { if (at("settings").open) { refresh(); } }, 2000);
+addEventListener("storage", ({ key, newValue }) => {
+  if (key !== null && key === running?.turn.key && newValue === null) { store.remove(key); }  // as meant there
+  if (key === null || key.startsWith(CHOICES)) { readSettings(); }
+  if (key === null || [CHOICES, turnKey("")].some((prefix) => key.startsWith(prefix))) { sync(); }
+  if (newValue === null) { store.retry(); }
+  if (at("chats").open) { showChats(listChats(store)); }
+});
+addEventListener("popstate", () => {
+  const id = addressed();
+  if (!id || id === chat.id) { return; }
+  running?.stopper.abort();
+  open(id, "replaceState");
+});
+document.addEventListener("visibilitychange", () => { if (document.hidden) { leave(false); } else { sync(); } });
+addEventListener("pagehide", () => {
+  leave(true);
+  store.session(TAB, tab);
+});
+addEventListener("pageshow", ({ persisted }) => {
+  if (!persisted) { return; }
+  store.session(TAB, null);
+  saveDraft();
+  sync();
+});
+setInterval(() => {
+  if (!document.hidden && (at("settings").open || (at("said").classList.contains("lasting") && at("key-form").hidden))) { refresh(); }
+}, 2000);
+store.onchange = showUnkept;
+migrate(store);
+readSettings();
+open(addressed() || leftDraft() || newId(), "replaceState");
+showUnkept();
 refresh().then(showAll);
-at("prompt").focus();
