@@ -127,11 +127,12 @@ class Tabs:
 
     def go(self, session):
         self.browser._session = session
+        self.browser.call("Page.bringToFront")  # one in the background draws nothing
 
     def close(self, session):
         """Closes a tab as a person does, and goes to the first."""
         self.go(session)
-        self.browser.run("void setTimeout(() => window.close(), 0)")
+        self.browser.call("Page.close")
         target = self.targets.pop(session)
         self.go(self.first)
         deadline = time.monotonic() + 10

@@ -16,6 +16,7 @@ const systemPrompt = { role: "system", content: "" };
 let chat = { id: "", turns: [] };
 let draft = { text: "", edits: "", before: "" };  // `edits` is the turn that is written anew
 let stats = null;
+let isLeft = false;  // the page is closed or reloaded
 let running = null;  // the turn whose answer comes, and what stops it
 let chosen = null;  // the answer whose cache is drawn
 
@@ -122,7 +123,7 @@ async function ask(content, replaces = "") {
   } catch (caught) { error = caught; }
   clearInterval(saving);
   cancelAnimationFrame(frame);
-  running.isOver = true;
+  if (isLeft) { return; }  // it is the page that ended, and it has said so
   draw();
   follow(() => finish(turn, error));
 }
@@ -210,7 +211,9 @@ function saveTurn(turn) {
   if (turn.isStored && !store.has(turn.key)) { sync(); return; }  // it was deleted in another tab
   // One that is asked again is kept already, with its earlier answer.
   if (turn.replaces && !turn.answer.content) { return; }
-  store.write(turn.key, recordOf(turn));
+  const record = recordOf(turn);
+  if (isLeft && record.end === "open") { record.end = "left"; }
+  store.write(turn.key, record);
   turn.isStored = true;
 }
 
@@ -221,7 +224,7 @@ function write(text) {
   saveDraft();
 }
 
-function saveDraft(isLeft = false) {
+function saveDraft() {
   draft.text = at("prompt").value;
   if (draft.text || draft.edits) { store.write(draftKey(), { ...draft, isLeft, time: Date.now() }); }
   else if (store.has(draftKey())) { store.remove(draftKey()); }
@@ -239,9 +242,9 @@ function takeDraft() {
 
 /** Brings in what other tabs have changed of this chat. */
 function sync() {
-  const records = readTurns(store, chat.id), isGone = (turn) => turn.isStored && !store.has(turn.key);
+  const isGone = (turn) => turn.isStored && !store.has(turn.key);
   const gone = chat.turns.filter(isGone);
-  for (const [key, record] of records) {
+  for (const [key, record] of readTurns(store, chat.id)) {
     const turn = chat.turns.find((one) => one.key === key);
     if (!turn) { chat.turns.push(turnOf(key, record)); }
     else if (turn !== running?.turn) { readInto(turn, record); }
@@ -311,13 +314,9 @@ function showUnkept() {
 function chatInView() { return { turns: withoutReplaced(chat.turns), draft: at("prompt").value }; }
 
 /** Keeps all that is not kept yet, for the page may be ended without another word. */
-function leave(isLeft) {
-  saveDraft(isLeft);
-  if (!running) { return; }
-  const { answer } = running.turn, { end } = answer;
-  if (isLeft) { answer.end = "left"; }
-  saveTurn(running?.turn);
-  answer.end = end;
+function leave() {
+  saveDraft();
+  if (running) { saveTurn(running.turn); }
 }
 
 // -- settings
@@ -339,6 +338,7 @@ async function refresh() {
       if (error.status !== 404) { break; }  // no other address would help, nor may see the key
     }
   }
+  failure.isLasting = true;
   tellError(failure);
   return failure;
 }
@@ -452,13 +452,16 @@ addEventListener("popstate", () => {
   running?.stopper.abort();
   open(id, "replaceState");
 });
-document.addEventListener("visibilitychange", () => { if (document.hidden) { leave(false); } else { sync(); } });
+document.addEventListener("visibilitychange", () => { if (document.hidden) { leave(); } else { sync(); } });
 addEventListener("pagehide", () => {
-  leave(true);
+  isLeft = true;
+  leave();
   store.session(TAB, tab);
 });
 addEventListener("pageshow", ({ persisted }) => {
   if (!persisted) { return; }
+  if (running) { location.reload(); }
+  isLeft = false;
   store.session(TAB, null);
   saveDraft();
   sync();

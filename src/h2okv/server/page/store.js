@@ -86,6 +86,8 @@ function newId(earlier = "") {
   return time.toString(36).padStart(9, "0") + random.toString(36).padStart(7, "0");
 }
 
+const isText = (value) => typeof value === "string";
+const NAMES = /^h2okv\/\w+\/\w+\/\w+$/;  // of turns and drafts: the chat's, then the turn's or the tab's
 const lastPart = (key) => key.slice(key.lastIndexOf("/") + 1);
 
 /** Makes the turn of a record: its two messages, and how the answer ended. */
@@ -94,9 +96,9 @@ function turnOf(key, record) {
   return readInto(turn, record);
 }
 
-function readInto(turn, { question, answer = "", note = "", end = "stop", why = "", replaces = "" }) {
+function readInto(turn, { question, answer, note = "", end = "stop", why = "", replaces = "" }) {
   turn.question.content = question;
-  Object.assign(turn.answer, { content: answer, note, end, why });
+  Object.assign(turn.answer, { content: answer ?? "", note, end, why });
   return Object.assign(turn, { replaces, isStored: true });
 }
 
@@ -104,10 +106,10 @@ function recordOf({ question, answer: { content, note, end, why }, replaces }) {
   return { question: question.content, answer: content, note, end, why, replaces };
 }
 
-/** Reads the records of a chat's turns, by their keys in order; one of another form is left alone. */
+/** Reads the turns of a chat, or of all, as keys and records in order; one of another form is left alone. */
 function readTurns(store, chat) {
-  const records = store.keys(`${TURNS}${chat}/`).map((key) => [key, store.read(key)]);
-  return new Map(records.filter(([, one]) => typeof one?.question === "string" && typeof (one.answer ?? "") === "string"));
+  const keys = store.keys(chat ? `${TURNS}${chat}/` : TURNS).filter((key) => NAMES.test(key));
+  return keys.map((key) => [key, store.read(key)]).filter(([, one]) => isText(one?.question) && isText(one.answer ?? ""));
 }
 
 /** A turn that was asked again, and has an answer, takes the earlier one's place. */
@@ -118,8 +120,8 @@ function withoutReplaced(turns, running) {
 
 /** Reads the drafts of a chat, or of all, as keys and records, newest first. */
 function readDrafts(store, chat) {
-  const records = store.keys(chat ? `${DRAFTS}${chat}/` : DRAFTS).map((key) => ({ key, ...store.read(key) }));
-  return records.filter((one) => typeof one.text === "string").sort((one, other) => (other.time || 0) - (one.time || 0));
+  const keys = store.keys(chat ? `${DRAFTS}${chat}/` : DRAFTS).filter((key) => NAMES.test(key));
+  return keys.map((key) => ({ key, ...store.read(key) })).filter((one) => isText(one.text)).sort((one, other) => (other.time || 0) - (one.time || 0));
 }
 
 /** Lists the chats, the newest first: their turns, what is written but not sent, their size in characters. */
@@ -131,9 +133,7 @@ function listChats(store) {
     chats.get(id).keys.push(key);
     return chats.get(id);
   };
-  for (const key of store.keys(TURNS)) {
-    const record = store.read(key);
-    if (typeof record?.question !== "string") { continue; }
+  for (const [key, record] of readTurns(store)) {
     const chat = entry(key, TURNS);
     chat.turns.push(turnOf(key, record));
     chat.newest = lastPart(key);
@@ -163,9 +163,10 @@ function migrate(store) {
   store.remove("h2okv-settings");
   const chats = store.read("h2okv-chats");
   while (Array.isArray(chats) && chats.length && !store.unkept.size) {
-    const { id, messages } = chats.at(-1), named = (time) => `${Number(time || 0).toString(36).padStart(9, "0")}0000000`;
+    const { id, messages } = chats.at(-1) || {}, named = (time) => `${Number(time || 0).toString(36).padStart(9, "0")}0000000`;
     let key = "";
     for (const [index, { role, content }] of (messages || []).entries()) {
+      if (!isText(content)) { continue; }
       if (role === "user") {
         key = `${TURNS}${named(id)}/${named(id + index)}`;
         store.write(key, { question: content });

@@ -5,10 +5,9 @@ class ServerError extends Error {
   constructor(words, status = 0) {
     super(words);
     this.status = status;
+    /** Whether it concerns the server rather than one request. */
+    this.isLasting = [0, 401, 502, 503, 504].includes(status);
   }
-
-  /** Whether it concerns the server rather than one request. */
-  get isLasting() { return [0, 401, 404, 502, 503, 504].includes(this.status); }
 }
 
 /** Yields the data of server-sent events, read as the HTML standard does, from a stream of bytes. */
