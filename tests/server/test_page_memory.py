@@ -267,7 +267,7 @@ def test_a_failed_question_does_not_push_out_what_is_in_the_box(browser, page, f
     assert "No answer." in browser.run("[...document.querySelectorAll('.note')].at(-1).textContent")
     reload(browser)
     assert typed(browser) == "the next" and questions(browser) == ["fine", "fails"]
-    fake.failing = {}
+    fake.failing, fake.pause = {}, 0
     button(browser, "Try again")
     browser.wait(f"{IDLE} && document.querySelectorAll('.assistant .said')[1].textContent")
     assert questions(browser) == ["fine", "fails"]
