@@ -8,6 +8,8 @@ from transformers import AutoTokenizer, TextIteratorStreamer, pipeline
 
 import h2okv
 from h2okv.assets import bundled_model_path
+from h2okv.cache.argument import CACHE
+from h2okv.config import CacheConfig
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
@@ -64,13 +66,66 @@ def test_a_forward_of_a_model_with_adapters_is_checked(adapted):
         adapted(ids, past_key_values=h2okv.H2OCache(adapted, 4, 4))
 
 
-def test_prefix_tuning_is_refused(model):
+def test_ia3_adapters(model):
     peft = pytest.importorskip("peft")
-    tuning = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    tuned = peft.get_peft_model(model, tuning)
-    for call in (h2okv.H2OCache, h2okv.check_model):
-        with pytest.raises(ValueError, match="prefix tuning puts keys of its own into the cache"):
-            call(tuned)
+    torch.manual_seed(1)
+    adapters = peft.IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False)
+    adapted = peft.get_peft_model(model, adapters).eval()
+    check(adapted, adapted.get_base_model().config, tokens())
+
+
+PROMPT_LEARNING = {
+    "PrefixTuningConfig": {},
+    "PromptTuningConfig": {},
+    "PromptEncoderConfig": {"encoder_hidden_size": 16},
+}
+
+
+@pytest.fixture(params=PROMPT_LEARNING)
+def prompted(model, request):
+    peft = pytest.importorskip("peft")
+    model.set_attn_implementation("h2o")
+    options = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"} | PROMPT_LEARNING[request.param]
+    return peft.get_peft_model(model, getattr(peft, request.param)(**options)).eval()
+
+
+def test_prompt_learning_is_refused_however_the_cache_was_made(prompted, tmp_path):
+    ids, model = tokens(), prompted.get_base_model()
+    message = r"prompt learning \(PEFT's (PREFIX_TUNING|PROMPT_TUNING|P_TUNING)\) puts tokens"
+    full = h2okv.H2OCache(model, 5, 5)
+    h2okv.prefill(model, ids[:, :9], full)
+    full.save(tmp_path / "cache")
+    recipe = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True}
+
+    def go_on(cache):
+        return prompted.generate(**cache.next_turn(ids), **{CACHE: cache}, **OPTIONS)
+
+    def enable():
+        with h2okv.enable(prompted):
+            pass
+
+    refused = [
+        lambda: h2okv.H2OCache(prompted),
+        lambda: h2okv.check_model(prompted),
+        lambda: h2okv.H2OCache.load(tmp_path / "cache", prompted),
+        lambda: h2okv.prefill(prompted, ids, h2okv.H2OCache(model)),
+        enable,
+        lambda: go_on(h2okv.H2OCache(model)),
+        lambda: go_on(h2okv.H2OCache(prompted.config)),
+        lambda: go_on(h2okv.H2OCache.from_config(model.config, CacheConfig())),
+        lambda: go_on(h2okv.H2OCache.load(tmp_path / "cache")),
+        lambda: go_on(full.fork(1)),
+        lambda: prompted(input_ids=ids, **{CACHE: h2okv.H2OCache(model)}),
+        lambda: prompted.generate(input_ids=ids, **recipe, **OPTIONS),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    expected = model.generate(ids, **OPTIONS)
+    with prompted.disable_adapter():  # is the model itself
+        cache = h2okv.H2OCache(prompted, 40, 40)
+        made = prompted.generate(input_ids=ids, **{CACHE: cache}, **OPTIONS)
+    assert torch.equal(made, expected)
 
 
 def test_weights_of_eight_bits(model):

@@ -217,6 +217,7 @@ class H2OCache(Cache):
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
             if not torch.compiler.is_compiling():
+                validation.check_callers()
                 self._check_goes_on(key_states.shape[2])
             for rotation in layer.known_rotations:
                 rotation.begin_forward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
@@ -58,12 +59,7 @@ def unwrap(model: Any) -> PreTrainedModel:
     """The model inside what `torch.compile` or PEFT has made of it."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
-        peft = getattr(inner, "active_peft_config", None)
-        if peft is not None and peft.peft_type == "PREFIX_TUNING":
-            raise ValueError(
-                "prefix tuning puts keys of its own into the cache, which an H2OCache does not "
-                "take; use transformers' own cache for this model, or another method of PEFT."
-            )
+        _check_adapters(inner)
         if "_orig_mod" in getattr(inner, "_modules", {}):
             inner = inner._orig_mod
         elif hasattr(inner, "get_base_model"):
@@ -74,6 +70,31 @@ def unwrap(model: Any) -> PreTrainedModel:
                 "PreTrainedModel, or one that torch.compile or PEFT made of it."
             )
     return inner
+
+
+def check_callers() -> None:
+    """Refuse a forward that comes through prompt learning, however the cache was made.
+
+    The model itself does not know the wrapper whose tokens it gets, so the callers are asked.
+    """
+    frame = sys._getframe() if "peft" in sys.modules else None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("peft."):
+            _check_adapters(frame.f_locals.get("self"))
+        frame = frame.f_back
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse PEFT's prompt learning: prefix tuning, prompt tuning, p-tuning."""
+    adapters = getattr(model, "active_peft_config", None)
+    is_prompt_learning = getattr(adapters, "is_prompt_learning", False)
+    if is_prompt_learning and not getattr(model, "_adapters_disabled", False):
+        kind = str(getattr(adapters.peft_type, "value", adapters.peft_type))
+        raise ValueError(
+            f"prompt learning (PEFT's {kind}) puts tokens or keys of its own before the text, and "
+            "with some versions of transformers again at every step; an H2OCache would evict text "
+            "for them. Use transformers' own cache for this model, or LoRA or IA3."
+        )
 
 
 def config_of(model: Any) -> PreTrainedConfig:
