@@ -26,7 +26,7 @@ def _a_folder_with_a_module_of_its_own(monkeypatch, tmp_path):
     ids=lambda server: server.name,
 )
 def test_a_server(server):
-    words = server.words[: server.words.index("-m") + 1]
+    words = server.command[: server.command.index("-m") + 1]
     done = subprocess.run([*words, "stray"], capture_output=True, text=True)
     assert done.returncode == 1 and "No module named stray" in done.stderr
 

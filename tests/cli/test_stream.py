@@ -191,7 +191,7 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
 
     for args, complaint in [
         ((), "'opt' has no rotary positions"),
-        (("--policy", "full"), "learned positions for 64 tokens, and the stream goes on to 96"),
+        (("--policy", "full"), "learned positions for 64 tokens, and the stream needs 96"),
     ]:
         outcome = call(*args)
         assert (outcome.code, outcome.err.count("\n")) == (2, 1)
@@ -215,7 +215,7 @@ def test_bad_sources_bring_one_sentence(stream, book, chats, tmp_path):
     book.write_text("")
     assert "is empty" in stream("--text", book).err
     book.write_text("a")
-    assert "a text to score needs 2 or more" in stream("--text", book).err
+    assert "must have at least 2 tokens to be scored" in stream("--text", book).err
 
 
 def test_nothing_that_is_there_is_overwritten(stream, book, tmp_path):

@@ -106,7 +106,7 @@ def test_scores_are_the_means_of_rouge_score(subject, make_task, tmp_path):
 
 
 def test_a_duplicate_cache_is_refused(subject, make_task, tmp_path):
-    with pytest.raises(ValueError, match="asked for twice"):
+    with pytest.raises(ValueError, match="requested twice"):
         evaluate(subject, tmp_path / "a", make_task(), configs=[CacheConfig("full")] * 2)
 
 

@@ -272,7 +272,9 @@ def test_invalid_settings_are_refused(name):
 
 
 def test_a_text_of_one_token_cannot_be_scored():
-    with pytest.raises(ValueError, match="the text has 1 tokens; a text to score needs 2"):
+    with pytest.raises(
+        ValueError, match="the text must have at least 2 tokens to be scored, got 1"
+    ):
         TextSource(torch.tensor([5]), "text")
 
 

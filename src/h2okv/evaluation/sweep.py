@@ -33,7 +33,7 @@ from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
 from h2okv.policy import get_policy
 from h2okv.records import read_text_file, unknown_name
 
-EXPERIMENTS = Path(__file__).parent / "experiments"  # those that come with the package
+EXPERIMENTS = Path(__file__).parent / "experiments"  # the bundled ones
 # The kinds of tasks; an entry has one of these names, with its file or harness task as value.
 KINDS: dict[str, type[Task]] = {
     "harness": HarnessTask,
@@ -221,12 +221,12 @@ def _checked(kind: type[Section], content: Any, where: str) -> Section:
 
 
 def experiment_names() -> list[str]:
-    """Return the names of the experiments that come with the package."""
+    """Return the names of the bundled experiments."""
     return sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
 
 
 def load_experiment(name: str) -> Experiment:
-    """Read an experiment of the package, or a YAML file."""
+    """Read a bundled experiment, or a YAML file."""
     yaml = optional("yaml", "an experiment file")
     path = Path(name).expanduser()
     if name in experiment_names():

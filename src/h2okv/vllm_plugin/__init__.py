@@ -43,7 +43,7 @@ def missing_names() -> list[str]:
 
 
 def register() -> None:
-    """Hook into the configuration of every engine; the entry point of vLLM's plug-ins."""
+    """Install the hook for every engine's configuration; the entry point of vLLM's plug-ins."""
     try:
         from vllm.model_executor.models import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig

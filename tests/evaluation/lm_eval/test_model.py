@@ -107,13 +107,13 @@ def test_the_batch_size_changes_nothing(harness_model):
 
 def test_a_text_longer_than_the_window_is_refused_before_anything_is_computed(harness_model):
     requests = instances("loglikelihood", ("ox and", " yes"), ("a " * 90, "yes it is"))
-    with pytest.raises(ValueError, match="request 1 .*window leaves room for 64.*truncation"):
+    with pytest.raises(ValueError, match="request 1 .*window has room for 64.*truncation"):
         harness_model(**SMALL, max_length=64).loglikelihood(requests)
     expected = harness_model(is_plain=True, max_length=64).loglikelihood(requests)
     cut = harness_model(**LARGE, max_length=64, truncation=True).loglikelihood(requests)
     assert close(cut, expected)
     prompt = instances("generate_until", ("a " * 90, {"until": [], "max_gen_toks": 5}))
-    with pytest.raises(ValueError, match="request 0 .*window leaves room for 59"):
+    with pytest.raises(ValueError, match="request 0 .*window has room for 59"):
         harness_model(**SMALL, max_length=64).generate_until(prompt)
 
 

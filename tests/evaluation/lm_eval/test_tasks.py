@@ -97,5 +97,5 @@ def test_a_malformed_entry_is_named(tiny_data, task, name, before, after, words)
 
 def test_a_file_without_documents_is_refused(tiny_data):
     (tiny_data / "llm_adapters/mathqa_test.json").write_text(json.dumps([]))
-    with pytest.raises(ValueError, match="holds no documents"):
+    with pytest.raises(ValueError, match="has no documents"):
         read("mathqa")

@@ -40,7 +40,7 @@ def _splits(convert: Callable[[Record], Document | None], **files: str) -> Split
             converted = [convert(record) for record in _READERS[path.suffix](path)]
         documents = [document for document in converted if document is not None]
         if not documents:
-            raise ValueError(f"{path} holds no documents; get the file again.")
+            raise ValueError(f"{path} has no documents; get the file again.")
         splits[split] = Dataset.from_list(documents)
     return splits
 
@@ -110,7 +110,7 @@ def _winogrande(record: Record) -> Document:
     match = _BLANK.search(record.text("instruction"))
     before, blank, after = match["sentence"].partition("_") if match else ("", "", "")
     if match is None or not blank or not after.strip():
-        record.refuse("instruction", "holds no sentence with a blank, Option1 and Option2")
+        record.refuse("instruction", "has no sentence with a blank, Option1 and Option2")
     return {
         "choices": [before + match["first"], before + match["second"]],
         "after": after.strip(),

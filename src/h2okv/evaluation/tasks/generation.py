@@ -1,4 +1,4 @@
-"""Generated texts: summaries scored by ROUGE, and the diversity of what is written."""
+"""Generated texts: ROUGE of summaries, and the diversity of answers."""
 
 from __future__ import annotations
 
