@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.assets import sample_article
+from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
 from h2okv.integration.models import resolve_model
 
 path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
@@ -20,6 +21,6 @@ length = inputs["input_ids"].shape[1]
 
 for policy in ("full", "h2o", "sink_recent", "recent", "snapkv", "random"):
     cache = h2okv.H2OCache(model.config, heavy=64, recent=64, sink=4, policy=policy)
-    output = model.generate(**inputs, cache=cache, max_new_tokens=24, do_sample=False)
+    output = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=24, do_sample=False)
     text = tokenizer.decode(output[0, length:], skip_special_tokens=True).replace("\n", " ")
     print(f"{policy:11} {cache.num_cached_tokens:5} entries  {text}")

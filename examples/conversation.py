@@ -5,6 +5,7 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
+from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
 from h2okv.integration.models import resolve_model
 
 path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
@@ -19,7 +20,9 @@ for turn in ("What is the capital of France?", "And of Italy?", "Which of the tw
     # Only what is new goes through the model; the rest is in the cache, or was evicted.
     new = tokenizer(text[len(read) :], add_special_tokens=False, return_tensors="pt").input_ids
     new = new.new_tensor([unread + new[0].tolist()])
-    output = model.generate(**cache.next_turn(new), cache=cache, max_new_tokens=24, do_sample=False)
+    output = model.generate(
+        **cache.next_turn(new), **{CACHE: cache}, max_new_tokens=24, do_sample=False
+    )
     ids = output[0, new.shape[1] :].tolist()
     answer = tokenizer.decode(ids, skip_special_tokens=True)
     # The last token of an answer has not been through the model yet; its end is in the template.

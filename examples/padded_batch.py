@@ -4,6 +4,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
+from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
 
 path = bundled_model_path()
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
@@ -14,7 +15,7 @@ prompts = ["The old house stood", "She took the letter from the table and read i
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)
 cache = h2okv.H2OCache(model.config, heavy=8, recent=8)
 with h2okv.enable(model):  # for a model that is already loaded
-    output = model.generate(**inputs, cache=cache, max_new_tokens=30, do_sample=False)
+    output = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=30, do_sample=False)
 
 for text in tokenizer.batch_decode(output, skip_special_tokens=True):
     print("-", text.replace("\n", " "))

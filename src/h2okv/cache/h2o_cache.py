@@ -38,7 +38,7 @@ class H2OCache(Cache):
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
         cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
-        model.generate(**inputs, cache=cache)
+        model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
     Args:
         config: the model's config, or the model.
@@ -247,7 +247,7 @@ class H2OCache(Cache):
     def next_turn(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Makes the inputs of a further turn out of its own tokens alone.
 
-        For example::
+        For example (``past_key_values=cache`` before transformers 5.24)::
 
             model.generate(**cache.next_turn(new_ids), cache=cache)
 

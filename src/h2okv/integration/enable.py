@@ -113,9 +113,9 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
     ``positions="clamped"`` asks for.
 
     Args:
-        model: a loaded model, as it is, compiled by ``torch.compile`` or with PEFT adapters; its
-            configs' attention implementation, and with ``compile`` its ``forward``, are mutated
-            for the block.
+        model: a loaded model, as it is, compiled by ``torch.compile`` or with PEFT adapters (not
+            prompt learning); its configs' attention implementation, and with ``compile`` its
+            ``forward``, are mutated for the block.
         compile: run steps of a single token through ``torch.compile``. The first one takes some
             tens of seconds; after that all small operations of a layer are one. Needs layers that
             all keep H2O entries; others run as they are.
@@ -297,7 +297,7 @@ def prefill(
     Then generate with the whole text, of which transformers takes the part not yet read::
 
         h2okv.prefill(model, input_ids[:, :-1], cache)
-        model.generate(input_ids, cache=cache)
+        model.generate(input_ids, cache=cache)  # before transformers 5.24: past_key_values=cache
 
     Args:
         model: a loaded model, with H2O attention or without.
