@@ -172,9 +172,9 @@ SAMPLES = [
     ("```py\na = 1\n\n# b\n```\nc", "<pre><code>a = 1\n\n# b</code></pre><p>c</p>"),
     ("```\nnot yet closed", "<pre><code>not yet closed</code></pre>"),
     ("> a\n> b\n\n---", "<blockquote><p>a<br>b</p></blockquote><hr>"),
-    ("| a | b |\n|---|:-:|\n| 1 | *2* |",
-     "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
-     "<tbody><tr><td>1</td><td><em>2</em></td></tr></tbody></table>"),
+    ("| a | b | c |\n|:--|:-:|--:|\n| 1 | *2* |",
+     '<table><thead><tr><th>a</th><th class="center">b</th><th class="right">c</th></tr></thead>'
+     '<tbody><tr><td>1</td><td class="center"><em>2</em></td></tr></tbody></table>'),
     ("[a](https://x.org/b_(c)) https://y.org.",
      '<p><a href="https://x.org/b_(c)">a</a> <a href="https://y.org">https://y.org</a>.</p>'),
     ("[a](javascript:alert(1)) ![b](data:text/html,x)", "<p><a>a</a> <a>b</a></p>"),
@@ -209,3 +209,24 @@ def test_markdown_is_shown_safely_and_knows_its_source(browser, page):
         })()"""
     )
     assert grown == [True, 2, "<p>one</p><p>two <strong>three</strong></p>"]
+
+
+def test_code_is_copied_and_a_refused_link_does_not_look_like_one(browser, page):
+    page()
+    say(browser, "```\na = 1\n``` [x](javascript:alert(1)) [y](https://y.org)")
+    browser.wait(IDLE)
+    content = "```py\\na = 1\\nb = 2\\n```\\n[x](javascript:alert(1)) [y](https://y.org)"
+    browser.run(f"chat.turns[0].answer.content = '{content}'; showAll(); showAll()")
+    assert answers(browser) == ["a = 1\nb = 2x y"]  # without the button's word
+    browser.run(
+        "Object.defineProperty(navigator, 'clipboard',"
+        " { value: { writeText: async (words) => { window.clip = words; } } })"
+    )
+    click(browser, "[aria-label='Copy the code']")
+    assert browser.run("clip") == "a = 1\nb = 2" and text(browser, "#status") == "Copied."
+    colours = (
+        "[...document.querySelectorAll('.said, .said a')].map((one) => getComputedStyle(one).color)"
+    )
+    _, plain, refused, link = browser.run(colours)
+    assert refused == plain != link
+    assert text(browser, ".assistant h3") == "fake"

@@ -378,3 +378,43 @@ def test_records_of_another_form_do_no_harm(browser, page):
         reload(browser)
     assert titles(browser) == ["good"]
     assert browser.complaints() == []
+
+
+def test_going_back_in_mid_answer_keeps_it_where_it_belongs(browser, page, fake):
+    page()
+    ask(browser, "first chat")
+    button(browser, "New chat")
+    fill(browser, "max_tokens", "1000")
+    fake.pause = 0.02
+    say(browser, "second chat")
+    browser.wait("(document.querySelector('.assistant .said')?.textContent.length || 0) > 5")
+    part = answers(browser)[0]
+    browser.run("history.back()")
+    browser.wait(f"{IDLE} && document.querySelector('.user .said').textContent === 'first chat'")
+    assert typed(browser) == ""
+    browser.run("history.forward()")
+    browser.wait("document.querySelector('.user .said').textContent === 'second chat'")
+    assert answers(browser)[0].startswith(part)
+    assert text(browser, ".assistant .note").startswith("Stopped.")
+    assert titles(browser) == ["second chat", "first chat"]
+
+
+def test_an_answer_asked_again_in_another_tab_is_there_once(browser, page, tabs, fake):
+    page()
+    fill(browser, "max_tokens", "1000")
+    second = tabs.open(browser.run("location.href"))
+    fake.pause = 0.03
+    say(browser, "one question")
+    browser.wait("(document.querySelector('.assistant .said')?.textContent.length || 0) > 5")
+    tabs.go(tabs.first)
+    browser.wait("(document.querySelector('.assistant .said')?.textContent.length || 0) > 5")
+    fill(browser, "max_tokens", "5")
+    button(browser, "Try again")
+    browser.wait(
+        f"{IDLE} && !document.querySelector('.assistant .note').textContent.includes('another')"
+    )
+    for tab in (second, tabs.first):
+        tabs.go(tab)
+        browser.wait(IDLE)
+        assert questions(browser) == ["one question"] and len(answers(browser)) == 1
+        assert typed(browser) == "" and text(browser, "#said") == ""

@@ -129,7 +129,7 @@ async function ask(content, replaces = "") {
 }
 
 function finish(turn, error) {
-  const { answer, replaces, key } = turn, isStop = error?.name === "AbortError", { isGone } = running;
+  const { answer, replaces, key } = turn, isStop = error?.name === "AbortError", { isGone, next } = running;
   running = null;
   at("talk").setAttribute("aria-busy", "false");
   bodies.get(answer)?.parentElement.setAttribute("aria-busy", "false");
@@ -139,7 +139,8 @@ function finish(turn, error) {
   if (isGone || (!answer.content && (replaces || isFree))) {
     // What was asked can be asked again, in other words; of two, the earlier answer is back.
     chat.turns = chat.turns.filter((one) => one !== turn);
-    if (!replaces && isFree) { write(turn.question.content); }
+    const isAgain = replaces || chat.turns.some((one) => one.replaces === turn.id);  // here or in another tab
+    if (!isAgain && isFree) { write(turn.question.content); }
     store.remove(key);
   } else {
     saveTurn(turn);
@@ -149,9 +150,9 @@ function finish(turn, error) {
     }
   }
   if (error && !isStop) { tellError(error); }
-  if (isGone) { tell("This chat was deleted in another tab."); }
-  showAll();
+  if (isGone && !chat.turns.length) { tell("This chat was deleted in another tab."); }
   showRunning();
+  if (next) { open(next, "replaceState"); } else { showAll(); }
 }
 
 function showRunning() {
@@ -449,8 +450,10 @@ addEventListener("storage", ({ key, newValue }) => {
 addEventListener("popstate", () => {
   const id = addressed();
   if (!id || id === chat.id) { return; }
-  running?.stopper.abort();
-  open(id, "replaceState");
+  if (running) {
+    running.next = id;
+    running.stopper.abort();
+  } else { open(id, "replaceState"); }
 });
 document.addEventListener("visibilitychange", () => { if (document.hidden) { leave(); } else { sync(); } });
 addEventListener("pagehide", () => {

@@ -130,7 +130,14 @@ function block(lines) {
   if (first.text.includes("|") && lines.length > 1 && TABLE_RULE.test(lines[1].text)) {
     const end = until(lines, (line) => !line.text.includes("|"));
     const body = lines.slice(2, end).map((line) => cells("td", line));
-    return [make("table", make("thead", cells("th", first)), make("tbody", ...body)), end];
+    const table = make("table", make("thead", cells("th", first)), make("tbody", ...body));
+    const sides = lines[1].text.match(/:?-+:?/g).map((rule) => [rule.startsWith(":"), rule.endsWith(":")]);
+    for (const row of table.rows) {
+      sides.forEach(([left, right], k) => {
+        if (right && row.cells[k]) { row.cells[k].className = left ? "center" : "right"; }
+      });
+    }
+    return [table, end];
   }
   const end = until(lines, (line) => !line.text.trim() || STARTS.some((one) => one.test(line.text)));
   return [paragraph("p", lines.slice(0, end)), end];

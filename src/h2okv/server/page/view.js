@@ -21,18 +21,25 @@ function button(text, pressed) {
 }
 
 function article(message) {
-  const who = { user: "You", assistant: stats?.model || "Model", system: "System prompt" };
   const body = make("div"), note = make("p"), tools = make("div");
   [body.className, note.className, tools.className] = ["said", "note", "tools"];
-  const element = make("article", make("h3", who[message.role]), body, note, tools);
+  const element = make("article", make("h3"), body, note, tools);
   element.className = message.role;
   bodies.set(message, body);
   return element;
 }
 
 function showText(message) {
-  const body = bodies.get(message);
-  if (message.role === "assistant") { renderMarkdown(body, message.content); }
+  const body = bodies.get(message), who = { user: "You", assistant: stats?.model || "Model", system: "System prompt" };
+  body.previousSibling.textContent = who[message.role];
+  if (message.role === "assistant") {
+    renderMarkdown(body, message.content);
+    for (const code of body.querySelectorAll("pre > code:only-child")) {
+      const copying = button("", () => copy(code.textContent));
+      copying.setAttribute("aria-label", "Copy the code");
+      code.before(copying);
+    }
+  }
   else if (body.textContent !== message.content) {
     const node = document.createTextNode(message.content);
     node.at = 0;
